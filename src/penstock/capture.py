@@ -1,0 +1,120 @@
+"""What a change-capture mechanism implements, and how its resume point moves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.durable import Json
+from penstock.source import C, SourceConnector
+
+
+@dataclass(frozen=True)
+class SnapshotTable:
+    """A table to copy."""
+
+    schema: str
+    table: str
+
+    @property
+    def stream(self) -> str:
+        return f"{self.schema}.{self.table}" if self.schema else self.table
+
+
+@dataclass(frozen=True)
+class Upsert:
+    """A row as it is now."""
+
+    table: SnapshotTable
+    row: Mapping[str, Any]
+    old_key: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Delete:
+    """The key of a row that is gone."""
+
+    table: SnapshotTable
+    key: Mapping[str, Any]
+
+
+ChangeEvent = Upsert | Delete
+
+
+class Ack:
+    """Confirms one change; dropped without `confirm`, the change comes again after a restart."""
+
+    __slots__ = ("_confirm",)
+
+    def __init__(self, confirm: Callable[[], None] | None = None) -> None:
+        self._confirm = confirm
+
+    def confirm(self) -> None:
+        """The change is durable; may be called once, from any thread, in any order."""
+        confirm, self._confirm = self._confirm, None
+        if confirm is not None:
+            confirm()
+
+
+@dataclass(frozen=True)
+class Change:
+    """An event, the way to confirm it, and where it stands."""
+
+    event: ChangeEvent
+    ack: Ack = field(default_factory=Ack)
+    position: Json = None
+
+
+class AckSink:
+    """Collects confirmations in any order; the resume point moves only over a contiguous run of them."""
+
+    def __init__(self, moved: Callable[[Json], None]) -> None:
+        self._moved = moved
+        self._lock = threading.Lock()
+        self._positions: dict[int, Json] = {}
+        self._confirmed: set[int] = set()
+        self._issued = 0
+        self._next = 0
+
+    def ack(self, position: Json) -> Ack:
+        """An ack for the next change, in the order of the changes."""
+        with self._lock:
+            number = self._issued
+            self._issued += 1
+            self._positions[number] = position
+        return Ack(lambda: self._confirm(number))
+
+    def _confirm(self, number: int) -> None:
+        # `moved` runs under the lock: two threads must not report their resume points in the wrong order.
+        with self._lock:
+            self._confirmed.add(number)
+            reached: Json = None
+            before = self._next
+            while self._next in self._confirmed:
+                self._confirmed.remove(self._next)
+                reached = self._positions.pop(self._next)
+                self._next += 1
+            if self._next > before:
+                self._moved(reached)
+
+
+class ChangeCapture(SourceConnector[C]):
+    """
+    A capture mechanism: `live` from its own durable position, `snapshot` when the engine asks for one.
+
+    Whether a snapshot is needed is not the mechanism's call: the engine asks the sink (`is_seeded`).
+    """
+
+    def tables(self) -> Sequence[SnapshotTable]:
+        """The tables that are captured; after `open`."""
+        raise NotImplementedError
+
+    def live(self) -> Iterator[Change | None]:
+        """Changes from the mechanism's own resume point; None now and then when there is none, so that it can be stopped."""
+        raise NotImplementedError
+
+    def snapshot(self, tables: Sequence[SnapshotTable]) -> Iterator[Change]:
+        """The rows of `tables` as upserts; their acks move nothing, and there is no end marker."""
+        return iter(())

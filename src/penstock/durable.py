@@ -1,0 +1,109 @@
+"""What "durable" means here: bytes that survive a power cut, in files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from penstock.errors import FatalError
+
+Json = Any
+"""A value that JSON can hold."""
+
+
+def canonical(value: Json) -> str:
+    """The one way a position, receipt or manifest becomes text: sorted keys, no spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def fsync(*paths: str | os.PathLike[str]) -> None:
+    """Sync each file and then each directory that names one: only then is a file there after a power cut."""
+    with disk_errors():
+        for path in paths:
+            _sync(path)
+        for directory in sorted({os.path.dirname(os.path.abspath(path)) for path in paths}):
+            _sync(directory)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and its parents, each entry synced in the directory above it."""
+    with disk_errors():
+        missing = [p for p in (path, *path.parents) if not p.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        for made in reversed(missing):
+            _sync(made.parent)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`: after a crash it holds the old bytes or the new ones, synced, never a mixture."""
+    temporary = path.with_name(f".{path.name}.{uuid4().hex[:8]}")
+    with disk_errors():
+        try:
+            _write_synced(temporary, data)
+            os.replace(temporary, path)
+            _sync(path.parent)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def publish_once(path: Path, data: bytes) -> bool:
+    """
+    Create `path` whole and synced if nobody has, the compare-and-set of local files; False if it was there.
+
+    A link and not a rename: a rename would replace what another process published first.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid4().hex[:8]}")
+    with disk_errors():
+        try:
+            _write_synced(temporary, data)
+            os.link(temporary, path)
+            _sync(path.parent)
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink(missing_ok=True)
+    return True
+
+
+@contextlib.contextmanager
+def disk_errors() -> Iterator[None]:
+    """Turn the disk's refusals into a `FatalError` that says what to do. A failed fsync is never tried again."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, FileNotFoundError | FileExistsError):
+            raise
+        hints = {
+            errno.ENOSPC: "free some space and start again; nothing that was committed is lost",
+            errno.EDQUOT: "raise the quota and start again; nothing that was committed is lost",
+            errno.EACCES: "give this user write permission there, or choose another directory",
+            errno.EROFS: "choose a directory that can be written",
+        }
+        where = f" {error.filename}" if error.filename else ""
+        raise FatalError(
+            f"cannot write{where}: {error.strerror}",
+            code="PEN-5009",
+            hint=hints.get(error.errno or 0, "check the disk"),
+        ) from error
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(path: str | os.PathLike[str]) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,179 @@
+"""
+Every error Penstock raises, chosen by what should happen next.
+
+    ConnectorError
+    ├── ConfigError      refuse to start
+    ├── RetryableError   back off and go on
+    │   └── StagingLost  stage that sink again from the range, which is not yet acked
+    ├── DataError        stop or skip, by `on_error`
+    ├── SchemaError      stop for a decision, or evolve, by policy
+    └── FatalError       stop
+        └── Fenced       another run owns the target
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import ClassVar
+
+CODES: dict[str, str] = {
+    "PEN-1000": "the configuration cannot be used",
+    "PEN-1001": "the file is not valid TOML",
+    "PEN-1002": "unknown key",
+    "PEN-1003": "a value has the wrong type or is out of bounds",
+    "PEN-1004": "a required key is missing",
+    "PEN-1005": "a secret cannot be resolved",
+    "PEN-1006": "unknown connector",
+    "PEN-1007": "a connector's extra is not installed",
+    "PEN-1008": "the delivery guarantee cannot be met",
+    "PEN-1009": "not supported yet",
+    "PEN-1010": "a route is wrong",
+    "PEN-1011": "two streams meet in one target",
+    "PEN-1012": "a route's SQL is wrong",
+    "PEN-1013": "the file changed in a way that needs a reset",
+    "PEN-1014": "Java is missing or too old",
+    "PEN-1015": "the file cannot be read",
+    "PEN-1016": "the connector refused its settings",
+    "PEN-1017": "a route's SQL works per epoch and does not say so",
+    "PEN-2000": "a passing failure",
+    "PEN-2001": "the connection broke",
+    "PEN-2002": "rate limited",
+    "PEN-2003": "timed out",
+    "PEN-2004": "staged data is gone",
+    "PEN-2005": "another writer committed to the target first",
+    "PEN-2006": "the engine lost a task",
+    "PEN-3000": "bad data",
+    "PEN-3001": "a record cannot be decoded",
+    "PEN-3002": "more records failed than max_error_rate allows",
+    "PEN-4000": "a schema does not fit",
+    "PEN-4001": "a column changed in a way the target cannot follow",
+    "PEN-4002": "the target was not made for these rows",
+    "PEN-5000": "a failure that needs a person",
+    "PEN-5001": "the system cannot be reached",
+    "PEN-5002": "the state directory is in use",
+    "PEN-5003": "the state directory belongs to another pipeline",
+    "PEN-5004": "a manifest is corrupt",
+    "PEN-5005": "the journal is corrupt",
+    "PEN-5006": "the state was written by a newer Penstock",
+    "PEN-5007": "the target was written by another incarnation",
+    "PEN-5008": "fenced: another run committed to the target",
+    "PEN-5009": "the disk refused a write",
+    "PEN-5010": "the target is gone",
+    "PEN-5011": "the source cannot go back to the recorded position",
+    "PEN-5012": "an unexpected failure",
+    "PEN-5013": "too many retries",
+}
+"""What each code means, for people; `docs/errors.md` is generated from it. The first digit names the class."""
+
+_CODE = re.compile(r"PEN-\d{4}")
+
+
+class Action(StrEnum):
+    """What the runtime does about an error."""
+
+    REFUSE = "refuse"
+    RETRY = "retry"
+    RESTAGE = "restage"
+    POLICY = "policy"
+    STOP = "stop"
+
+
+class ConnectorError(Exception):
+    """Root of all errors. The code stands first in the message, since a worker's exception reaches the driver as text."""
+
+    default_code: ClassVar[str] = "PEN-5000"
+
+    def __init__(self, message: str, *, code: str | None = None, hint: str = "") -> None:
+        self.code = code or self.default_code
+        assert self.code in CODES, f"{self.code} is not in errors.CODES"
+        self.message = message
+        self.hint = hint
+        super().__init__(f"{self.code} {message}" + (f"\n  → {hint}" if hint else ""))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.message, self.code, self.hint)
+
+
+class ConfigError(ConnectorError):
+    """A wrong setting: refuse to start."""
+
+    default_code = "PEN-1000"
+
+
+class RetryableError(ConnectorError):
+    """Network, rate limit, timeout: back off and go on."""
+
+    default_code = "PEN-2000"
+
+
+class StagingLost(RetryableError):
+    """A sink's staged data is gone: that sink is staged again from the range."""
+
+    default_code = "PEN-2004"
+
+
+class DataError(ConnectorError):
+    """A record that cannot be used: stop or skip, by `on_error`."""
+
+    default_code = "PEN-3000"
+
+
+class SchemaError(ConnectorError):
+    """Rows and target disagree: stop for a decision or evolve, by policy."""
+
+    default_code = "PEN-4000"
+
+
+class FatalError(ConnectorError):
+    """Only a person can go on from here."""
+
+    default_code = "PEN-5000"
+
+
+class Fenced(FatalError):
+    """Another run committed to the target; this one must not write."""
+
+    default_code = "PEN-5008"
+
+
+ACTIONS: dict[type[ConnectorError], Action] = {
+    StagingLost: Action.RESTAGE,
+    ConfigError: Action.REFUSE,
+    RetryableError: Action.RETRY,
+    DataError: Action.POLICY,
+    SchemaError: Action.STOP,
+    FatalError: Action.STOP,
+}
+"""The one place that says what happens next; looked up along the class's bases."""
+
+
+def action(error: BaseException) -> Action:
+    """What to do about `error`; anything that is not ours stops the pipeline."""
+    return next((ACTIONS[kind] for kind in type(error).__mro__ if kind in ACTIONS), Action.STOP)
+
+
+def from_text(text: str) -> ConnectorError | None:
+    """The error whose code stands in a worker's traceback, or None if there is none."""
+    found = None
+    for found in _CODE.finditer(text):
+        pass  # a traceback names the innermost cause first and the error that was raised last
+    if found is None or found.group() not in CODES:
+        return None
+    code = found.group()
+    message, _, rest = text[found.end() :].strip().partition("\n")
+    hint = rest.strip().removeprefix("→ ").partition("\n")[0] if rest.lstrip().startswith("→") else ""
+    special: dict[str, type[ConnectorError]] = {"PEN-2004": StagingLost, "PEN-5008": Fenced}
+    kinds: dict[str, type[ConnectorError]] = {
+        "1": ConfigError,
+        "2": RetryableError,
+        "3": DataError,
+        "4": SchemaError,
+        "5": FatalError,
+    }
+    kind = special.get(code) or kinds[code[4]]
+    return kind(message, code=code, hint=hint)
+
+
+def _rebuild(kind: type[ConnectorError], message: str, code: str, hint: str) -> ConnectorError:
+    return kind(message, code=code, hint=hint)

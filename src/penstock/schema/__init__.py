@@ -1,0 +1,83 @@
+"""What a connector can say about schemas; the runtime finds these abilities by `isinstance`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol, runtime_checkable
+
+import pyarrow as pa
+
+from penstock.source import SourceRecord
+
+_KEY = b"penstock.key"
+
+
+def with_key(schema: pa.Schema, key: Sequence[str]) -> pa.Schema:
+    """The schema with its key columns recorded in its metadata, where they travel with every batch."""
+    return schema.with_metadata({**(schema.metadata or {}), _KEY: json.dumps(list(key)).encode()})
+
+
+def key_of(schema: pa.Schema) -> list[str]:
+    """The key columns of a schema; empty when it has none."""
+    return list(json.loads((schema.metadata or {}).get(_KEY, b"[]")))
+
+
+class ChangeKind(StrEnum):
+    ADDED = "added"
+    DROPPED = "dropped"
+    RETYPED = "retyped"
+
+
+@dataclass(frozen=True)
+class SchemaChange:
+    """One difference between two schemas."""
+
+    kind: ChangeKind
+    column: str
+    old: pa.DataType | None = None
+    new: pa.DataType | None = None
+
+
+@runtime_checkable
+class SchemaProvider(Protocol):
+    """Knows its schemas (a database catalog)."""
+
+    def provide_schema(self) -> dict[str, pa.Schema]: ...
+
+    def is_authoritative(self) -> bool: ...
+
+
+@runtime_checkable
+class SchemaInferable(Protocol):
+    """Can show samples from which a schema is inferred."""
+
+    def sample_records(self, n: int) -> Sequence[SourceRecord]: ...
+
+    def infer_from_samples(self, samples: Sequence[SourceRecord]) -> dict[str, pa.Schema]: ...
+
+
+@runtime_checkable
+class SchemaRegistryAware(Protocol):
+    """Talks to a schema registry."""
+
+    def fetch_schema(self, subject: str) -> pa.Schema: ...
+
+    def fetch_schema_by_id(self, id: int) -> pa.Schema: ...
+
+    def check_compatibility(self, subject: str, schema: pa.Schema) -> bool: ...
+
+    def register_schema(self, subject: str, schema: pa.Schema) -> int: ...
+
+
+@runtime_checkable
+class SchemaEvolvable(Protocol):
+    """Can follow a schema that changes."""
+
+    def diff_schemas(self, old: pa.Schema, new: pa.Schema) -> Sequence[SchemaChange]: ...
+
+    def evaluate_evolution(self, changes: Sequence[SchemaChange]) -> bool: ...
+
+    def apply_evolution(self, topic: str, changes: Sequence[SchemaChange]) -> None: ...

@@ -1,0 +1,217 @@
+"""What a sink connector implements: stage in tasks, commit on the driver, and know what it has committed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from typing import Any, ClassVar, Generic, TypeVar
+from uuid import uuid4
+
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict
+
+from penstock import failpoints
+from penstock.durable import Json
+from penstock.errors import Fenced
+from penstock.source import C, Connector, type_argument
+
+Topic = str
+"""A name like `/lake/orders`; with a schema, it is all a sink is told about where rows came from."""
+
+Positions = Mapping[str, Json]
+"""A position per source."""
+
+
+class DeliveryGuarantee(StrEnum):
+    AT_LEAST_ONCE = "at-least-once"
+    EXACTLY_ONCE = "exactly-once"
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One range per source, committed as one unit. The number is bound to its ranges for ever."""
+
+    pipeline: str
+    incarnation: str
+    number: int
+    attempt: str = field(default_factory=lambda: uuid4().hex[:8], compare=False)
+    """Names one try at staging, so that a rollback can never touch what another try or another run has staged."""
+    adopts: frozenset[tuple[str, int]] = field(default=frozenset(), compare=False)
+    """Markers `(incarnation, number)` of earlier incarnations that this one was told to take over."""
+
+    def stem(self, task: Task | None = None) -> str:
+        """The beginning of every staged name of this try; with a task, a fresh whole name."""
+        stem = f"{self.number:012d}-{self.attempt}"
+        return f"{stem}-{task.partition:05d}-{task.attempt:02d}-{uuid4().hex[:8]}" if task else stem
+
+    def __str__(self) -> str:
+        return f"{self.pipeline} · epoch {self.number}"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task of an epoch's job, and which try of it this is."""
+
+    partition: int
+    attempt: int = 0
+
+
+class Receipt(BaseModel):
+    """What a task hands over after it staged its part of an epoch: small, picklable, JSON."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def topics(self) -> Iterable[Topic]:
+        """The topics that were staged."""
+        return ()
+
+
+R = TypeVar("R", bound=Receipt)
+
+
+class CommittedEpoch(BaseModel):
+    """The marker that a target keeps: whose epoch it holds, and where the sources stood at its end."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    incarnation: str
+    number: int
+    end: dict[str, Json] = {}
+
+
+@dataclass(frozen=True)
+class WriteResult:
+    records_written: int = 0
+    bytes_written: int = 0
+
+    def __add__(self, other: WriteResult) -> WriteResult:
+        return WriteResult(self.records_written + other.records_written, self.bytes_written + other.bytes_written)
+
+
+@dataclass(frozen=True)
+class SinkConnectorCapabilities:
+    """What a sink promises; each flag switches on tests in the kit."""
+
+    exactly_once: bool = False
+    idempotent: bool = False
+    upsert: bool = False
+    changelog: bool = False
+    two_phase_commit: bool = False
+    schema_evolution: bool = False
+    partitioned: bool = False
+
+    def with_exactly_once(self) -> SinkConnectorCapabilities:
+        return replace(self, exactly_once=True)
+
+    def with_idempotent(self) -> SinkConnectorCapabilities:
+        return replace(self, idempotent=True)
+
+    def with_upsert(self) -> SinkConnectorCapabilities:
+        return replace(self, upsert=True)
+
+    def with_changelog(self) -> SinkConnectorCapabilities:
+        return replace(self, changelog=True)
+
+    def with_two_phase_commit(self) -> SinkConnectorCapabilities:
+        return replace(self, two_phase_commit=True)
+
+    def with_schema_evolution(self) -> SinkConnectorCapabilities:
+        return replace(self, schema_evolution=True)
+
+    def with_partitioned(self) -> SinkConnectorCapabilities:
+        return replace(self, partitioned=True)
+
+    def __str__(self) -> str:
+        return " ".join(flag.name for flag in fields(self) if getattr(self, flag.name)) or "none"
+
+
+def is_committed(marker: CommittedEpoch | None, epoch: Epoch) -> bool:
+    """
+    True when the target already holds `epoch`; `Fenced` when the marker is of a run that this one does not follow.
+
+    Sinks ask on the very snapshot that they commit from: asking is what makes their commit a compare-and-set.
+    """
+    if marker is None:
+        return False
+    if marker.incarnation == epoch.incarnation:
+        if marker.number > epoch.number:
+            raise Fenced(f"the target holds epoch {marker.number}, and this run wants to commit {epoch.number}")
+        return marker.number == epoch.number
+    if (marker.incarnation, marker.number) in epoch.adopts:
+        return False
+    raise Fenced(
+        f"the target holds epoch {marker.number} of incarnation {marker.incarnation}, not of {epoch.incarnation}",
+        hint="another pipeline or run writes there: stop it, or give this one a target or a name of its own",
+    )
+
+
+class SinkConnector(Connector[C], Generic[C, R]):
+    """Base of all sinks. Each method says where it runs."""
+
+    capabilities: SinkConnectorCapabilities = SinkConnectorCapabilities()
+    receipt_type: ClassVar[type[Receipt]] = Receipt
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        receipt = type_argument(cls, Receipt)
+        if receipt is not None:
+            cls.receipt_type = receipt
+
+    def begin_epoch(self, epoch: Epoch, task: Task) -> None:
+        """Task: before its first `write_batch` of the epoch."""
+
+    def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
+        """Task: take rows. Nothing may become visible in a sink with two-phase commit."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Task: hand buffered rows to the system."""
+
+    def pre_commit(self, epoch: Epoch) -> R:
+        """Task: everything staged and durable (fsync), nothing visible."""
+        self.flush()
+        return self.receipt_type()  # type: ignore[return-value]
+
+    def commit_epoch(self, epoch: Epoch, receipts: Sequence[R], end: Positions) -> None:
+        """
+        Driver: make the epoch visible, per topic one atomic compare-and-set that also records (incarnation, number, end).
+
+        May be called again for an epoch that is already there: a topic already at `epoch.number` is done.
+        """
+
+    def committed_epoch(self, pipeline: str, topic: Topic) -> CommittedEpoch | None:
+        """Driver: ask the target itself."""
+        return None
+
+    def rollback_epoch(self, epoch: Epoch, receipts: Sequence[R]) -> None:
+        """Driver: remove what this try (`epoch.attempt`) staged; only after `committed_epoch` said no."""
+        self.sweep(epoch, ())
+
+    def sweep(self, epoch: Epoch, keep: Sequence[R]) -> None:
+        """Driver: remove what this try staged and `keep` does not name; once no task of the try can still write."""
+
+    def is_seeded(self, topic: Topic) -> bool:
+        """Driver: True when the topic's first copy is complete in the target."""
+        return False
+
+    def mark_seeded(self, topic: Topic) -> None:
+        """Driver: record in the target that the topic's first copy is complete."""
+
+    def schema(self, topic: Topic) -> pa.Schema | None:
+        """Driver: the input the sink expects; None means any."""
+        return None
+
+
+class TopicSink(SinkConnector[C, R]):
+    """A sink that commits topic by topic (lakes, files)."""
+
+    def commit_topic(self, epoch: Epoch, topic: Topic, receipts: Sequence[R], end: Positions) -> None:
+        """Driver: the compare-and-set of one topic. Ask `is_committed` on the snapshot that you commit from."""
+        raise NotImplementedError
+
+    def commit_epoch(self, epoch: Epoch, receipts: Sequence[R], end: Positions) -> None:
+        for position, topic in enumerate(sorted({topic for receipt in receipts for topic in receipt.topics()})):
+            if position:
+                failpoints.hit("commit.topic")
+            self.commit_topic(epoch, topic, [r for r in receipts if topic in r.topics()], end)

@@ -155,11 +155,10 @@ def action(error: BaseException) -> Action:
 
 def from_text(text: str) -> ConnectorError | None:
     """The error whose code stands in a worker's traceback, or None if there is none."""
-    found = None
-    for found in _CODE.finditer(text):
-        pass  # a traceback names the innermost cause first and the error that was raised last
-    if found is None or found.group() not in CODES:
+    codes = [match for match in _CODE.finditer(text) if match.group() in CODES]
+    if not codes:
         return None
+    found = codes[-1]  # a traceback names the innermost cause first and the error that was raised last
     code = found.group()
     message, _, rest = text[found.end() :].strip().partition("\n")
     hint = rest.strip().removeprefix("→ ").partition("\n")[0] if rest.lstrip().startswith("→") else ""

@@ -114,9 +114,14 @@ class StagingLost(RetryableError):
 
 
 class DataError(ConnectorError):
-    """A record that cannot be used: stop or skip, by `on_error`."""
+    """Records that cannot be used: stop or skip, by `on_error`."""
 
     default_code = "PEN-3000"
+    count = 1
+    """How many records; a source that yields the good rows first and then raises sets it."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (*super().__reduce__(), {"count": self.count})
 
 
 class SchemaError(ConnectorError):

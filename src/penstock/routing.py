@@ -53,6 +53,6 @@ class Router:
         """Every target that rows of the stream may reach; attributes are not looked at."""
         raise NotImplementedError
 
-    def route(self, source: str, batch: SourceBatch) -> Iterator[tuple[Target, pa.RecordBatch]]:
+    def route(self, source: str, batch: SourceBatch) -> Iterator[tuple[Target | None, pa.RecordBatch]]:
         """The batch's rows for each target, filtered by attributes; rows that reach none go by the `unrouted` policy."""
         raise NotImplementedError

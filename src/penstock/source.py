@@ -313,6 +313,10 @@ class RangeSource(SourceConnector[C], Generic[C, P]):
         """Where the next range starts, given the notes of this one; deterministic, since recovery calls it again."""
         return end
 
+    def earlier(self, a: P, b: P) -> P:
+        """The earlier of two ends of ranges with one start; the default takes the lesser of each number and text in them."""
+        return type(a).model_validate(_lesser(a.model_dump(mode="json"), b.model_dump(mode="json")))
+
     def ack(self, end: P) -> None:
         """Everything before `end` is committed; may repeat, also with an end that was acked long ago."""
 
@@ -399,3 +403,9 @@ class BufferedBridge:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+
+def _lesser(a: Json, b: Json) -> Json:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return {key: _lesser(a[key], b[key]) for key in a if key in b}
+    return min(a, b) if type(a) is type(b) and not isinstance(a, list) and a is not None else b

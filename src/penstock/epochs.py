@@ -1,0 +1,642 @@
+"""
+The epoch protocol: bind a number to its ranges, stage, prepare, commit, acknowledge; and go on from any crash.
+
+The manifest is the only authority. `docs/spec/epochs.md` has the crash matrix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pickle
+import socket
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+from uuid import uuid4
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from penstock import failpoints
+from penstock.durable import Json, canonical, disk_errors, make_directory, write_atomic
+from penstock.errors import ConnectorError, DataError, FatalError, StagingLost
+from penstock.job import Engine, Job, Part, Tally, TaskResult
+from penstock.routing import Router
+from penstock.sink import CommittedEpoch, Epoch, SinkConnector, Topic, WriteResult
+from penstock.source import RangeSource, ReadLimit, Schemas
+from penstock.telemetry import EpochReport
+
+FORMAT = 1
+"""Version of everything in the state directory; a newer one is refused."""
+
+KEPT = 100
+"""Committed manifests that stay for people to look at."""
+
+SWEEP_AFTER_SECS = 30.0
+"""How long after a crash its tasks may still write: an executor notices within seconds that its driver is gone."""
+
+M = TypeVar("M", bound=BaseModel)
+
+_EPOCH = "@epoch"
+"""Beside the sources' ends a marker holds where the epoch began and what it wrote: enough to go on from a lost state."""
+
+
+class Range(BaseModel):
+    """From one position (included by the source's own rule) to a later one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    start: Json
+    end: Json
+
+
+class Manifest(BaseModel):
+    """The durable record of one epoch."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    pipeline: str
+    incarnation: str
+    number: int
+    state: Literal["planned", "prepared", "committed"] = "planned"
+    ranges: dict[str, Range]
+    attempts: list[str]
+    """Every try at staging this epoch, the newest last."""
+    only: list[tuple[str, Topic]] | None = None
+    """The sinks and topics this epoch is for; None: all. Set for the epoch that completes another incarnation's."""
+    receipts: dict[str, list[Json]] = {}
+    notes: dict[str, list[Json]] = {}
+    rows_in: dict[str, int] = {}
+    rows_out: dict[str, dict[Topic, tuple[int, int]]] = {}
+    skipped: int = 0
+    unswept: list[int] = []
+    """Epochs whose failed tries may have left staged data behind."""
+
+
+class Identity(BaseModel):
+    """`pipeline.json`: whose state this is."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    pipeline: str
+    incarnation: str
+    adopts: list[tuple[str, int]] = []
+    """Markers in targets that this incarnation was told to take over."""
+    replaces: list[tuple[str, int]] = []
+    """Incarnations that `offsets reset` ended, with their last epoch: their markers are adopted unasked."""
+    shape: Json = None
+    """What the pipeline looked like, to tell which changes of its file are safe."""
+
+
+class State:
+    """The state directory: one lock, one identity, one manifest per epoch. `open` it before use."""
+
+    def __init__(self, directory: Path, pipeline: str) -> None:
+        self.directory = directory
+        self.pipeline = pipeline
+        self.newest: Manifest | None = None
+        self.fresh = False
+        self.identity = Identity(pipeline=pipeline, incarnation=str(uuid4()))
+        self._lock: int | None = None
+
+    def open(self) -> None:
+        """Take the lock and read everything; refuses what is corrupt, newer, another pipeline's or in use."""
+        make_directory(self.directory)
+        self._lock = _take_lock(self.directory / "lock", self.pipeline)
+        try:
+            make_directory(self._epochs)
+            self._read()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)  # the lock goes with its descriptor; the file stays, so that nobody locks a dead name
+            self._lock = None
+
+    def peek(self) -> State:
+        """Read without the lock, for `status` and `offsets show`."""
+        self._read()
+        return self
+
+    def save_identity(self, **changes: Json) -> None:
+        self.identity = self.identity.model_copy(update=changes)
+        _store(self.directory / "pipeline.json", self.identity)
+
+    def save(self, manifest: Manifest) -> Manifest:
+        """Make the manifest durable; it replaces the one of the same epoch."""
+        _store(self._epochs / f"{manifest.number:012d}.json", manifest)
+        self.newest = manifest
+        if manifest.state == "committed" and manifest.number % KEPT == 0:
+            self._retire(manifest.number - KEPT, keep=manifest.unswept)
+        return manifest
+
+    def load(self, number: int) -> Manifest | None:
+        path = self._epochs / f"{number:012d}.json"
+        return _load(path, Manifest) if path.exists() else None
+
+    def renew(self) -> None:
+        """Begin a new incarnation; its first epoch is number 1. The old manifests are kept aside."""
+        old, last = self.identity.incarnation, self.newest.number if self.newest else 0
+        replaces = [*self.identity.replaces, (old, last)]
+        # Identity first: after a crash in between, the manifests of another incarnation are set aside when read.
+        self.save_identity(incarnation=str(uuid4()), replaces=replaces, adopts=[])
+        self._set_aside(old)
+        self.newest = None
+
+    @property
+    def _epochs(self) -> Path:
+        return self.directory / "epochs"
+
+    def _read(self) -> None:
+        identity = self.directory / "pipeline.json"
+        files = sorted(self._epochs.glob("[0-9]*.json")) if self._epochs.exists() else []
+        if not identity.exists():
+            if files:
+                raise FatalError(
+                    f"{identity} is missing, but there are manifests beside it",
+                    code="PEN-5004",
+                    hint=f"restore it from a copy; or move {self.directory} away to be asked where to go on",
+                )
+            self.fresh = True
+            if self._lock is not None:
+                self.save_identity()
+            return
+        self.identity = _load(identity, Identity)
+        if self.identity.pipeline != self.pipeline:
+            raise FatalError(
+                f"{self.directory} belongs to the pipeline {self.identity.pipeline!r}, not to {self.pipeline!r}",
+                code="PEN-5003",
+                hint="give each pipeline a `state_dir` of its own",
+            )
+        if files:
+            newest = _load(files[-1], Manifest)
+            if newest.incarnation == self.identity.incarnation:
+                self.newest = newest
+            elif self._lock is not None:
+                self._set_aside(newest.incarnation)
+
+    def _set_aside(self, incarnation: str) -> None:
+        with disk_errors():
+            if self._epochs.exists():
+                os.replace(self._epochs, self.directory / f"epochs-{incarnation}")
+        make_directory(self._epochs)
+
+    def _retire(self, below: int, keep: Iterable[int]) -> None:
+        kept = {f"{number:012d}.json" for number in keep}
+        for file in self._epochs.glob("[0-9]*.json"):
+            if file.name < f"{below:012d}.json" and file.name not in kept:
+                file.unlink(missing_ok=True)
+
+
+def reset(directory: Path, pipeline: str) -> None:
+    """`offsets reset`: the next run reads every source from its beginning, in a new incarnation."""
+    state = State(directory, pipeline)
+    state.open()
+    try:
+        state.renew()
+    finally:
+        state.close()
+
+
+@dataclass
+class EpochLoop:
+    """
+    Drives one epoch after another. `step` finishes the epoch in hand or plans the next, so calling it again after any
+    failure, in this process or in the next, is the recovery.
+    """
+
+    state: State
+    sources: Mapping[str, RangeSource[Any, Any]]
+    sinks: Mapping[str, SinkConnector[Any, Any]]
+    router: Router
+    engine: Engine
+    max_epoch_rows: int = 10_000_000
+    skip_bad: bool = False
+    max_error_rate: float = 1.0
+    on_phase: Callable[[int, str], None] = lambda number, phase: None
+    on_ack_failed: Callable[[str, ConnectorError], None] = lambda source, error: None
+    frozen: dict[str, Any] | None = None
+    """Ends beyond which nothing is planned (`--drain`); None: no such ends."""
+
+    _values: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    _unacked: dict[str, Any] = field(default_factory=dict)
+    _checked: set[tuple[str, Topic]] = field(default_factory=set)
+    _opened_at: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        # Tasks get connectors as they were made, not as the driver opened them: a connection does not travel.
+        self._values = {
+            kind: {name: pickle.dumps(each) for name, each in connectors.items()}
+            for kind, connectors in (("source", self.sources), ("sink", self.sinks))
+        }
+
+    # -- starting ------------------------------------------------------------------------------------------------
+
+    def start(
+        self, topics: Iterable[tuple[str, Topic]], on_lost: Literal["stop", "resume", "start-over"] = "stop"
+    ) -> None:
+        """Compare the state with what the targets say; after the sources and sinks are open, before the first step."""
+        newest = self.state.newest
+        if newest is not None and newest.state == "committed":
+            self._unacked = self._ends(newest)
+        elif newest is not None:
+            unswept = sorted({*newest.unswept, newest.number})
+            self.state.newest = newest.model_copy(update={"unswept": unswept})
+        foreign = {pair: marker for pair in topics if (marker := self._foreign(*pair))}
+        if foreign:
+            self._take_over(foreign, on_lost)
+
+    def _foreign(self, sink: str, topic: Topic) -> CommittedEpoch | None:
+        """The marker of a topic if it is not one that this state knows."""
+        self._checked.add((sink, topic))
+        marker = self.sinks[sink].committed_epoch(self.state.pipeline, topic)
+        if marker is None:
+            return None
+        identity, newest = self.state.identity, self.state.newest
+        if marker.incarnation == identity.incarnation:
+            known = 0 if newest is None else newest.number - (newest.state == "planned")
+            return marker if marker.number > known else None
+        pair = (marker.incarnation, marker.number)
+        if pair in {tuple(adopted) for adopted in identity.adopts}:
+            return None
+        if any(marker.incarnation == old and marker.number <= last for old, last in identity.replaces):
+            self.state.save_identity(adopts=[*identity.adopts, pair])
+            return None
+        return marker
+
+    def _take_over(
+        self, foreign: dict[tuple[str, Topic], CommittedEpoch], on_lost: Literal["stop", "resume", "start-over"]
+    ) -> None:
+        markers = sorted({(m.incarnation, m.number) for m in foreign.values()})
+        (sink, topic), one = max(foreign.items(), key=lambda item: item[1].number)
+        if on_lost == "stop" or self.state.newest is not None:
+            raise FatalError(
+                f"sink {sink!r} already holds epoch {one.number} of {topic} from incarnation {one.incarnation}, "
+                f"which {self.state.directory} knows nothing of: was the state directory deleted or put back from a copy?",
+                code="PEN-5007",
+                hint="`penstock run FILE --lost-state resume` goes on from the end that the target records; "
+                "`--lost-state start-over` reads everything again (empty the target first, or its rows will be doubled)"
+                + ("; move this state directory away first" if self.state.newest is not None else ""),
+            )
+        self.state.save_identity(adopts=[*self.state.identity.adopts, *markers])
+        if on_lost == "start-over":
+            return
+        if len({m.incarnation for m in foreign.values()}) > 1:
+            raise FatalError("the targets hold epochs of more than one incarnation", code="PEN-5007", hint="start over")
+        about = one.end.get(_EPOCH) or {}
+        ends = {name: end for name, end in one.end.items() if name != _EPOCH}
+        # Every epoch before `one` was committed everywhere. Of `one` itself some topics may be missing.
+        missing = []
+        for name, written in about.get("topics", {}).items():
+            for each in written if name in self.sinks and self.sinks[name].capabilities.exactly_once else ():
+                marker = self.sinks[name].committed_epoch(self.state.pipeline, each)
+                if marker is None or marker.number < one.number:
+                    missing.append((name, each))
+        ranges = {
+            name: Range(start=about["start"][name] if missing else end, end=end)
+            for name, end in ends.items()
+            if name in self.sources
+        }
+        manifest = Manifest(
+            pipeline=self.state.pipeline,
+            incarnation=self.state.identity.incarnation,
+            number=1,
+            state="planned" if missing else "committed",
+            ranges=ranges,
+            attempts=[uuid4().hex[:8]],
+            only=missing or None,
+        )
+        self.state.save(manifest)
+
+    # -- one epoch -----------------------------------------------------------------------------------------------
+
+    def pending(self) -> bool:
+        """True while an epoch is in hand that is not committed."""
+        return self.state.newest is not None and self.state.newest.state != "committed"
+
+    def freeze(self) -> None:
+        """Plan nothing beyond what the sources hold now."""
+        self.frozen = {}
+        for name, source in self.sources.items():
+            start = self._start(name)
+            self.frozen[name] = source.latest(start, ReadLimit(parallelism=self.engine.parallelism))
+
+    def step(self) -> EpochReport | None:
+        """Carry one epoch through to its acks; None when the sources have nothing new."""
+        seconds: dict[str, float] = {}
+        recovered = self.pending()
+        with _timed(seconds, "plan"):
+            manifest = self.state.newest if recovered else self._plan()
+        if manifest is None:
+            return None
+        if manifest.state == "planned":
+            with _timed(seconds, "stage"):
+                manifest = self._stage(manifest, again=recovered)
+        with _timed(seconds, "commit"):
+            manifest = self._commit(manifest)
+        self._unacked = self._ends(manifest)
+        with _timed(seconds, "ack"):
+            self.ack()
+        self._sweep()
+        return EpochReport(
+            number=manifest.number,
+            rows_in=manifest.rows_in,
+            rows_out={
+                (sink, topic): WriteResult(rows, size)
+                for sink, topics in manifest.rows_out.items()
+                for topic, (rows, size) in topics.items()
+            },
+            skipped=manifest.skipped,
+            seconds=seconds,
+            recovered=recovered,
+        )
+
+    def ack(self) -> None:
+        """Tell the sources what is committed; what fails stays to be told again and never fails an epoch."""
+        for name, end in list(self._unacked.items()):
+            try:
+                self.sources[name].ack(end)
+            except ConnectorError as error:
+                self.on_ack_failed(name, error)
+            else:
+                del self._unacked[name]
+        failpoints.hit("ack.after")
+
+    @property
+    def unacked(self) -> bool:
+        return bool(self._unacked)
+
+    def _plan(self) -> Manifest | None:
+        newest = self.state.newest
+        limit = ReadLimit(rows=self.max_epoch_rows, parallelism=self.engine.parallelism)
+        ranges: dict[str, Range] = {}
+        moved = False
+        for name, source in self.sources.items():
+            start = self._start(name)
+            end = source.latest(start, limit)
+            if self.frozen is not None:
+                end = source.earlier(end, self.frozen[name])
+            moved = moved or end != start
+            ranges[name] = Range(start=_dump(start), end=_dump(end))
+        if not moved:
+            return None
+        manifest = Manifest(
+            pipeline=self.state.pipeline,
+            incarnation=self.state.identity.incarnation,
+            number=newest.number + 1 if newest else 1,
+            ranges=ranges,
+            attempts=[uuid4().hex[:8]],
+            unswept=newest.unswept if newest else [],
+        )
+        self.on_phase(manifest.number, "plan")
+        failpoints.hit("plan.before")
+        self.state.save(manifest)
+        failpoints.hit("plan.after")
+        return manifest
+
+    def _stage(self, manifest: Manifest, again: bool) -> Manifest:
+        if again:
+            manifest = self._roll_back(manifest)
+        results = self._run(manifest, list(self.sinks), manifest.only)
+        failpoints.hit("stage.after")
+        tallies: dict[int, Tally] = {}
+        for result in results:
+            tallies.update(result.tallies)
+        rows_in: dict[str, int] = dict.fromkeys(self.sources, 0)
+        notes: dict[str, list[Json]] = {}
+        for _, tally in sorted(tallies.items()):
+            rows_in[tally.source] += tally.rows
+            notes.setdefault(tally.source, []).extend(tally.notes)
+        skipped = sum(tally.skipped for tally in tallies.values())
+        if skipped > self.max_error_rate * (skipped + sum(rows_in.values())):
+            raise DataError(
+                f"{skipped} of {skipped + sum(rows_in.values())} records of epoch {manifest.number} had to be skipped",
+                code="PEN-3002",
+                hint="mend the data, or raise `max_error_rate`",
+            )
+        rows_out = _written(results)
+        foreign = {
+            (sink, topic): marker
+            for sink, topics in rows_out.items()
+            for topic in topics
+            if (sink, topic) not in self._checked and (marker := self._foreign(sink, topic))
+        }
+        if foreign:
+            self._take_over(foreign, "stop")
+        retried = any(result.attempt for result in results)
+        manifest = manifest.model_copy(
+            update={
+                "state": "prepared",
+                "receipts": _receipts(results),
+                "notes": {source: found for source, found in notes.items() if found},
+                "rows_in": rows_in,
+                "rows_out": rows_out,
+                "skipped": skipped,
+                "unswept": sorted({*manifest.unswept, manifest.number}) if retried else manifest.unswept,
+            }
+        )
+        self.state.save(manifest)
+        failpoints.hit("prepare.after")
+        return manifest
+
+    def _roll_back(self, manifest: Manifest) -> Manifest:
+        """Remove what earlier tries staged, and name the next one before it begins."""
+        for name, topic in sorted(self._checked):
+            marker = self.sinks[name].committed_epoch(self.state.pipeline, topic)
+            if marker and (marker.incarnation, marker.number) == (manifest.incarnation, manifest.number):
+                raise FatalError(
+                    f"{topic} in sink {name!r} holds epoch {marker.number}, but its manifest says that nothing is committed",
+                    code="PEN-5007",
+                    hint=f"{self.state.directory} was put back from an older copy: move it away to be asked where to go on",
+                )
+        for attempt in manifest.attempts:
+            for sink in self.sinks.values():
+                sink.rollback_epoch(self._epoch(manifest, attempt), ())
+        unswept = sorted({*manifest.unswept, manifest.number})
+        attempts = [*manifest.attempts, uuid4().hex[:8]]
+        return self.state.save(manifest.model_copy(update={"attempts": attempts, "unswept": unswept}))
+
+    def _commit(self, manifest: Manifest) -> Manifest:
+        self.on_phase(manifest.number, "commit")
+        for name in sorted(manifest.receipts):
+            if name not in self.sinks:
+                raise FatalError(
+                    f"epoch {manifest.number} is prepared for the sink {name!r}, which the pipeline no longer has",
+                    code="PEN-1013",
+                    hint="put the sink back until one run has ended well, then remove it",
+                )
+            try:
+                self._commit_sink(manifest, name)
+            except StagingLost:
+                manifest = self._stage_again(manifest, name)
+                self._commit_sink(manifest, name)
+            failpoints.hit("commit.sink")
+        failpoints.hit("commit.after")
+        self.state.save(manifest.model_copy(update={"state": "committed"}))
+        failpoints.hit("committed.after")
+        assert self.state.newest is not None
+        return self.state.newest
+
+    def _commit_sink(self, manifest: Manifest, name: str) -> None:
+        sink = self.sinks[name]
+        receipts = [sink.receipt_type.model_validate(receipt) for receipt in manifest.receipts[name]]
+        end: dict[str, Json] = {source: span.end for source, span in manifest.ranges.items()}
+        end[_EPOCH] = {
+            "start": {source: span.start for source, span in manifest.ranges.items()},
+            "topics": {written: sorted(topics) for written, topics in manifest.rows_out.items()},
+        }
+        sink.commit_epoch(self._epoch(manifest), receipts, end)
+
+    def _stage_again(self, manifest: Manifest, name: str) -> Manifest:
+        """One sink lost what it had staged: stage the topics that it has not committed, from the range."""
+        sink, lost = self.sinks[name], []
+        for topic in manifest.rows_out.get(name, {}):
+            marker = sink.committed_epoch(self.state.pipeline, topic)
+            if marker is None or (marker.incarnation, marker.number) != (manifest.incarnation, manifest.number):
+                lost.append((name, topic))
+        attempts = [*manifest.attempts, uuid4().hex[:8]]
+        unswept = sorted({*manifest.unswept, manifest.number})
+        manifest = self.state.save(manifest.model_copy(update={"attempts": attempts, "unswept": unswept}))
+        receipts = _receipts(self._run(manifest, [name], lost))
+        update = {"receipts": {**manifest.receipts, name: receipts.get(name, [])}}
+        return self.state.save(manifest.model_copy(update=update))
+
+    def _run(
+        self, manifest: Manifest, sinks: Sequence[str], only: Sequence[tuple[str, Topic]] | None
+    ) -> Sequence[TaskResult]:
+        self.on_phase(manifest.number, "stage")
+        parts: list[Part] = []
+        schemas: dict[str, Schemas] = {}
+        for name, span in manifest.ranges.items():
+            source = self.sources[name]
+            start, end = (source.position_type.model_validate(edge) for edge in (span.start, span.end))
+            if start != end:
+                parts += [Part(len(parts) + i, name, split) for i, split in enumerate(source.split(start, end))]
+                schemas[name] = source.schema()
+        job = Job(
+            epoch=self._epoch(manifest),
+            parts=parts,
+            sources={name: pickle.loads(self._values["source"][name]) for name in schemas},
+            sinks={name: pickle.loads(self._values["sink"][name]) for name in sinks},
+            router=self.router,
+            schemas=schemas,
+            skip_bad=self.skip_bad,
+            only=None if only is None else frozenset((sink, topic) for sink, topic in only),
+        )
+        return self.engine.run(job) if parts else ()
+
+    def _sweep(self) -> None:
+        """Remove what failed tries left behind, once no task of theirs can still write."""
+        newest = self.state.newest
+        if newest is None or not newest.unswept or time.monotonic() - self._opened_at < SWEEP_AFTER_SECS:
+            return
+        for number in newest.unswept:
+            manifest = self.state.load(number)
+            for attempt in manifest.attempts if manifest else ():
+                assert manifest is not None
+                for name, sink in self.sinks.items():
+                    receipts = [sink.receipt_type.model_validate(each) for each in manifest.receipts.get(name, ())]
+                    sink.sweep(self._epoch(manifest, attempt), receipts)
+        # Not written now: the next manifest carries it, and sweeping twice does no harm.
+        self.state.newest = newest.model_copy(update={"unswept": []})
+
+    # -- small things --------------------------------------------------------------------------------------------
+
+    def _epoch(self, manifest: Manifest, attempt: str | None = None) -> Epoch:
+        adopts = frozenset((incarnation, number) for incarnation, number in self.state.identity.adopts)
+        return Epoch(
+            manifest.pipeline, manifest.incarnation, manifest.number, attempt or manifest.attempts[-1], adopts=adopts
+        )
+
+    def _start(self, name: str) -> Any:
+        source, newest = self.sources[name], self.state.newest
+        if newest is None or name not in newest.ranges:
+            return source.initial()
+        end = source.position_type.model_validate(newest.ranges[name].end)
+        return source.advance(end, newest.notes.get(name, ()))
+
+    def _ends(self, manifest: Manifest) -> dict[str, Any]:
+        return {
+            name: self.sources[name].position_type.model_validate(span.end)
+            for name, span in manifest.ranges.items()
+            if name in self.sources
+        }
+
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    seconds[phase] = time.perf_counter() - began
+
+
+def _receipts(results: Sequence[TaskResult]) -> dict[str, list[Json]]:
+    receipts: dict[str, list[Json]] = {}
+    for result in results:
+        for name, receipt in result.receipts.items():
+            receipts.setdefault(name, []).append(receipt.model_dump(mode="json"))
+    return receipts
+
+
+def _written(results: Sequence[TaskResult]) -> dict[str, dict[Topic, tuple[int, int]]]:
+    written: dict[str, dict[Topic, tuple[int, int]]] = {}
+    for result in results:
+        for (sink, topic), one in result.written.items():
+            rows, size = written.setdefault(sink, {}).get(topic, (0, 0))
+            written[sink][topic] = (rows + one.records_written, size + one.bytes_written)
+    return written
+
+
+def _dump(position: BaseModel) -> Json:
+    return position.model_dump(mode="json")
+
+
+def _store(path: Path, value: BaseModel) -> None:
+    body = canonical(value.model_dump(mode="json"))
+    write_atomic(path, canonical({"format": FORMAT, "crc32": zlib.crc32(body.encode()), "body": body}).encode())
+
+
+def _load(path: Path, kind: type[M]) -> M:
+    try:
+        stored = json.loads(path.read_bytes())
+        version, checksum, body = stored["format"], stored["crc32"], stored["body"]
+        if version <= FORMAT:
+            if zlib.crc32(body.encode()) != checksum:
+                raise ValueError("its checksum does not match")
+            return kind.model_validate_json(body)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # ValidationError is a ValueError
+        reason = "it does not hold what it should" if isinstance(error, ValidationError | KeyError) else str(error)
+        raise FatalError(
+            f"{path} is corrupt: {reason}",
+            code="PEN-5004",
+            hint="restore it from a copy; or move the state directory away to be asked where to go on",
+        ) from error
+    raise FatalError(
+        f"{path} has format {version}, and this Penstock knows {FORMAT}", code="PEN-5006", hint="run the newer version"
+    )
+
+
+def _take_lock(path: Path, pipeline: str) -> int:
+    with disk_errors():
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(descriptor, 4096).decode(errors="replace") or "another process"
+        os.close(descriptor)
+        raise FatalError(
+            f"{path.parent} is in use by {holder}",
+            code="PEN-5002",
+            hint="wait until it has ended or stop it; two runs of one pipeline never share a state directory",
+        ) from None
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} ({pipeline}, since {since})".encode(), 0)
+    return descriptor

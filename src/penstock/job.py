@@ -1,0 +1,183 @@
+"""One epoch's work as a value, and what each of its tasks does with it; any `Engine` can run it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from penstock import failpoints
+from penstock.durable import Json
+from penstock.errors import DataError
+from penstock.routing import Route, Router, Target
+from penstock.sink import Epoch, Receipt, SinkConnector, Task, Topic, WriteResult
+from penstock.source import Note, RangeSource, Schemas
+
+
+@dataclass(frozen=True)
+class Part:
+    """One split of one source's range, numbered in the order of the epoch."""
+
+    number: int
+    source: str
+    split: Any
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that an engine needs to stage an epoch; picklable."""
+
+    epoch: Epoch
+    parts: Sequence[Part]
+    sources: Mapping[str, RangeSource[Any, Any]]
+    sinks: Mapping[str, SinkConnector[Any, Any]]
+    router: Router
+    schemas: Mapping[str, Schemas] = field(default_factory=dict)
+    """Schema of each stream, per source, as of this epoch; what SQL is analysed against."""
+    skip_bad: bool = False
+    """Leave bad records out and count them (`on_error = "skip"`)."""
+    only: frozenset[tuple[str, Topic]] | None = None
+    """Stage for these sinks and topics alone; None: for all."""
+
+    def wants(self, sink: str, topic: Topic) -> bool:
+        return sink in self.sinks and (self.only is None or (sink, topic) in self.only)
+
+    def groups(self, count: int) -> list[list[Part]]:
+        """The parts in at most `count` runs of neighbours: one task each, so that order within a task is the source's."""
+        count = max(1, min(count, len(self.parts)))
+        edges = [round(i * len(self.parts) / count) for i in range(count + 1)]
+        return [list(self.parts[a:b]) for a, b in pairwise(edges)]
+
+
+@dataclass
+class Tally:
+    """What reading one part came to. Keyed by part, so that a task that runs twice is counted once."""
+
+    source: str
+    rows: int = 0
+    skipped: int = 0
+    notes: list[Json] = field(default_factory=list)
+
+
+@dataclass
+class TaskResult:
+    """What a task hands back to the driver."""
+
+    receipts: dict[str, Receipt] = field(default_factory=dict)
+    written: dict[tuple[str, Topic], WriteResult] = field(default_factory=dict)
+    tallies: dict[int, Tally] = field(default_factory=dict)
+    attempt: int = 0
+    """Which try of the task this was; more than 0 means that an earlier one may have left staged data behind."""
+
+
+class Engine(Protocol):
+    """Runs a job's tasks somewhere. `SparkEngine` is the product; the kit has one that forks plain processes."""
+
+    @property
+    def parallelism(self) -> int:
+        """Tasks that can run at once."""
+
+    def check(self, routes: Sequence[tuple[Route, Topic, pa.Schema]]) -> None:
+        """Refuse what the routes ask for and the engine cannot do; before the first epoch."""
+
+    def run(self, job: Job) -> Sequence[TaskResult]:
+        """Run every task to its end and give back their results; raise if one failed for good."""
+
+
+def is_plain(route: Route) -> bool:
+    """True for passthrough: rows never enter the JVM."""
+    return route.sql is None and route.transform is None
+
+
+def read_parts(
+    job: Job, parts: Sequence[Part], tallies: dict[int, Tally], wanted: Callable[[Target], bool] = lambda _: True
+) -> Iterator[tuple[Target, pa.RecordBatch]]:
+    """Read the parts in order and yield their rows by target, counting into `tallies`; in a task."""
+    opened: dict[str, RangeSource[Any, Any]] = {}
+    try:
+        for part in parts:
+            if part.source not in opened:
+                source = job.sources[part.source]
+                source.open()
+                opened[part.source] = source
+            tally = tallies[part.number] = Tally(part.source)
+            try:
+                for item in opened[part.source].read(part.split):
+                    if isinstance(item, Note):
+                        tally.notes.append(item.value)
+                        continue
+                    tally.rows += item.num_rows
+                    for target, rows in job.router.route(part.source, item):
+                        if target is None:
+                            tally.skipped += rows.num_rows
+                        elif wanted(target):
+                            yield target, rows
+            except DataError as error:
+                if not job.skip_bad:
+                    raise
+                tally.skipped += error.count
+    finally:
+        for source in opened.values():
+            source.close()
+
+
+class Writer:
+    """The sinks of one task: each is opened when its first rows come, and staged by `finish`."""
+
+    def __init__(self, job: Job, task: Task) -> None:
+        self._job = job
+        self._task = task
+        self._open: dict[str, SinkConnector[Any, Any]] = {}
+        self._written: dict[tuple[str, Topic], WriteResult] = defaultdict(WriteResult)
+
+    def write(self, target: Target, batch: pa.RecordBatch) -> None:
+        """Hand the rows to every sink of the target."""
+        for name in target.sinks:
+            if batch.num_rows and self._job.wants(name, target.topic):
+                sink = self._open.get(name) or self._begin(name)
+                self._written[name, target.topic] += sink.write_batch(target.topic, batch)
+                failpoints.hit("stage.middle")
+
+    def finish(self) -> TaskResult:
+        """Stage what was written: durable, not visible."""
+        result = TaskResult(written=dict(self._written), attempt=self._task.attempt)
+        for name, sink in self._open.items():
+            result.receipts[name] = sink.pre_commit(self._job.epoch)
+        failpoints.hit("stage.task")
+        return result
+
+    def close(self) -> None:
+        for sink in self._open.values():
+            sink.close()
+        self._open.clear()
+
+    def _begin(self, name: str) -> SinkConnector[Any, Any]:
+        sink = self._job.sinks[name]
+        self._open[name] = sink
+        sink.open()
+        sink.begin_epoch(self._job.epoch, self._task)
+        return sink
+
+
+def run_task(
+    job: Job,
+    parts: Sequence[Part],
+    task: Task,
+    wanted: Callable[[Target], bool] = lambda target: is_plain(target.route),
+) -> TaskResult:
+    """A passthrough task from its first row to its receipts."""
+    failpoints.hit("stage.begin")
+    tallies: dict[int, Tally] = {}
+    writer = Writer(job, task)
+    try:
+        for target, rows in read_parts(job, parts, tallies, wanted):
+            writer.write(target, rows)
+        result = writer.finish()
+    finally:
+        writer.close()
+    result.tallies = tallies
+    return result

@@ -1,0 +1,500 @@
+"""The one bridge to Spark: each epoch is a Spark job whose tasks read splits and stage them in the sinks."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+import penstock
+from penstock.durable import disk_errors
+from penstock.errors import ConfigError, FatalError, RetryableError, SchemaError, from_text
+from penstock.java import java_problem
+from penstock.job import Job, Part, Tally, TaskResult, Writer, is_plain, read_parts, run_task
+from penstock.routing import Route, Target, partition_of, split_by
+from penstock.schema import key_of, with_key
+from penstock.sink import Task, Topic
+
+PER_EPOCH = {"Aggregate", "Distinct", "Deduplicate", "Join", "Window", "GlobalLimit", "LocalLimit", "Sort", "Intersect", "Except"}
+"""Operators whose answer depends on which rows happen to share an epoch."""
+
+_JVM_LOCK_WAIT_SECS = 30.0
+
+_RESULT = "result binary"
+
+
+class SparkEngine:
+    """Runs jobs in a Spark session: its own, or the caller's."""
+
+    def __init__(
+        self,
+        spark: Any = None,
+        *,
+        master: str | None = None,
+        name: str = "penstock",
+        log: Path | None = None,
+        ship: Sequence[Path] = (),
+    ) -> None:
+        self._spark = spark
+        self._own = spark is None
+        self._master = master
+        self._name = name
+        self._log = log
+        self._ship = ship
+        self._jvm_lock: Any = None
+
+    def start(self) -> None:
+        """Start Spark, or join the caller's session; takes seconds, so it runs while the connectors open."""
+        if self._own:
+            problem = java_problem()
+            if problem:
+                raise problem
+            self._spark = _session(self._master, self._name, self._log)
+        self._context = self._spark.sparkContext
+        if not str(self._context.master).startswith("local["):
+            with tempfile.TemporaryDirectory() as scratch:
+                for path in (Path(penstock.__file__).parent, *self._ship):
+                    self._context.addPyFile(str(_archive(path, Path(scratch))))
+        else:
+            for path in self._ship:
+                self._context.addPyFile(str(path if path.is_file() else _archive(path, Path(tempfile.mkdtemp()))))
+
+    def hold(self, lock: Path) -> None:
+        """Hold a lock inside the driver's JVM, which outlives a killed Python by seconds; waits for an older JVM to end."""
+        channel = self._spark._jvm.java.io.RandomAccessFile(str(lock.absolute()), "rw").getChannel()
+        give_up = time.monotonic() + _JVM_LOCK_WAIT_SECS
+        while (held := _try_lock(channel)) is None:
+            if time.monotonic() > give_up:
+                raise FatalError(
+                    f"the JVM of an earlier run still holds {lock}",
+                    code="PEN-5002",
+                    hint="end the java process that runs Spark for this state directory",
+                )
+            time.sleep(0.1)
+        self._jvm_lock = (channel, held)
+
+    def stop(self) -> None:
+        """Let go of the lock, and end the session if it is ours."""
+        if self._jvm_lock:
+            with contextlib.suppress(Exception):  # the JVM may be gone already, and the lock with it
+                self._jvm_lock[0].close()
+            self._jvm_lock = None
+        if self._own and self._spark is not None:
+            self._spark.stop()
+            self._spark = None
+
+    @property
+    def parallelism(self) -> int:
+        return max(1, int(self._context.defaultParallelism))
+
+    @property
+    def version(self) -> str:
+        return f"Spark {self._spark.version} on {self._context.master}"
+
+    def check(self, routes: Sequence[tuple[Route, Topic, pa.Schema]]) -> None:
+        """Analyse the SQL of each route against its topic's schema; refuse what is wrong or works per epoch unasked."""
+        for route, topic, schema in routes:
+            if is_plain(route):
+                continue
+            session = _clone(self._spark)
+            frame = _transformed(session, route, topic, session.createDataFrame([], _spark_schema(schema, topic)))
+            nodes = set(_nodes(frame._jdf.queryExecution().analyzed()))
+            if nodes & PER_EPOCH and not route.per_epoch:
+                raise ConfigError(
+                    f"{_name(route, topic)} uses {', '.join(sorted(nodes & PER_EPOCH))}, which would see one epoch at a time",
+                    code="PEN-1017",
+                    hint="set `per_epoch = true` on the route if that is what you want",
+                )
+            if "_op" in schema.names:
+                lost = [c for c in (*key_of(schema), "_op", "_position") if c not in frame.columns]
+                if lost:
+                    raise ConfigError(
+                        f"{_name(route, topic)} drops {', '.join(lost)}, without which a change cannot be applied",
+                        code="PEN-1012",
+                        hint=f"select {', '.join(lost)} as well",
+                    )
+
+    def run(self, job: Job) -> Sequence[TaskResult]:
+        """Stage one epoch: one Spark job for all passthrough routes, and one for each topic that SQL makes."""
+        self._context.setJobGroup(job.epoch.pipeline, str(job.epoch), False)
+        routes = job.router.routes
+        results: list[TaskResult] = []
+        with _driver_errors():
+            if any(is_plain(route) for route in routes):
+                results += self._passthrough(job)
+            for target, schema in _sql_targets(job):
+                results += self._sql(job, target, schema)
+        return results
+
+    def _passthrough(self, job: Job) -> list[TaskResult]:
+        groups = job.groups(self.parallelism)
+        packed = pickle.dumps(job)
+        seeds = self._context.parallelize(range(len(groups)), len(groups))
+        first = _lanes(job.router.routes)
+        if not first:
+            return [pickle.loads(each) for each in seeds.mapPartitionsWithIndex(_plain_task(packed, groups)).collect()]
+        lanes = sum(route.partitions for route in first)
+        staged = (
+            seeds.mapPartitionsWithIndex(_scatter_task(packed, groups, first))
+            .repartitionAndSortWithinPartitions(lanes, partitionFunc=lambda key: key[0])
+            .mapPartitionsWithIndex(_gather_task(packed, len(groups)))
+        )
+        return [pickle.loads(each) for each in staged.collect()]
+
+    def _sql(self, job: Job, target: Target, schema: pa.Schema) -> list[TaskResult]:
+        groups = job.groups(self.parallelism)
+        packed = pickle.dumps(job)
+        tallies = self._context.accumulator({}, _tally_param())
+        session = _clone(self._spark)
+        rows = session.range(0, len(groups), 1, len(groups)).mapInArrow(
+            _read_task(packed, groups, target, schema, tallies), _spark_schema(schema, target.topic)
+        )
+        frame = _transformed(session, target.route, target.topic, rows)
+        key = [column for column in key_of(schema) if column in frame.columns]
+        written = frame.mapInArrow(_write_task(packed, target, key), _RESULT).collect()
+        results = [pickle.loads(row.result) for row in written]
+        results.append(TaskResult(tallies=dict(tallies.value)))
+        return results
+
+
+# -- what runs in tasks --------------------------------------------------------------------------------------------
+
+
+def _attempt() -> int:
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    return int(context.attemptNumber()) if context else 0
+
+
+def _plain_task(packed: bytes, groups: list[list[Part]]) -> Callable[[int, Iterable[int]], Iterator[bytes]]:
+    def task(index: int, _: Iterable[int]) -> Iterator[bytes]:
+        yield pickle.dumps(run_task(pickle.loads(packed), groups[index], Task(index, _attempt())))
+
+    return task
+
+
+Key = tuple[int, int, int]
+
+
+def _lanes(routes: Sequence[Route]) -> dict[Route, int]:
+    """The passthrough routes that hash their rows by key, each with the number of its first ordered split."""
+    lanes: dict[Route, int] = {}
+    for route in routes:
+        if is_plain(route) and route.partitions > 1 and route not in lanes:
+            lanes[route] = sum(each.partitions for each in lanes)
+    return lanes
+
+
+def _scatter_task(
+    packed: bytes, groups: list[list[Part]], lanes: dict[Route, int]
+) -> Callable[[int, Iterable[int]], Iterator[tuple[Key, bytes]]]:
+    """Read a group; write what needs no order across tasks, and send the rest to its lane as opaque Arrow bytes."""
+
+    def task(index: int, _: Iterable[int]) -> Iterator[tuple[Key, bytes]]:
+        job: Job = pickle.loads(packed)
+        tallies: dict[int, Tally] = {}
+        writer = Writer(job, Task(index, _attempt()))
+        try:
+            sequence = 0
+            for target, batch in read_parts(job, groups[index], tallies, lambda target: is_plain(target.route)):
+                if target.route not in lanes:
+                    writer.write(target, batch)
+                    continue
+                count = target.route.partitions
+                key = list(target.route.key) or key_of(batch.schema)
+                for lane, rows in enumerate(split_by(batch, partition_of(batch, key, count), count)):
+                    if rows is not None and rows.num_rows:
+                        sequence += 1
+                        yield (lanes[target.route] + lane, index, sequence), pickle.dumps((target, _to_ipc(rows)))
+            result = writer.finish()
+        finally:
+            writer.close()
+        result.tallies = tallies
+        yield (0, -1, index), pickle.dumps(result)
+
+    return task
+
+
+def _gather_task(packed: bytes, offset: int) -> Callable[[int, Iterable[tuple[Key, bytes]]], Iterator[bytes]]:
+    """Write one lane, in the order of the source; results of the readers pass through."""
+
+    def task(index: int, items: Iterable[tuple[Key, bytes]]) -> Iterator[bytes]:
+        writer = Writer(pickle.loads(packed), Task(offset + index, _attempt()))
+        try:
+            for (_, group, _), blob in items:
+                if group < 0:
+                    yield blob
+                else:
+                    target, rows = pickle.loads(blob)
+                    for batch in pa.ipc.open_stream(rows):
+                        writer.write(target, batch)
+            yield pickle.dumps(writer.finish())
+        finally:
+            writer.close()
+
+    return task
+
+
+def _read_task(
+    packed: bytes, groups: list[list[Part]], wanted: Target, schema: pa.Schema, tallies: Any
+) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    def task(ids: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        job: Job = pickle.loads(packed)
+        for batch in ids:
+            for index in batch.column(0).to_pylist():
+                found: dict[int, Tally] = {}
+                for _, rows in read_parts(job, groups[index], found, lambda target: target == wanted):
+                    yield _conform(rows, schema, wanted.topic)
+                tallies.add(found)
+
+    return task
+
+
+def _write_task(
+    packed: bytes, target: Target, key: list[str]
+) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext
+
+        writer = Writer(pickle.loads(packed), Task(TaskContext.get().partitionId(), _attempt()))
+        try:
+            for batch in batches:
+                writer.write(target, pa.RecordBatch.from_arrays(batch.columns, schema=with_key(batch.schema, key)))
+            result = writer.finish()
+        finally:
+            writer.close()
+        yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(result)], pa.binary())], names=["result"])
+
+    return task
+
+
+def _conform(batch: pa.RecordBatch, schema: pa.Schema, topic: Topic) -> pa.RecordBatch:
+    """The batch with exactly the columns that the epoch's SQL was analysed with."""
+    unknown = [name for name in batch.schema.names if name not in schema.names]
+    if unknown:
+        raise SchemaError(
+            f"rows of {topic} have columns that its schema does not know: {', '.join(unknown)}",
+            hint="the source must report every column in schema() before it hands over rows with it",
+        )
+    columns = []
+    for column in schema:
+        index = batch.schema.get_field_index(column.name)
+        if index < 0:
+            columns.append(pa.nulls(batch.num_rows, column.type))
+            continue
+        try:
+            columns.append(batch.column(index).cast(column.type))
+        except pa.ArrowInvalid as error:
+            raise SchemaError(
+                f"column {column.name} of {topic} holds {batch.schema.field(index).type}, not {column.type}: {error}",
+                code="PEN-4001",
+            ) from error
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _to_ipc(batch: pa.RecordBatch) -> bytes:
+    buffer = pa.BufferOutputStream()
+    with pa.ipc.new_stream(buffer, batch.schema) as writer:
+        writer.write_batch(batch)
+    return bytes(buffer.getvalue())
+
+
+# -- what runs on the driver ---------------------------------------------------------------------------------------
+
+
+def _session(master: str | None, name: str, log: Path | None) -> Any:
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
+    if (master or "local").startswith("local"):
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    from pyspark.sql import SparkSession
+
+    settings = {
+        "spark.ui.showConsoleProgress": "false",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
+        # A task answers over a Unix socket 40 ms sooner than over loopback TCP, where its small writes wait for an ACK.
+        "spark.python.unix.domain.socket.enabled": "true",
+    }
+    if (master or "local").startswith("local["):
+        settings["spark.ui.enabled"] = "false"  # a second of the start, for a page that few open on a laptop
+    builder = SparkSession.builder.appName(name)
+    if master:
+        builder = builder.master(master)
+    elif "SPARK_MASTER" not in os.environ and "spark.master" not in os.environ.get("PYSPARK_SUBMIT_ARGS", ""):
+        builder = builder.master("local[*]")
+    for option, value in settings.items():
+        builder = builder.config(option, value)
+    with _stderr_to(log):
+        try:
+            session = builder.getOrCreate()
+        except Exception as error:
+            raise FatalError(
+                f"Spark did not start: {_last_line(str(error))}",
+                code="PEN-5012",
+                hint=f"its log is {log}" if log else "",
+            ) from error
+        session.sparkContext.setLogLevel("ERROR")
+    return session
+
+
+@contextlib.contextmanager
+def _stderr_to(log: Path | None) -> Iterator[None]:
+    """Give the JVM, which inherits it, a log file for stderr: its warnings would tear the progress view."""
+    if log is None:
+        yield
+        return
+    sys.stderr.flush()
+    with disk_errors():
+        log.parent.mkdir(parents=True, exist_ok=True)
+        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    saved = os.dup(2)
+    os.dup2(target, 2)
+    os.close(target)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+
+
+def _archive(path: Path, scratch: Path) -> Path:
+    """A module file as it is, a package as a zip that Python can import."""
+    if path.is_file():
+        return path
+    archive = scratch / f"{path.name}.zip"
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as zipped:
+        for file in sorted(path.rglob("*")):
+            if file.is_file() and "__pycache__" not in file.parts:
+                zipped.write(file, file.relative_to(path.parent))
+    return archive
+
+
+def _try_lock(channel: Any) -> Any:
+    from py4j.protocol import Py4JJavaError
+
+    try:
+        return channel.tryLock()
+    except Py4JJavaError:  # OverlappingFileLockException: another pipeline in this JVM holds it
+        return None
+
+
+def _clone(spark: Any) -> Any:
+    """A session of our own that sees the caller's views and functions: our view `input` must not replace theirs."""
+    from pyspark.sql import SparkSession
+
+    return SparkSession(spark.sparkContext, spark._jsparkSession.cloneSession())
+
+
+def _transformed(session: Any, route: Route, topic: Topic, rows: Any) -> Any:
+    from pyspark.errors import PySparkException
+
+    try:
+        if route.sql is not None:
+            rows.createOrReplaceTempView("input")
+            return session.sql(route.sql)
+        assert route.transform is not None
+        module, _, function = route.transform.partition(":")
+        return getattr(importlib.import_module(module), function)(rows)
+    except PySparkException as error:
+        raise ConfigError(
+            f"{_name(route, topic)}: {str(error).partition(chr(10))[0]}",
+            code="PEN-1012",
+            hint="`input` holds the rows of the topic; `penstock check` shows its columns",
+        ) from error
+
+
+def _name(route: Route, topic: Topic) -> str:
+    return f"the {'SQL' if route.sql is not None else 'transform'} of the route from {route.stream!r} to {topic!r}"
+
+
+def _nodes(plan: Any) -> Iterator[str]:
+    yield str(plan.nodeName())
+    children = plan.children()
+    for index in range(children.size()):
+        yield from _nodes(children.apply(index))
+    subqueries = plan.subqueries()
+    for index in range(subqueries.size()):
+        yield from _nodes(subqueries.apply(index))
+
+
+def _spark_schema(schema: pa.Schema, topic: Topic) -> Any:
+    from pyspark.errors import PySparkException
+    from pyspark.sql.pandas.types import from_arrow_schema
+
+    try:
+        return from_arrow_schema(schema)
+    except PySparkException as error:
+        raise SchemaError(f"SQL cannot take the rows of {topic}: {_last_line(str(error))}") from error
+
+
+def _sql_targets(job: Job) -> list[tuple[Target, pa.Schema]]:
+    """Each topic that SQL makes, with the schema of all streams that feed it."""
+    schemas: dict[Target, list[pa.Schema]] = {}
+    for source, streams in job.schemas.items():
+        for stream, schema in streams.items():
+            for target in job.router.targets(source, stream):
+                if not is_plain(target.route) and any(job.wants(sink, target.topic) for sink in target.sinks):
+                    schemas.setdefault(target, []).append(schema)
+    return [(target, merged(found, target.topic)) for target, found in schemas.items()]
+
+
+def merged(schemas: Sequence[pa.Schema], topic: Topic) -> pa.Schema:
+    """One schema for streams that meet in a topic."""
+    try:
+        return pa.unify_schemas(list(schemas), promote_options="permissive").with_metadata(schemas[0].metadata)
+    except pa.ArrowInvalid as error:
+        raise SchemaError(f"the streams that meet in {topic} do not fit together: {error}") from error
+
+
+def _tally_param() -> Any:
+    from pyspark.accumulators import AccumulatorParam
+
+    class Tallies(AccumulatorParam[dict[int, Tally]]):
+        def zero(self, value: dict[int, Tally]) -> dict[int, Tally]:
+            return {}
+
+        def addInPlace(self, value1: dict[int, Tally], value2: dict[int, Tally]) -> dict[int, Tally]:
+            value1.update(value2)  # by part, so a task that ran twice counts once
+            return value1
+
+    return Tallies()
+
+
+@contextlib.contextmanager
+def _driver_errors() -> Iterator[None]:
+    """Give a worker's exception, which reaches the driver as text, its class back."""
+    from py4j.protocol import Py4JError
+    from pyspark.errors import PySparkException
+
+    try:
+        yield
+    except (Py4JError, PySparkException) as error:
+        text = str(error)
+        known = from_text(text)
+        if known is not None:
+            raise known from error
+        if any(sign in text for sign in ("exited unexpectedly", "ExecutorLostFailure", "Connection reset", "crashed")):
+            raise RetryableError(f"Spark lost a task: {_last_line(text)}", code="PEN-2006") from error
+        raise FatalError(_last_line(text), code="PEN-5012", hint="the whole trace is in Spark's log") from error
+
+
+def _last_line(text: str) -> str:
+    """The line of a trace that says what happened."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("at ")]
+    errors = [line for line in lines if "Error" in line or "Exception" in line]
+    return (errors or lines or [text])[-1][:500]
+
+
+

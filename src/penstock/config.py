@@ -1,20 +1,68 @@
-"""What every connector's options are made of: strict classes, secrets by reference, units in names."""
+"""What every connector's options are made of: strict classes, secrets by reference, units in names, paths beside the file."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, model_validator
 
 from penstock.errors import ConfigError
+
+
+def beside(base: Path | None, path: str) -> str:
+    """`path` as seen from the directory `base`; absolute paths and addresses with `://` stay as they are."""
+    if "://" in path:
+        return path
+    expanded = os.path.expanduser(path)
+    return str(Path(base, expanded)) if base is not None else expanded
+
+
+def _beside_file(path: str, info: ValidationInfo) -> str:
+    return beside(_base(info), path)
+
+
+def _path_beside_file(path: Path, info: ValidationInfo) -> Path:
+    return Path(beside(_base(info), str(path)))
+
+
+FilePath = Annotated[str, AfterValidator(_beside_file)]
+"""
+The type of an option that names files and may hold a template (`lake/{topic}`), a glob or an address with `://`.
+
+A relative one is taken from the pipeline file's directory, as an option of type `Path` is; without a file, from the
+working directory.
+"""
 
 
 class Config(BaseModel):
     """Options of one connector. Unknown keys are refused; a docstring under each field is its documentation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True)
+
+    identity: ClassVar[frozenset[str]] = frozenset(
+        {"path", "format", "table", "tables", "topic", "topics", "streams", "columns", "seed", "mode", "partition_by"}
+    )
+    """
+    The options that say what is read or written, as against how: a later run may not change them without a reset.
+
+    Of a list, elements may be added; of a table, keys. Names that a class does not have are passed over.
+    """
+
+    @model_validator(mode="after")
+    def _resolve_paths(self, info: ValidationInfo) -> Config:
+        # Defaults are not validated one by one, so relative ones are found here.
+        base = _base(info)
+        for name, field in type(self).model_fields.items() if base else ():
+            value = self.__dict__[name]
+            if isinstance(value, Path):
+                self.__dict__[name] = Path(beside(base, str(value)))
+            elif isinstance(value, list | tuple) and any(isinstance(item, Path) for item in value):
+                self.__dict__[name] = type(value)(Path(beside(base, str(item))) for item in value)
+            elif isinstance(value, str) and any(getattr(mark, "func", None) is _beside_file for mark in field.metadata):
+                self.__dict__[name] = beside(base, value)
+        return self
 
 
 class Secret(BaseModel):
@@ -24,18 +72,18 @@ class Secret(BaseModel):
     Only the reference travels and prints; `reveal()` reads the value where it is used.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True)
 
     env: str | None = None
     """Name of the environment variable that holds the secret."""
 
-    file: Path | None = None
-    """File that holds the secret; a trailing newline is dropped."""
+    file: Annotated[Path, AfterValidator(_path_beside_file)] | None = None
+    """File that holds the secret, relative to the pipeline file; a trailing newline is dropped."""
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_plain_text(cls, value: Any) -> Any:
-        if isinstance(value, str):
+        if not isinstance(value, dict | Secret):
             raise ValueError('a secret is a reference: { env = "NAME" } or { file = "path" }, never the text itself')
         return value
 
@@ -59,3 +107,9 @@ class Secret(BaseModel):
             return self.file.read_text().rstrip("\n")
         except OSError as error:
             raise ConfigError(f"cannot read the secret file {self.file}: {error.strerror}", code="PEN-1005") from error
+        except UnicodeDecodeError:
+            raise ConfigError(f"the secret file {self.file} is not UTF-8 text", code="PEN-1005") from None
+
+
+def _base(info: ValidationInfo) -> Path | None:
+    return (info.context or {}).get("base")

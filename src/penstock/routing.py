@@ -1,15 +1,33 @@
-"""Which topics a stream's rows go to, and which sinks a topic's rows go to."""
+"""
+Which topics a stream's rows go to, and which sinks a topic's rows go to.
+
+Patterns, of streams and of attributes: `*` is any run of characters except `/`; `+` is one level and `#`, at the end,
+all that follow, where `/` separates levels (`plant/#` also takes `plant`). Everything else stands for itself.
+Templates: `{stream}`, `{source}`, `{schema}` and `{table}` (what stands before and after the first dot of the stream),
+`{1}`, `{2}`… (what the first, second… wildcard matched).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import lru_cache
+from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from penstock.errors import ConfigError, DataError
+from penstock.schema import key_of
 from penstock.sink import Topic
 from penstock.source import SourceBatch
+
+_PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
+_CACHED_STREAMS = 10_000  # a broker may have any number of topics; memory must not follow it
 
 
 @dataclass(frozen=True)
@@ -17,11 +35,13 @@ class Route:
     """One `[[routes]]` entry."""
 
     stream: str = "#"
-    """Pattern of streams: `*` within the name, MQTT-style `+` (one level) and `#` (the rest)."""
+    """Pattern of streams."""
     to: str = "/{stream}"
+    """Template of the topic."""
     source: str | None = None
+    """Name of the source it is for; None: all."""
     match: tuple[tuple[str, str], ...] = ()
-    """Attribute patterns that a message must satisfy."""
+    """Attribute patterns, all of which a message must satisfy."""
     sinks: tuple[str, ...] = ()
     """Empty: all sinks."""
     partitions: int = 1
@@ -30,6 +50,53 @@ class Route:
     sql: str | None = None
     transform: str | None = None
     per_epoch: bool = False
+
+    def key_columns(self, schema: pa.Schema) -> list[str]:
+        """The columns whose value keeps its order over `partitions`: the route's, else the schema's, else an envelope's."""
+        envelope = ["key"] if {"key", "payload"} <= set(schema.names) else []
+        return list(self.key) or key_of(schema) or envelope
+
+    def problems(self) -> list[str]:
+        """What is wrong with the pattern and the template, before any stream is known."""
+        patterns = [("from", self.stream), *((f"match.{name}", pattern) for name, pattern in self.match)]
+        found = [f"`{key}` = {pattern!r}: {wrong}" for key, pattern in patterns if (wrong := _wrong_pattern(pattern))]
+        wildcards = len(re.findall(r"[*+#]", self.stream))
+        known = {"stream", "source", "schema", "table", *(str(n + 1) for n in range(wildcards))}
+        for name in _PLACEHOLDER.findall(self.to):
+            if name not in known:
+                offer = ", ".join(f"{{{each}}}" for each in sorted(known))
+                found.append(f"`to` = {self.to!r}: there is no {{{name}}}; there are {offer}")
+        if re.search(r"[{}]", _PLACEHOLDER.sub("", self.to)):
+            found.append(f"`to` = {self.to!r}: a brace has no partner")
+        try:
+            topic_name(_PLACEHOLDER.sub("x", self.to))
+        except ValueError as wrong:
+            found.append(f"`to` = {self.to!r}: {wrong}")
+        return found
+
+    def topic(self, source: str, stream: str) -> Topic | None:
+        """The topic of a stream, or None if the route does not take it."""
+        if self.source not in (None, source):
+            return None
+        matched = _compiled(self.stream).fullmatch(stream)
+        if matched is None:
+            return None
+        schema, dot, table = stream.partition(".")
+        values = {
+            "stream": stream,
+            "source": source,
+            "schema": schema if dot else "",
+            "table": table if dot else stream,
+        }
+        values |= {str(n): text or "" for n, text in enumerate(matched.groups(), 1)}
+        try:
+            return topic_name(_PLACEHOLDER.sub(lambda name: values[name[1]], self.to))
+        except ValueError as wrong:
+            raise DataError(
+                f"stream {stream!r} of source {source!r} makes no topic with `to` = {self.to!r}: {wrong}",
+                code="PEN-3003",
+                hint="give that stream a route of its own",
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -43,16 +110,260 @@ class Target:
 
 @dataclass(frozen=True)
 class Router:
-    """The routes of a pipeline; a picklable value that tasks use."""
+    """
+    The routes of a pipeline; a picklable value that tasks use.
+
+    Every route that matches applies; a row reaches one sink under one topic once, by the first route that leads there.
+    """
 
     routes: tuple[Route, ...]
+    """None: every stream goes to `/{stream}` and all sinks."""
     sinks: tuple[str, ...]
     unrouted: Literal["stop", "skip"] = "stop"
+    _targets: dict[tuple[str, str], tuple[Target, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_targets": {}}
+
+    @property
+    def effective(self) -> tuple[Route, ...]:
+        """The routes, or the one that stands in for none."""
+        return self.routes or (Route(),)
 
     def targets(self, source: str, stream: str) -> tuple[Target, ...]:
         """Every target that rows of the stream may reach; attributes are not looked at."""
-        raise NotImplementedError
+        found = self._targets.get((source, stream))
+        if found is None:
+            if len(self._targets) >= _CACHED_STREAMS:
+                self._targets.clear()
+            found = self._targets[source, stream] = tuple(self._find(source, stream))
+        return found
+
+    def _find(self, source: str, stream: str) -> Iterator[Target]:
+        taken: set[tuple[Topic, str]] = set()
+        for route in self.effective:
+            topic = route.topic(source, stream)
+            if topic is None:
+                continue
+            sinks = tuple(sink for sink in route.sinks or self.sinks if (topic, sink) not in taken)
+            if not route.match:
+                taken |= {(topic, sink) for sink in sinks}
+            if sinks:
+                yield Target(topic, sinks, route)
 
     def route(self, source: str, batch: SourceBatch) -> Iterator[tuple[Target | None, pa.RecordBatch]]:
-        """The batch's rows for each target, filtered by attributes; rows that reach none go by the `unrouted` policy."""
-        raise NotImplementedError
+        """The batch's rows for each target, filtered by attributes; under `unrouted = "skip"`, None and the rows for none."""
+        records = batch.records
+        if not records.num_rows:
+            return
+        targets = self.targets(source, batch.stream)
+        if not any(target.route.match for target in targets):
+            yield from ((target, records) for target in targets)
+            if not targets:
+                yield None, self._unrouted(source, batch.stream, records)
+            return
+        reached = np.zeros(records.num_rows, dtype=bool)
+        taken: dict[tuple[Topic, str], npt.NDArray[np.bool_]] = {}
+        for target in targets:
+            rows = _matching(records, target.route.match)
+            reached |= rows
+            for part, left in _untaken(target, rows, taken):
+                if left.any():
+                    yield part, records if left.all() else records.filter(pa.array(left))
+        if not reached.all():
+            yield None, self._unrouted(source, batch.stream, records.filter(pa.array(~reached)))
+
+    def _unrouted(self, source: str, stream: str, rows: pa.RecordBatch) -> pa.RecordBatch:
+        if self.unrouted == "skip":
+            return rows
+        patterns = {route.stream: route for route in self.effective}
+        nearest = difflib.get_close_matches(stream, patterns, n=1, cutoff=0)
+        attributes = any(target.route.match for target in self.targets(source, stream))
+        raise ConfigError(
+            f"no route takes {'some rows' if attributes else 'rows'} of stream {stream!r} of source {source!r}"
+            + (f"; the nearest is from = {nearest[0]!r}" if nearest else ""),
+            code="PEN-1018",
+            hint='add a [[routes]] entry for it, or set unrouted = "skip" in [processing] to leave such rows out',
+        )
+
+
+def topic_name(text: str) -> Topic:
+    """A topic's name with its leading slash; ValueError when it could not be a path of plain levels."""
+    name = "/" + text.lstrip("/")
+    levels = name[1:].split("/")
+    if "" in levels:
+        raise ValueError(f"{name!r} has an empty level")
+    if any(level in (".", "..") for level in levels):
+        raise ValueError(f"{name!r} has a level of dots")
+    if not name.isprintable():
+        raise ValueError(f"{name!r} has a control character")
+    return name
+
+
+def partition_of(batch: pa.RecordBatch, key_columns: Sequence[str], partitions: int) -> npt.NDArray[np.int64]:
+    """
+    The partition of each row, by the value of its key; the same in every process, release and integer width.
+
+    A row whose key is null in every column goes to partition 0.
+    """
+    if not key_columns:
+        raise ConfigError(
+            f"rows without a key cannot be spread over {partitions} partitions",
+            code="PEN-1010",
+            hint='name the columns in the route: key = ["id"]',
+        )
+    missing = [name for name in key_columns if name not in batch.schema.names]
+    if missing:
+        raise ConfigError(
+            f"the key column {missing[0]!r} is not among {', '.join(batch.schema.names)}",
+            code="PEN-1010",
+            hint="correct `key` in the route",
+        )
+    hashed = np.zeros(batch.num_rows, dtype=np.uint64)
+    null = np.ones(batch.num_rows, dtype=bool)
+    for name in key_columns:
+        column = batch.column(name)
+        nulls = column.is_null().to_numpy(zero_copy_only=False)
+        values = _hash_column(name, column)
+        values[nulls] = 0
+        hashed = _mix(hashed ^ values)
+        null &= nulls
+    result = (hashed % np.uint64(partitions)).astype(np.int64)
+    result[null] = 0
+    return result
+
+
+def split_by(batch: pa.RecordBatch, indices: npt.NDArray[np.int64], n: int) -> list[pa.RecordBatch | None]:
+    """The rows of each index from 0 to n - 1, in their order; None where there are none."""
+    if n == 1:
+        return [batch if batch.num_rows else None]
+    order = np.argsort(indices, kind="stable")
+    sorted_rows = batch.take(pa.array(order))
+    counts = np.bincount(indices, minlength=n)
+    starts = np.cumsum(counts) - counts
+    return [sorted_rows.slice(int(s), int(c)) if c else None for s, c in zip(starts, counts, strict=True)]
+
+
+def _wrong_pattern(pattern: str) -> str | None:
+    levels = pattern.split("/")
+    for place, level in enumerate(levels):
+        if any(wild in level and level != wild for wild in "+#"):
+            return "`+` and `#` stand for whole levels; within a name write `*`"
+        if level == "#" and place < len(levels) - 1:
+            return "`#` takes all that follows, so it must be the last level"
+    return None
+
+
+def _expression(pattern: str) -> str:
+    """The pattern as a regular expression with a group per wildcard, in the syntax that Python and RE2 share."""
+    levels = [
+        "([^/]*)" if level == "+" else "([^/]*)".join(map(re.escape, level.split("*"))) for level in pattern.split("/")
+    ]
+    if pattern == "#":
+        return r"(?s:(.*))"
+    if pattern.endswith("/#"):
+        return "/".join(levels[:-1]) + r"(?:/(?s:(.*)))?"
+    return "/".join(levels)
+
+
+@lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(_expression(pattern))
+
+
+def _matching(records: pa.RecordBatch, match: tuple[tuple[str, str], ...]) -> npt.NDArray[np.bool_]:
+    """Which rows satisfy every attribute pattern; a row without the attribute does not."""
+    if not match:
+        return np.ones(records.num_rows, dtype=bool)
+    place = records.schema.get_field_index("attributes")
+    if place < 0 or not pa.types.is_map(records.schema.field(place).type):
+        return np.zeros(records.num_rows, dtype=bool)
+    attributes = records.column(place)
+    rows = np.ones(records.num_rows, dtype=bool)
+    for name, pattern in match:
+        values = pc.map_lookup(attributes, name, "last")
+        found = pc.match_substring_regex(values, rf"\A(?:{_expression(pattern)})\z")
+        rows &= pc.fill_null(found, False).to_numpy(zero_copy_only=False)
+    return rows
+
+
+def _untaken(
+    target: Target, rows: npt.NDArray[np.bool_], taken: dict[tuple[Topic, str], npt.NDArray[np.bool_]]
+) -> Iterator[tuple[Target, npt.NDArray[np.bool_]]]:
+    """The target with the rows that no earlier route sent there; sink by sink where they differ."""
+    fresh = tuple(sink for sink in target.sinks if (target.topic, sink) not in taken)
+    if fresh:
+        yield Target(target.topic, fresh, target.route), rows
+    for sink in target.sinks:
+        before = taken.get((target.topic, sink))
+        if before is not None and sink not in fresh:
+            yield Target(target.topic, (sink,), target.route), rows & ~before
+        taken[target.topic, sink] = rows if before is None else rows | before
+
+
+def _hash_column(name: str, column: pa.Array) -> npt.NDArray[np.uint64]:
+    """A 64-bit hash per row; what it gives for nulls does not matter."""
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return _hash_column(name, column.cast(kind.value_type))
+    if pa.types.is_boolean(kind) or pa.types.is_integer(kind):
+        wide = pa.uint64() if kind == pa.uint64() else pa.int64()
+        return _mix(_numbers(column.cast(wide), 0).astype(np.int64).view(np.uint64))
+    if pa.types.is_timestamp(kind):
+        column = column.cast(pa.timestamp("us", kind.tz), safe=False)
+        return _mix(_numbers(column.view(pa.int64()), 0).view(np.uint64))
+    if pa.types.is_date32(kind) or pa.types.is_time32(kind):
+        return _mix(_numbers(column.view(pa.int32()).cast(pa.int64()), 0).view(np.uint64))
+    if pa.types.is_temporal(kind) and kind.bit_width == 64:
+        return _mix(_numbers(column.view(pa.int64()), 0).view(np.uint64))
+    if pa.types.is_floating(kind):
+        numbers = _numbers(column.cast(pa.float64()), 0.0) + 0.0  # makes -0.0 the same key as 0.0
+        numbers[np.isnan(numbers)] = np.nan
+        return _mix(numbers.view(np.uint64))
+    if pa.types.is_decimal(kind):
+        column = column.cast(pa.string())
+    elif pa.types.is_fixed_size_binary(kind):
+        column = column.cast(pa.binary())
+    try:
+        return _hash_bytes(column.cast(pa.large_binary()))
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        raise ConfigError(
+            f"the key column {name!r} has type {kind}, which is no key",
+            code="PEN-1010",
+            hint="name other columns in `key` of the route",
+        ) from None
+
+
+def _numbers(column: pa.Array, null: float) -> npt.NDArray[Any]:
+    filled: npt.NDArray[Any] = column.fill_null(null).to_numpy(zero_copy_only=False)
+    return filled
+
+
+def _hash_bytes(column: pa.Array) -> npt.NDArray[np.uint64]:
+    """A hash of each value: the sum of its bytes, each weighted by its place, and its length; no loop over rows."""
+    rows = len(column)
+    _, offsets_buffer, data_buffer = column.buffers()
+    if not rows:
+        return np.zeros(0, dtype=np.uint64)
+    offsets = np.frombuffer(offsets_buffer, dtype=np.int64)[column.offset : column.offset + rows + 1]
+    lengths = np.diff(offsets)
+    total = int(offsets[-1] - offsets[0])
+    sums = np.zeros(rows, dtype=np.uint64)
+    if total:
+        data = np.frombuffer(data_buffer, dtype=np.uint8)[offsets[0] : offsets[-1]].astype(np.uint64)
+        weights = _mix(np.arange(int(lengths.max()), dtype=np.uint64)) | np.uint64(1)
+        starts = offsets[:-1] - offsets[0]
+        places = np.arange(total, dtype=np.int64) - np.repeat(starts, lengths)
+        filled = lengths > 0
+        sums[filled] = np.add.reduceat((data + np.uint64(1)) * weights[places], starts[filled])
+    return _mix(sums ^ _mix(lengths.astype(np.uint64)))
+
+
+def _mix(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of splitmix64: every bit of the input reaches every bit of the output."""
+    x = numbers + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

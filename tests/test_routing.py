@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import ConfigError, DataError
+from penstock.errors import ConfigError
 from penstock.routing import Route, Router, Target, partition_of, split_by, topic_name
 from penstock.schema import with_key
 from penstock.source import SourceBatch
@@ -121,9 +121,10 @@ class TestTemplates:
         assert "{1}" in problem
 
     @pytest.mark.parametrize("stream", ["../../etc", "a//b", ".", "a\x00b", ""])
-    def test_a_stream_whose_name_makes_no_topic_is_bad_data(self, stream):
-        with pytest.raises(DataError, match="PEN-3003"):
+    def test_a_stream_whose_name_makes_no_topic_is_unrouted(self, stream):
+        with pytest.raises(ConfigError, match="PEN-1018 .* makes no topic"):
             router().targets("in", stream)
+        assert routed(router(unrouted="skip"), pa.record_batch({"n": [1]}), stream) == [(None, (), [1])]
 
     def test_a_topic_name_gets_its_slash(self):
         assert topic_name("lake/orders") == topic_name("/lake/orders") == "/lake/orders"

@@ -47,7 +47,6 @@ CODES: dict[str, str] = {
     "PEN-3000": "bad data",
     "PEN-3001": "a record cannot be decoded",
     "PEN-3002": "more records failed than max_error_rate allows",
-    "PEN-3003": "a stream's name makes no topic",
     "PEN-4000": "a schema does not fit",
     "PEN-4001": "a column changed in a way the target cannot follow",
     "PEN-4002": "the target was not made for these rows",

@@ -21,12 +21,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.errors import ConfigError, DataError
+from penstock.errors import ConfigError
 from penstock.schema import key_of
 from penstock.sink import Topic
 from penstock.source import SourceBatch
 
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
+_SKIP = 'set unrouted = "skip" in [processing] to leave such rows out'
 _CACHED_STREAMS = 10_000  # a broker may have any number of topics; memory must not follow it
 
 
@@ -92,10 +93,10 @@ class Route:
         try:
             return topic_name(_PLACEHOLDER.sub(lambda name: values[name[1]], self.to))
         except ValueError as wrong:
-            raise DataError(
+            raise ConfigError(
                 f"stream {stream!r} of source {source!r} makes no topic with `to` = {self.to!r}: {wrong}",
-                code="PEN-3003",
-                hint="give that stream a route of its own",
+                code="PEN-1018",
+                hint=f"give that stream a route of its own, or {_SKIP}",
             ) from None
 
 
@@ -144,7 +145,12 @@ class Router:
     def _find(self, source: str, stream: str) -> Iterator[Target]:
         taken: set[tuple[Topic, str]] = set()
         for route in self.effective:
-            topic = route.topic(source, stream)
+            try:
+                topic = route.topic(source, stream)
+            except ConfigError:
+                if self.unrouted == "stop":
+                    raise
+                continue
             if topic is None:
                 continue
             sinks = tuple(sink for sink in route.sinks or self.sinks if (topic, sink) not in taken)
@@ -185,7 +191,7 @@ class Router:
             f"no route takes {'some rows' if attributes else 'rows'} of stream {stream!r} of source {source!r}"
             + (f"; the nearest is from = {nearest[0]!r}" if nearest else ""),
             code="PEN-1018",
-            hint='add a [[routes]] entry for it, or set unrouted = "skip" in [processing] to leave such rows out',
+            hint=f"add a [[routes]] entry for it, or {_SKIP}",
         )
 
 

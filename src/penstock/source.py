@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, get_args, get_origin
 
 import pyarrow as pa
@@ -240,7 +241,7 @@ class Connector(Generic[C]):
         return ()
 
     def health_check(self) -> HealthStatus:
-        """On the driver, every few seconds."""
+        """On the driver, every few seconds, from a thread of its own."""
         return HealthStatus()
 
     def metrics(self) -> ConnectorMetrics:
@@ -256,6 +257,9 @@ class SourceConnector(Connector[C]):
 
     routed: tuple[ProducerConfig, ...] = ()
     """The topics that the routes give this source; set by the runtime before `open`."""
+
+    state_dir: Path | None = None
+    """A directory of the source's own inside the pipeline's state directory; set by the runtime before `open`."""
 
     def schema(self) -> Schemas:
         """Schema of each stream as of now; on the driver, after `open` and again for each epoch."""

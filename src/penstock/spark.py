@@ -127,7 +127,7 @@ class SparkEngine:
     def run(self, job: Job) -> Sequence[TaskResult]:
         """Stage one epoch: one Spark job for all passthrough routes, and one for each topic that SQL makes."""
         self._context.setJobGroup(job.epoch.pipeline, str(job.epoch), False)
-        routes = job.router.routes
+        routes = job.router.effective
         results: list[TaskResult] = []
         with _driver_errors():
             if any(is_plain(route) for route in routes):
@@ -140,13 +140,12 @@ class SparkEngine:
         groups = job.groups(self.parallelism)
         packed = pickle.dumps(job)
         seeds = self._context.parallelize(range(len(groups)), len(groups))
-        first = _lanes(job.router.routes)
-        if not first:
+        lanes = _lanes(job.router.effective)
+        if not lanes:
             return [pickle.loads(each) for each in seeds.mapPartitionsWithIndex(_plain_task(packed, groups)).collect()]
-        lanes = sum(route.partitions for route in first)
         staged = (
-            seeds.mapPartitionsWithIndex(_scatter_task(packed, groups, first))
-            .repartitionAndSortWithinPartitions(lanes, partitionFunc=lambda key: key[0])
+            seeds.mapPartitionsWithIndex(_scatter_task(packed, groups, lanes))
+            .repartitionAndSortWithinPartitions(sum(route.partitions for route in lanes), partitionFunc=lambda key: key[0])
             .mapPartitionsWithIndex(_gather_task(packed, len(groups)))
         )
         return [pickle.loads(each) for each in staged.collect()]
@@ -212,7 +211,7 @@ def _scatter_task(
                     writer.write(target, batch)
                     continue
                 count = target.route.partitions
-                key = list(target.route.key) or key_of(batch.schema)
+                key = target.route.key_columns(batch.schema)
                 for lane, rows in enumerate(split_by(batch, partition_of(batch, key, count), count)):
                     if rows is not None and rows.num_rows:
                         sequence += 1
@@ -254,11 +253,15 @@ def _read_task(
         for batch in ids:
             for index in batch.column(0).to_pylist():
                 found: dict[int, Tally] = {}
-                for _, rows in read_parts(job, groups[index], found, lambda target: target == wanted):
+                for _, rows in read_parts(job, groups[index], found, lambda target: _same(target, wanted)):
                     yield _conform(rows, schema, wanted.topic)
                 tallies.add(found)
 
     return task
+
+
+def _same(target: Target, wanted: Target) -> bool:
+    return target.topic == wanted.topic and target.route == wanted.route
 
 
 def _write_task(

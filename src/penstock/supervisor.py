@@ -1,0 +1,402 @@
+"""Runs a checked pipeline: opens its connectors, drives its epochs, waits out what passes and stops on what does not."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from penstock.epochs import EpochLoop, State
+from penstock.errors import Action, ConnectorError, FatalError, RetryableError, action
+from penstock.ingest import Ingest
+from penstock.job import Engine
+from penstock.pipeline import Pipeline, compare_shapes
+from penstock.routing import Route
+from penstock.sink import Topic
+from penstock.source import HealthState, HealthStatus, ProducerConfig, RangeSource
+from penstock.telemetry import EpochReport, Telemetry
+
+HEALTH_SECS = 5.0
+"""How often connectors are asked how they are."""
+
+LostState = Literal["stop", "resume", "start-over"]
+
+
+@dataclass
+class Summary:
+    """What a run came to."""
+
+    epochs: int = 0
+    rows_in: int = 0
+    rows_out: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    first_commit_secs: float | None = None
+    """From the call of `run` to the first committed epoch."""
+
+    def add(self, report: EpochReport, since: float) -> None:
+        self.epochs += 1
+        self.rows_in += sum(report.rows_in.values())
+        self.rows_out += sum(written.records_written for written in report.rows_out.values())
+        self.skipped += report.skipped
+        if self.first_commit_secs is None:
+            self.first_commit_secs = time.monotonic() - since
+
+
+def run(
+    pipeline: Pipeline,
+    *,
+    spark: Any = None,
+    master: str | None = None,
+    drain: bool = False,
+    telemetry: Telemetry | None = None,
+    stop: threading.Event | None = None,
+    lost_state: LostState = "stop",
+    engine: Engine | None = None,
+) -> Summary:
+    """Run until `stop` is set, or with `drain` until all that was there at the start is committed."""
+    own = telemetry is None
+    telemetry = telemetry or Telemetry.of(pipeline)
+    supervisor = _Supervisor(pipeline, telemetry, stop or threading.Event(), drain, lost_state)
+    try:
+        with contextlib.ExitStack() as resources:
+            summary = supervisor.run(resources, engine or _spark_engine(pipeline, spark, master))
+    except BaseException as error:
+        if own:
+            telemetry.close(error)
+        raise
+    if own:
+        telemetry.close()
+    return summary
+
+
+def _spark_engine(pipeline: Pipeline, spark: Any, master: str | None) -> Engine:
+    from penstock.spark import SparkEngine  # here, so that nothing else waits for pyspark's import
+
+    log = pipeline.processing.state_dir / "spark.log"
+    return SparkEngine(spark, master=master, name=pipeline.name, log=log, ship=pipeline.third_party)
+
+
+@dataclass
+class _Supervisor:
+    pipeline: Pipeline
+    telemetry: Telemetry
+    stop: threading.Event
+    drain: bool
+    lost_state: LostState
+    summary: Summary = field(default_factory=Summary)
+    ingests: dict[str, Ingest] = field(default_factory=dict)
+    ranges: dict[str, RangeSource[Any, Any]] = field(default_factory=dict)
+    requests: list[threading.Event] = field(default_factory=list)
+
+    def run(self, resources: contextlib.ExitStack, engine: Engine) -> Summary:
+        began = time.monotonic()
+        processing = self.pipeline.processing
+        directory = processing.state_dir
+        if not processing.checkpoint:
+            directory = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="penstock-")))
+        state = State(directory, self.pipeline.name)
+        state.open()
+        resources.callback(state.close)
+        self._compare(state)
+        self.telemetry.publish(directory)
+        if processing.metrics_port is not None:
+            from penstock import web
+
+            resources.callback(web.serve(self.telemetry, processing.metrics_port))
+        starting = _Starting(engine, directory / "lock.jvm", self.telemetry)
+        resources.callback(starting.stop)
+        self._open(directory, resources)
+        starting.wait()
+        loop = self._loop(state, engine)
+        waker = _Waker(self.stop)
+        resources.callback(waker.close)
+        for name, ingest in self.ingests.items():
+            ingest.start()
+            resources.callback(ingest.stop)
+            waker.watch(ingest.ready, clear=True)
+            self.telemetry.state(f"source:{name}", HealthStatus.healthy())
+        monitor = _Monitor(self)
+        resources.callback(monitor.close)
+        self._drive(loop, waker, began)
+        for ingest in self.ingests.values():
+            ingest.stop()  # what was accepted becomes durable before anything closes
+        if loop.unacked:
+            loop.ack()
+        self.summary.seconds = time.monotonic() - began
+        return self.summary
+
+    # -- before the first epoch ----------------------------------------------------------------------------------
+
+    def _compare(self, state: State) -> None:
+        shape = self.pipeline.shape()
+        if not state.fresh and state.identity.shape is not None:
+            for notice in compare_shapes(state.identity.shape, shape):
+                self.telemetry.message("info", notice)
+        if state.identity.shape != shape:
+            state.save_identity(shape=shape)
+
+    def _open(self, directory: Path, resources: contextlib.ExitStack) -> None:
+        """Open every connector once; the first open is never retried."""
+        for name, source in self.pipeline.sources.items():
+            source.routed = self._routed(name)
+            source.state_dir = directory / "sources" / name
+            if isinstance(source, RangeSource):
+                self.ranges[name] = source
+                self._open_one(f"source:{name}", source, resources)
+            else:
+                ingest = Ingest(
+                    name,
+                    source,
+                    directory / "journal" / name,
+                    self.pipeline.processing,
+                    on_state=lambda which, health: self.telemetry.state(f"source:{which}", health),
+                )
+                self.ingests[name] = ingest
+                self._open_one(f"source:{name}", ingest, resources)
+                self.ranges[name] = ingest.range_source
+        for name, sink in self.pipeline.sinks.items():
+            self._open_one(f"sink:{name}", sink, resources)
+
+    def _open_one(self, label: str, connector: Any, resources: contextlib.ExitStack) -> None:
+        resources.callback(connector.close)
+        try:
+            connector.open()
+        except RetryableError as error:
+            raise FatalError(f"{label}: {error.message}", code="PEN-5001", hint=error.hint) from error
+        self.telemetry.state(label, HealthStatus.healthy())
+
+    def _routed(self, source: str) -> tuple[ProducerConfig, ...]:
+        return tuple(
+            ProducerConfig(route.to, route.partitions, route.reliable_dispatch)
+            for route in self.pipeline.router.effective
+            if route.source in (None, source)
+        )
+
+    def _loop(self, state: State, engine: Engine) -> EpochLoop:
+        processing = self.pipeline.processing
+        loop = EpochLoop(
+            state,
+            self.ranges,
+            self.pipeline.sinks,
+            self.pipeline.router,
+            engine,
+            max_epoch_rows=processing.max_epoch_rows,
+            skip_bad=processing.on_error == "skip",
+            max_error_rate=processing.max_error_rate,
+            on_phase=self._phase,
+            on_ack_failed=lambda name, error: self.telemetry.retry(f"source:{name}", error, 0.0),
+        )
+        routes: list[tuple[Route, Topic, pa.Schema]] = []
+        pairs: set[tuple[str, Topic]] = set()
+        for name, source in self.ranges.items():
+            for stream, schema in source.schema().items():
+                for target in self.pipeline.router.targets(name, stream):
+                    pairs |= {(sink, target.topic) for sink in target.sinks}
+                    routes.append((target.route, target.topic, schema))
+        engine.check(routes)
+        loop.start(sorted(pairs), self.lost_state)
+        if self.drain:
+            loop.freeze()
+        return loop
+
+    # -- epochs --------------------------------------------------------------------------------------------------
+
+    def _drive(self, loop: EpochLoop, waker: _Waker, began: float) -> None:
+        processing = self.pipeline.processing
+        interval = processing.epoch_interval_ms / 1000
+        signalled = [(name, source.data_ready_notify()) for name, source in self.ranges.items()]
+        for _, event in signalled:
+            if event is not None:
+                waker.watch(event, clear=True)
+        timer = None if signalled and all(event for name, event in signalled) else processing.poll_interval_ms / 1000
+        self.requests = [event for source in self.pipeline.sources.values() if (event := source.checkpoint_requested())]
+        for event in self.requests:
+            waker.watch(event, clear=False)
+        retry = Backoff(processing.retry_backoff_ms, processing.max_backoff_ms, processing.max_retries)
+        self.telemetry.state("pipeline", HealthStatus.healthy())
+        last = -interval
+        while not self.stop.is_set():
+            for ingest in self.ingests.values():
+                if ingest.failure is not None:
+                    raise ingest.failure
+            early = last + interval - time.monotonic()
+            if early > 0 and not self.drain and not any(event.is_set() for event in self.requests):
+                waker.wait(early)
+                continue
+            last = time.monotonic()
+            try:
+                report = loop.step()
+            except ConnectorError as error:
+                self._failed(error, retry)
+                continue
+            retry.reset()
+            self.telemetry.state("pipeline", HealthStatus.healthy())
+            if report is not None:
+                self.summary.add(report, began)
+                self.telemetry.epoch(report)
+                waker.cut()
+            elif self.drain and not loop.unacked:
+                return
+            else:
+                if loop.unacked:
+                    loop.ack()
+                waker.wait(processing.max_backoff_ms / 1000 if loop.unacked and timer is None else timer)
+
+    def _phase(self, number: int, phase: str) -> None:
+        if phase == "stage":  # the epoch is bound to its ranges: what was asked for is cut
+            for event in self.requests:
+                event.clear()
+        self.telemetry.phase(number, phase)
+
+    def _failed(self, error: ConnectorError, retry: Backoff) -> None:
+        """Wait and go on if the error may pass; raise it if not."""
+        if action(error) not in (Action.RETRY, Action.RESTAGE):
+            raise error
+        pause = retry.next(error)
+        self.telemetry.retry("pipeline", error, pause)
+        self.telemetry.state("pipeline", HealthStatus.degraded(f"retrying after {error.message}"))
+        if self.stop.wait(pause):
+            return
+        try:  # a broken connection is mended by opening it anew; connectors have no retry loops of their own
+            for connector in (*self.ranges.values(), *self.pipeline.sinks.values()):
+                connector.close()
+                connector.open()
+        except ConnectorError as again:
+            self._failed(again, retry)
+
+
+class Backoff:
+    """Pauses that double, with jitter, up to a cap; too many in a row are a `FatalError`."""
+
+    def __init__(self, first_ms: int, cap_ms: int, most: int) -> None:
+        self._first, self._cap, self._most = first_ms / 1000, cap_ms / 1000, most
+        self._count = 0
+
+    def next(self, error: ConnectorError) -> float:
+        """The pause before the next try, in seconds."""
+        self._count += 1
+        if self._count > self._most:
+            raise FatalError(
+                f"gave up after {self._most} retries in a row: {error.message}",
+                code="PEN-5013",
+                hint=error.hint or "mend the cause and start again, or raise `max_retries`; nothing is lost",
+            ) from error
+        return min(self._cap, self._first * 2 ** (self._count - 1)) * random.uniform(0.5, 1.0)
+
+    def reset(self) -> None:
+        """A healthy run: the next failure is the first again."""
+        self._count = 0
+
+
+class _Starting:
+    """Starts the engine in a thread while the connectors open; an engine without `start` is ready as it is."""
+
+    def __init__(self, engine: Any, lock: Path, telemetry: Telemetry) -> None:
+        self._engine = engine
+        self._lock = lock
+        self._telemetry = telemetry
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._start, name="penstock-engine", daemon=True)
+        self._thread.start()
+
+    def _start(self) -> None:
+        try:
+            if hasattr(self._engine, "start"):
+                self._telemetry.engine("starting Spark")
+                self._engine.start()
+                self._engine.hold(self._lock)
+                self._telemetry.engine(self._engine.version)
+        except BaseException as error:  # noqa: BLE001 (raised again where the engine is needed)
+            self._error = error
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        self._thread.join()
+        if hasattr(self._engine, "stop"):
+            self._engine.stop()
+
+
+class _Waker:
+    """One wait for many events: a source's signal, a request for an epoch, the stop."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self._wake = threading.Event()
+        self._closed = False
+        self._cuts = 0
+        self.watch(stop, clear=False)
+
+    def watch(self, event: threading.Event, *, clear: bool) -> None:
+        """Wake when the event is set. With `clear` it is cleared at once; else it counts again after the next cut."""
+        threading.Thread(target=self._relay, args=(event, clear), name="penstock-waker", daemon=True).start()
+
+    def wait(self, seconds: float | None) -> None:
+        self._wake.wait(seconds)
+        self._wake.clear()
+
+    def cut(self) -> None:
+        """An epoch was cut."""
+        self._cuts += 1
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _relay(self, event: threading.Event, clear: bool) -> None:
+        relayed = -1
+        while not self._closed:  # looked at once a second, so that no thread outlives its run
+            if not event.wait(1.0):
+                continue
+            if clear:
+                event.clear()
+            elif relayed == self._cuts:
+                time.sleep(0.05)
+                continue
+            relayed = self._cuts
+            self._wake.set()
+
+
+class _Monitor:
+    """Asks the connectors how they are, and the sources how far behind, in a thread of its own."""
+
+    def __init__(self, supervisor: _Supervisor) -> None:
+        self._supervisor = supervisor
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="penstock-monitor", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        pipeline, telemetry = self._supervisor.pipeline, self._supervisor.telemetry
+        sampled = float("-inf")
+        while not self._closed.wait(HEALTH_SECS if sampled > 0 else 0.2):
+            for kind, connectors in (("source", pipeline.sources), ("sink", pipeline.sinks)):
+                for name, connector in connectors.items():
+                    health = _asked(connector.health_check, HealthStatus.degraded)
+                    if health.state is not HealthState.UNKNOWN:
+                        telemetry.state(f"{kind}:{name}", health)
+            if time.monotonic() - sampled >= pipeline.processing.lag_interval_secs:
+                sampled = time.monotonic()
+                for name, source in pipeline.sources.items():
+                    telemetry.lag(name, _asked(source.lag, lambda reason: None))
+
+
+def _asked(question: Callable[[], Any], otherwise: Callable[[str], Any]) -> Any:
+    try:
+        return question()
+    except ConnectorError as error:
+        return otherwise(error.message)

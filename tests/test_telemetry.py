@@ -1,0 +1,324 @@
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+
+from penstock import web
+from penstock.errors import ConfigError, FatalError, RetryableError
+from penstock.sink import WriteResult
+from penstock.source import ConnectorMetrics, HealthStatus
+from penstock.telemetry import STATUS_FILE, EpochReport, Telemetry, judge, read_status, ready
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def telemetry(clock: Clock) -> Telemetry:
+    return Telemetry("orders-to-lake", sources=["orders"], sinks=["lake"], health_timeout_secs=60, clock=clock)
+
+
+def report(number: int, rows: int = 100, seconds: float = 0.5) -> EpochReport:
+    return EpochReport(
+        number=number,
+        rows_in={"orders": rows},
+        rows_out={("lake", "/orders"): WriteResult(rows, rows * 10)},
+        seconds={"plan": 0.0, "stage": seconds},
+    )
+
+
+def wait_until(condition, timeout: float = 10.0) -> None:
+    tick = threading.Event()
+    for _ in range(int(timeout / 0.02)):
+        if condition():
+            return
+        tick.wait(0.02)
+    raise AssertionError("the condition was never met")
+
+
+class TestStatus:
+    def test_epochs_add_up_per_source_sink_and_topic(self, telemetry):
+        telemetry.epoch(report(0))
+        telemetry.epoch(report(1, rows=50))
+        status = telemetry.status()
+        assert status["epochs"] == 2
+        assert (status["rows"]["in"], status["rows"]["out"], status["bytes"]["out"]) == (150, 150, 1500)
+        assert status["sources"]["orders"]["rows"] == 150
+        assert status["sinks"]["lake"]["topics"]["/orders"] == {"rows": 150, "bytes": 1500, "last_epoch": 1}
+        assert status["last_epoch"]["number"] == 1
+        assert status["last_epoch"]["seconds"]["stage"] == 0.5
+
+    def test_the_epoch_in_hand_and_its_phase_show_until_it_is_committed(self, telemetry, clock):
+        telemetry.phase(7, "stage")
+        clock.now += 3
+        assert telemetry.status()["epoch"] == {"number": 7, "phase": "stage", "secs": 3}
+        telemetry.epoch(report(7))
+        assert telemetry.status()["epoch"] is None
+
+    def test_a_status_is_json(self, telemetry):
+        telemetry.retry("source:orders", RetryableError("refused"), 0.1)
+        telemetry.lag("orders", 12)
+        telemetry.state("sink:lake", HealthStatus.degraded("slow"))
+        status = telemetry.status()
+        assert json.loads(json.dumps(status)) == status
+
+    def test_the_rate_counts_an_epochs_rows_over_the_time_they_took(self, telemetry, clock):
+        clock.now += 10
+        telemetry.epoch(report(0, rows=1000, seconds=10))
+        assert telemetry.status()["rows"]["out_per_sec"] == pytest.approx(100)
+        assert set(telemetry.status()["rows"]["history"][-10:]) == {100}
+        clock.now += 5
+        assert telemetry.status()["rows"]["out_per_sec"] == pytest.approx(50)
+        assert telemetry.status()["rows"]["history"][-5:] == [0] * 5
+        clock.now += 20
+        assert telemetry.status()["rows"]["out_per_sec"] == 0
+
+    def test_a_rate_before_the_first_epoch_is_zero(self, telemetry):
+        assert telemetry.status()["rows"]["in_per_sec"] == 0
+
+    def test_retries_and_errors_are_counted_by_component_and_code(self, telemetry):
+        telemetry.retry("source:orders", RetryableError("refused", code="PEN-2001"), 0.1)
+        telemetry.retry("source:orders", ValueError("odd"), 0.1)
+        telemetry.message("error", "PEN-5009 cannot write: disk full\n  → free some space")
+        status = telemetry.status()
+        assert status["sources"]["orders"]["retries"] == 2
+        assert status["errors_by_code"] == {"PEN-2001": 1, "PEN-5012": 1, "PEN-5009": 1}
+        assert status["errors"][-1]["text"] == "cannot write: disk full"
+
+    def test_only_the_last_errors_are_kept(self, telemetry):
+        for number in range(50):
+            telemetry.retry("pipeline", RetryableError(f"failure {number}"), 0.1)
+        assert len(telemetry.status()["errors"]) == 10
+        assert telemetry.status()["errors"][-1]["text"] == "failure 49"
+
+    def test_the_first_end_counts(self, telemetry):
+        telemetry.close(FatalError("the disk broke"))
+        telemetry.close()
+        assert telemetry.status()["state"] == "failed"
+        assert "the disk broke" in telemetry.status()["reason"]
+
+    def test_an_epoch_is_one_log_line(self, telemetry, caplog):
+        with caplog.at_level(logging.INFO, "penstock"):
+            telemetry.phase(3, "stage")
+            telemetry.epoch(report(3))
+        assert [r.getMessage() for r in caplog.records] == [
+            "epoch=3 rows_in=100 rows_out=100 bytes_out=1000 skipped=0 secs=0.500 plan=0.000 stage=0.500"
+        ]
+
+    def test_a_state_is_logged_when_it_changes(self, telemetry, caplog):
+        with caplog.at_level(logging.INFO, "penstock"):
+            for _ in range(3):
+                telemetry.state("source:orders", HealthStatus.degraded("broker away"))
+        assert len(caplog.records) == 1
+
+    def test_threads_lose_no_count(self, telemetry):
+        def work() -> None:
+            for number in range(200):
+                telemetry.epoch(report(number, rows=1))
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert telemetry.status()["rows"]["in"] == 800
+
+
+class TestHealth:
+    def test_an_idle_pipeline_is_healthy_for_ever(self, telemetry, clock):
+        telemetry.state("pipeline", HealthStatus.healthy())
+        telemetry.epoch(report(0))
+        clock.now += 100_000
+        assert judge(telemetry.status()).ok
+
+    def test_an_epoch_that_makes_no_progress_is_not_healthy(self, telemetry, clock):
+        telemetry.state("pipeline", HealthStatus.healthy())
+        telemetry.phase(4, "commit")
+        clock.now += 59
+        assert judge(telemetry.status()).ok
+        clock.now += 2
+        assert judge(telemetry.status()).reason == "epoch 4 made no progress for 61 s, in commit"
+        assert not judge(telemetry.status()).ok
+
+    def test_a_sign_of_life_from_a_long_phase_counts_as_progress(self, telemetry, clock):
+        telemetry.state("pipeline", HealthStatus.healthy())
+        for _ in range(4):
+            telemetry.phase(4, "stage")
+            clock.now += 30
+        assert judge(telemetry.status()).ok
+        assert telemetry.status()["epoch"]["secs"] == 120
+
+    def test_a_start_that_hangs_is_not_healthy(self, telemetry, clock):
+        telemetry.engine("starting Spark")
+        clock.now += 61
+        assert judge(telemetry.status()).reason == "starting for 61 s: starting Spark"
+
+    def test_an_unhealthy_connector_makes_the_pipeline_unhealthy_and_is_named(self, telemetry):
+        telemetry.state("pipeline", HealthStatus.healthy())
+        telemetry.state("sink:lake", HealthStatus.unhealthy("bucket is gone"))
+        verdict = judge(telemetry.status())
+        assert (verdict.ok, verdict.reason) == (False, "sink lake is unhealthy: bucket is gone")
+
+    def test_a_degraded_pipeline_is_alive_and_says_why(self, telemetry):
+        telemetry.state("pipeline", HealthStatus.degraded("backing off"))
+        verdict = judge(telemetry.status())
+        assert (verdict.ok, verdict.reason) == (True, "degraded: backing off")
+
+    def test_ready_means_an_epoch_or_open_and_idle_sources(self, telemetry):
+        assert not ready(telemetry.status()).ok
+        telemetry.state("pipeline", HealthStatus.healthy())
+        assert ready(telemetry.status()).ok
+
+    def test_an_ended_pipeline_is_neither_healthy_nor_ready(self, telemetry):
+        telemetry.epoch(report(0))
+        telemetry.close()
+        assert not judge(telemetry.status()).ok
+        assert not ready(telemetry.status()).ok
+
+
+class TestStatusFile:
+    def test_it_appears_at_once_and_holds_the_end(self, telemetry, tmp_path):
+        telemetry.publish(tmp_path)
+        assert json.loads((tmp_path / STATUS_FILE).read_text())["state"] == "starting"
+        telemetry.epoch(report(0))
+        telemetry.close()
+        assert read_status(tmp_path)["state"] == "stopped"
+        assert read_status(tmp_path)["epochs"] == 1
+        assert [p.name for p in tmp_path.iterdir()] == [STATUS_FILE]
+
+    def test_it_follows_what_happens_at_most_once_a_second(self, telemetry, tmp_path):
+        telemetry.publish(tmp_path)
+        written = set()
+        for number in range(100):
+            telemetry.epoch(report(number))
+            written.add((tmp_path / STATUS_FILE).stat().st_mtime_ns)
+        assert len(written) <= 3
+        wait_until(lambda: read_status(tmp_path)["epochs"] == 100)
+
+    def test_a_directory_that_cannot_be_written_stops_nothing(self, telemetry, tmp_path):
+        telemetry.publish(tmp_path / "missing")
+        telemetry.epoch(report(0))
+        telemetry.close()
+        assert telemetry.status()["epochs"] == 1
+
+    def test_a_pipeline_that_never_ran_has_none(self, tmp_path):
+        assert read_status(tmp_path) is None
+
+    def test_half_a_file_is_no_status(self, tmp_path):
+        (tmp_path / STATUS_FILE).write_text('{"state": "runn')
+        assert read_status(tmp_path) is None
+
+    def test_a_killed_process_is_dead_and_not_running(self, tmp_path):
+        code = (
+            "import sys, os, signal, pathlib; from penstock.telemetry import *; from penstock.source import HealthStatus\n"
+            "t = Telemetry('x', sources=['s']); t.state('pipeline', HealthStatus.healthy())\n"
+            "t.publish(pathlib.Path(sys.argv[1])); print('up', flush=True); sys.stdin.read()\n"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        assert read_status(tmp_path)["state"] == "running"
+        process.kill()
+        process.communicate()
+        assert read_status(tmp_path)["state"] == "dead"
+        assert not judge(read_status(tmp_path)).ok
+
+    def test_another_process_with_the_same_number_is_not_taken_for_it(self, telemetry, tmp_path):
+        telemetry.publish(tmp_path)
+        file = tmp_path / STATUS_FILE
+        file.write_text(json.dumps({**json.loads(file.read_text()), "process_started": "1"}))
+        assert read_status(tmp_path)["state"] == "dead"
+
+
+def get(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+class TestHttp:
+    @pytest.fixture
+    def url(self, telemetry):
+        with web.serve(telemetry, 0):
+            yield telemetry.url
+
+    def test_metrics_carry_the_documented_names(self, telemetry, url):
+        telemetry.epoch(report(0))
+        telemetry.retry("source:orders", RetryableError("refused", code="PEN-2001"), 0.1)
+        telemetry.lag("orders", 42)
+        _, text = get(f"{url}/metrics")
+        for line in (
+            'penstock_rows_total{connector="orders",direction="in",topic=""} 100.0',
+            'penstock_rows_total{connector="lake",direction="out",topic="/orders"} 100.0',
+            'penstock_bytes_total{connector="lake",direction="out",topic="/orders"} 1000.0',
+            "penstock_epochs_total 1.0",
+            'penstock_epoch_seconds_bucket{le="0.5",phase="stage"} 1.0',
+            'penstock_retries_total{component="source:orders"} 1.0',
+            'penstock_errors_total{code="PEN-2001"} 1.0',
+            'penstock_lag{connector="orders"} 42.0',
+            'penstock_state{component="pipeline",state="starting"} 1.0',
+            "penstock_skipped_total 0.0",
+        ):
+            assert line in text
+        assert "penstock_last_commit_timestamp_seconds 0.0" not in text
+
+    def test_health_answers_503_with_the_reason(self, telemetry, url):
+        telemetry.state("pipeline", HealthStatus.healthy())
+        assert get(f"{url}/healthz") == (200, "running\n")
+        telemetry.state("source:orders", HealthStatus.unhealthy("broker away"))
+        assert get(f"{url}/healthz") == (503, "source orders is unhealthy: broker away\n")
+
+    def test_ready_answers_503_until_the_pipeline_works(self, telemetry, url):
+        telemetry.engine("starting Spark")
+        assert get(f"{url}/readyz") == (503, "starting: starting Spark\n")
+        telemetry.epoch(report(0))
+        assert get(f"{url}/readyz")[0] == 200
+
+    def test_status_is_the_same_as_everywhere(self, telemetry, url):
+        telemetry.epoch(report(0))
+        assert json.loads(get(f"{url}/api/status")[1])["sinks"] == telemetry.status()["sinks"]
+
+    def test_other_paths_say_what_there_is(self, url):
+        code, text = get(f"{url}/")
+        assert code == 404
+        assert "/metrics" in text
+
+    def test_a_port_that_is_taken_is_a_setting_to_change(self, telemetry, url):
+        with pytest.raises(ConfigError, match="metrics_port"):
+            web.serve(telemetry, int(url.rpartition(":")[2]))
+
+    def test_what_connectors_count_is_scraped_and_a_broken_one_harms_nobody(self):
+        class Counting:
+            def metrics(self) -> ConnectorMetrics:
+                return ConnectorMetrics(records_total=5, custom={"reconnects": 2})
+
+        class Broken:
+            def metrics(self) -> ConnectorMetrics:
+                raise OSError("gone")
+
+        telemetry = Telemetry("x", sources={"a": Counting(), "b": Broken()})
+        text = telemetry.metrics().decode()
+        assert 'penstock_connector{component="source:a",name="reconnects"} 2.0' in text
+        assert "source:b" in text
+        assert 'component="source:b",name' not in text

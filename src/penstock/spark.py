@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
+import logging
 import os
 import pickle
 import sys
@@ -17,15 +19,27 @@ from typing import Any
 import pyarrow as pa
 
 import penstock
-from penstock.durable import disk_errors
+from penstock.durable import canonical, disk_errors
 from penstock.errors import ConfigError, FatalError, RetryableError, SchemaError, from_text
 from penstock.java import java_problem
 from penstock.job import Job, Part, Tally, TaskResult, Writer, is_plain, read_parts, run_task
 from penstock.routing import Route, Target, partition_of, split_by
 from penstock.schema import key_of, with_key
 from penstock.sink import Task, Topic
+from penstock.source import RangeSource, ReadLimit, SourceBatch
 
-PER_EPOCH = {"Aggregate", "Distinct", "Deduplicate", "Join", "Window", "GlobalLimit", "LocalLimit", "Sort", "Intersect", "Except"}
+PER_EPOCH = {
+    "Aggregate",
+    "Distinct",
+    "Deduplicate",
+    "Join",
+    "Window",
+    "GlobalLimit",
+    "LocalLimit",
+    "Sort",
+    "Intersect",
+    "Except",
+}
 """Operators whose answer depends on which rows happen to share an epoch."""
 
 _JVM_LOCK_WAIT_SECS = 30.0
@@ -145,7 +159,9 @@ class SparkEngine:
             return [pickle.loads(each) for each in seeds.mapPartitionsWithIndex(_plain_task(packed, groups)).collect()]
         staged = (
             seeds.mapPartitionsWithIndex(_scatter_task(packed, groups, lanes))
-            .repartitionAndSortWithinPartitions(sum(route.partitions for route in lanes), partitionFunc=lambda key: key[0])
+            .repartitionAndSortWithinPartitions(
+                sum(route.partitions for route in lanes), partitionFunc=lambda key: key[0]
+            )
             .mapPartitionsWithIndex(_gather_task(packed, len(groups)))
         )
         return [pickle.loads(each) for each in staged.collect()]
@@ -403,6 +419,9 @@ def _clone(spark: Any) -> Any:
 def _transformed(session: Any, route: Route, topic: Topic, rows: Any) -> Any:
     from pyspark.errors import PySparkException
 
+    logging.getLogger("SQLQueryContextLogger").setLevel(
+        logging.CRITICAL
+    )  # it prints the trace of what we say in a line
     try:
         if route.sql is not None:
             rows.createOrReplaceTempView("input")
@@ -412,7 +431,7 @@ def _transformed(session: Any, route: Route, topic: Topic, rows: Any) -> Any:
         return getattr(importlib.import_module(module), function)(rows)
     except PySparkException as error:
         raise ConfigError(
-            f"{_name(route, topic)}: {str(error).partition(chr(10))[0]}",
+            f"{_name(route, topic)}: {str(error).strip().partition(chr(10))[0]}",
             code="PEN-1012",
             hint="`input` holds the rows of the topic; `penstock check` shows its columns",
         ) from error
@@ -500,4 +519,125 @@ def _last_line(text: str) -> str:
     return (errors or lines or [text])[-1][:500]
 
 
+# -- Spark's own readers over range sources ------------------------------------------------------------------------
 
+
+def register(spark: Any) -> None:
+    """
+    Make `spark.read.format("penstock")` and `spark.readStream.format("penstock")` read range sources.
+
+    `option("connector", "files")` names the source and every other option is one of its own; what is not text there is
+    written as JSON. `option("stream", …)` chooses among several streams.
+    """
+    from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+    from pyspark.sql.streaming.datasource import ReadLimit as SparkLimit
+    from pyspark.sql.streaming.datasource import ReadMaxRows
+
+    class Ranges:
+        """What the batch and the streaming reader share; opened where it is used, since a connection does not travel."""
+
+        def __init__(self, source: RangeSource[Any, Any], stream: str, schema: pa.Schema) -> None:
+            self._source, self._stream, self._schema = source, stream, schema
+
+        def position(self, value: dict[str, Any]) -> Any:
+            return self._source.position_type.model_validate(json.loads(value["position"]))
+
+        def offset(self, position: Any) -> dict[str, Any]:
+            return {"position": canonical(position.model_dump(mode="json"))}  # offsets of Spark hold no lists
+
+        def splits(self, start: Any, end: Any) -> list[InputPartition]:
+            return [InputPartition(split) for split in self._source.split(start, end)] if start != end else []
+
+        def rows(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+            with opened(self._source):
+                for item in self._source.read(partition.value):
+                    if isinstance(item, SourceBatch) and item.stream == self._stream:
+                        yield _conform(item.records, self._schema, self._stream)
+
+    class BatchReader(Ranges, DataSourceReader):  # type: ignore[misc]
+        def partitions(self) -> list[InputPartition]:
+            with opened(self._source):
+                start = self._source.initial()
+                return self.splits(start, self._source.latest(start, ReadLimit(parallelism=os.cpu_count() or 1)))
+
+        def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+            return self.rows(partition)
+
+    class StreamReader(Ranges, DataSourceStreamReader):  # type: ignore[misc]
+        def initialOffset(self) -> dict[str, Any]:
+            self._source.open()
+            return self.offset(self._source.initial())
+
+        def latestOffset(self, start: dict[str, Any], limit: SparkLimit) -> dict[str, Any]:
+            rows = limit.max_rows if isinstance(limit, ReadMaxRows) else None
+            bound = ReadLimit(rows=rows, parallelism=os.cpu_count() or 1)
+            return self.offset(self._source.latest(self.position(start), bound))
+
+        def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
+            return self.splits(self.position(start), self.position(end))
+
+        def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+            return self.rows(partition)
+
+        def commit(self, end: dict[str, Any]) -> None:
+            self._source.ack(self.position(end))
+
+        def stop(self) -> None:
+            self._source.close()
+
+    class PenstockDataSource(DataSource):  # type: ignore[misc]
+        @classmethod
+        def name(cls) -> str:
+            return "penstock"
+
+        def _made(self) -> tuple[RangeSource[Any, Any], str, pa.Schema]:
+            return _range_source(dict(self.options))
+
+        def schema(self) -> Any:
+            _, stream, schema = self._made()
+            return _spark_schema(schema, stream)
+
+        def reader(self, schema: Any) -> DataSourceReader:
+            return BatchReader(*self._made())
+
+        def streamReader(self, schema: Any) -> DataSourceStreamReader:
+            return StreamReader(*self._made())
+
+    spark.dataSource.register(PenstockDataSource)
+
+
+@contextlib.contextmanager
+def opened(source: RangeSource[Any, Any]) -> Iterator[None]:
+    source.open()
+    try:
+        yield
+    finally:
+        source.close()
+
+
+def _range_source(options: dict[str, str]) -> tuple[RangeSource[Any, Any], str, pa.Schema]:
+    from penstock.registry import source_type
+
+    connector = options.pop("connector", None)
+    if connector is None:
+        raise ConfigError('format("penstock") needs option("connector", …)', code="PEN-1004")
+    kind = source_type(connector)
+    if not issubclass(kind, RangeSource):
+        raise ConfigError(f"{connector} is not a range source; run it in a pipeline", code="PEN-1009")
+    stream = options.pop("stream", None) if "stream" not in kind.config_type.model_fields else None
+    by_lower = {name.lower(): name for name in kind.config_type.model_fields}  # Spark forgets the case of options
+    settings = {by_lower.get(name.lower(), name): _option(value) for name, value in options.items()}
+    source = kind(kind.config_type.model_validate(settings))
+    with opened(source):
+        schemas = source.schema()
+    stream = stream or next(iter(schemas), "")
+    if stream not in schemas:
+        raise ConfigError(f"{connector} has no stream {stream!r}; there are {', '.join(schemas)}", code="PEN-1003")
+    return source, stream, schemas[stream]
+
+
+def _option(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -111,7 +111,7 @@ class _Supervisor:
         if processing.metrics_port is not None:
             from penstock import web
 
-            resources.callback(web.serve(self.telemetry, processing.metrics_port))
+            resources.callback(web.serve(self.telemetry, processing.metrics_port).close)
         starting = _Starting(engine, directory / "lock.jvm", self.telemetry)
         resources.callback(starting.stop)
         self._open(directory, resources)
@@ -290,7 +290,7 @@ class Backoff:
                 code="PEN-5013",
                 hint=error.hint or "mend the cause and start again, or raise `max_retries`; nothing is lost",
             ) from error
-        return min(self._cap, self._first * 2 ** (self._count - 1)) * random.uniform(0.5, 1.0)
+        return min(self._cap, self._first * 2.0 ** (self._count - 1)) * random.uniform(0.5, 1.0)
 
     def reset(self) -> None:
         """A healthy run: the next failure is the first again."""

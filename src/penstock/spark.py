@@ -152,7 +152,7 @@ class SparkEngine:
 
     def _passthrough(self, job: Job) -> list[TaskResult]:
         groups = job.groups(self.parallelism)
-        packed = pickle.dumps(job)
+        packed = _pack(job)
         seeds = self._context.parallelize(range(len(groups)), len(groups))
         lanes = _lanes(job.router.effective)
         if not lanes:
@@ -168,7 +168,7 @@ class SparkEngine:
 
     def _sql(self, job: Job, target: Target, schema: pa.Schema) -> list[TaskResult]:
         groups = job.groups(self.parallelism)
-        packed = pickle.dumps(job)
+        packed = _pack(job)
         tallies = self._context.accumulator({}, _tally_param())
         session = _clone(self._spark)
         rows = session.range(0, len(groups), 1, len(groups)).mapInArrow(
@@ -185,6 +185,13 @@ class SparkEngine:
 # -- what runs in tasks --------------------------------------------------------------------------------------------
 
 
+def _pack(value: Any) -> bytes:
+    """Pickle with what a notebook or a script defines itself, which no worker could import."""
+    from pyspark import cloudpickle
+
+    return cloudpickle.dumps(value)  # type: ignore[no-any-return]
+
+
 def _attempt() -> int:
     from pyspark import TaskContext
 
@@ -194,7 +201,7 @@ def _attempt() -> int:
 
 def _plain_task(packed: bytes, groups: list[list[Part]]) -> Callable[[int, Iterable[int]], Iterator[bytes]]:
     def task(index: int, _: Iterable[int]) -> Iterator[bytes]:
-        yield pickle.dumps(run_task(pickle.loads(packed), groups[index], Task(index, _attempt())))
+        yield _pack(run_task(pickle.loads(packed), groups[index], Task(index, _attempt())))
 
     return task
 
@@ -236,7 +243,7 @@ def _scatter_task(
         finally:
             writer.close()
         result.tallies = tallies
-        yield (0, -1, index), pickle.dumps(result)
+        yield (0, -1, index), _pack(result)
 
     return task
 
@@ -254,7 +261,7 @@ def _gather_task(packed: bytes, offset: int) -> Callable[[int, Iterable[tuple[Ke
                     target, rows = pickle.loads(blob)
                     for batch in pa.ipc.open_stream(rows):
                         writer.write(target, batch)
-            yield pickle.dumps(writer.finish())
+            yield _pack(writer.finish())
         finally:
             writer.close()
 
@@ -293,7 +300,7 @@ def _write_task(
             result = writer.finish()
         finally:
             writer.close()
-        yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(result)], pa.binary())], names=["result"])
+        yield pa.RecordBatch.from_arrays([pa.array([_pack(result)], pa.binary())], names=["result"])
 
     return task
 

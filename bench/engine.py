@@ -1,0 +1,348 @@
+"""
+What the engine costs: an epoch, a row, a task's memory, the start.
+
+Each figure stands beside a peer that is measured in the same run, on the same data.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from measure import Bench
+
+from penstock.config import Config
+from penstock.connectors.files_sink import FilesSink, FilesSinkConfig
+from penstock.connectors.files_source import Files, FilesConfig
+from penstock.connectors.generator import Generator, GeneratorConfig
+from penstock.durable import fsync
+from penstock.epochs import EpochLoop, State
+from penstock.routing import Route, Router
+from penstock.sink import Epoch, SinkConnector, WriteResult
+from penstock.source import Position, RangeSource, ReadLimit, SourceBatch
+from penstock.spark import SparkEngine
+
+ROWS = int(os.environ.get("BENCH_ROWS", 20_000_000))
+SQL_ROWS = ROWS // 5
+QUERY = "SELECT id, upper(name) AS name, amount * 2 AS amount, ratio, at FROM input WHERE id % 3 <> 0"
+
+
+class NoOptions(Config):
+    pass
+
+
+class Count(Position):
+    next: int = 0
+
+
+class OneRow(RangeSource[NoOptions, Count]):
+    """A new row whenever it is asked."""
+
+    name = "one_row"
+
+    def schema(self) -> dict[str, pa.Schema]:
+        return {"rows": pa.schema([("id", pa.int64())])}
+
+    def latest(self, start: Count, limit: ReadLimit) -> Count:
+        return Count(next=start.next + 1)
+
+    def split(self, start: Count, end: Count) -> Sequence[int]:
+        return range(start.next, end.next)
+
+    def read(self, split: int) -> Iterator[SourceBatch]:
+        yield SourceBatch(pa.RecordBatch.from_pydict({"id": [split]}), stream="rows")
+
+
+class Nowhere(SinkConnector[NoOptions, Any]):
+    """Takes rows and forgets them."""
+
+    name = "nowhere"
+
+    def write_batch(self, topic: str, batch: pa.RecordBatch) -> WriteResult:
+        return WriteResult(batch.num_rows, batch.nbytes)
+
+
+class Weighed(FilesSink):
+    """The files sink, and the most memory that its worker process has held."""
+
+    def pre_commit(self, epoch: Epoch) -> Any:
+        receipt = super().pre_commit(epoch)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        (Path(self.config.path.split("{")[0]) / f"peak-{os.getpid()}").write_text(str(peak))
+        return receipt
+
+
+def pump(
+    engine: SparkEngine, source: Any, sink: Any, scratch: Path, epochs: int, rows: int, **route: Any
+) -> list[float]:
+    """Run epochs of `rows` rows and give back what each took, from plan to ack."""
+    state = State(Path(tempfile.mkdtemp(dir=scratch)), "bench")
+    state.open()
+    source.open()
+    sink.open()
+    router = Router((Route(**route),), ("sink",))
+    loop = EpochLoop(state, {"source": source}, {"sink": sink}, router, engine, max_epoch_rows=rows)
+    loop.start([])
+    took = []
+    for _ in range(epochs):
+        began = time.perf_counter()
+        if loop.step() is None:
+            break
+        took.append(time.perf_counter() - began)
+    state.close()
+    return took
+
+
+def epoch_cost(bench: Bench, engine: SparkEngine, scratch: Path) -> None:
+    ours = statistics.median(pump(engine, OneRow(NoOptions()), Nowhere(NoOptions()), scratch, 60, 1)[10:]) * 1000
+    files = FilesSink(FilesSinkConfig(path=str(scratch / "one" / "{topic}")))
+    with_files = statistics.median(pump(engine, OneRow(NoOptions()), files, scratch, 40, 1)[10:]) * 1000
+    theirs = micro_batch(engine, scratch)
+    bench.row("an epoch with one row → nowhere", f"{ours:.0f} ms", "manifests planned, prepared, committed: fsynced")
+    bench.row("an epoch with one row → files", f"{with_files:.0f} ms", "the same, and a Parquet file, fsynced")
+    bench.row(
+        "Spark's micro-batch, one row → noop", f"{theirs:.0f} ms", "FileSystemBasedCheckpointFileManager, no fsync"
+    )
+    bench.claim("epoch_vs_micro_batch", ours / theirs, "<=", 0.8)
+
+
+def micro_batch(engine: SparkEngine, scratch: Path) -> float:
+    from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
+
+    class Reader(DataSourceStreamReader):
+        def initialOffset(self) -> dict[str, int]:
+            return {"next": 0}
+
+        def latestOffset(self, start: dict[str, int], limit: Any) -> dict[str, int]:
+            return {"next": start["next"] + 1}
+
+        def partitions(self, start: dict[str, int], end: dict[str, int]) -> list[InputPartition]:
+            return [InputPartition(n) for n in range(start["next"], end["next"])]
+
+        def read(self, partition: InputPartition) -> Iterator[Any]:
+            yield pa.RecordBatch.from_pydict({"id": [partition.value]})
+
+    class OneRowSource(DataSource):
+        @classmethod
+        def name(cls) -> str:
+            return "one_row"
+
+        def schema(self) -> str:
+            return "id bigint"
+
+        def streamReader(self, schema: Any) -> Reader:
+            return Reader()
+
+    spark = engine._spark
+    manager = "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
+    spark.conf.set("spark.sql.streaming.checkpointFileManagerClass", manager)
+    spark.dataSource.register(OneRowSource)
+    checkpoint = tempfile.mkdtemp(dir=scratch)
+    query = (
+        spark.readStream.format("one_row")
+        .load()
+        .writeStream.format("noop")
+        .option("checkpointLocation", checkpoint)
+        .start()
+    )
+    while query.isActive and (query.lastProgress is None or query.lastProgress.batchId < 60):
+        time.sleep(0.2)
+    took = [progress.durationMs["triggerExecution"] for progress in query.recentProgress if progress.batchId >= 10]
+    query.stop()
+    return statistics.median(took)
+
+
+def _plain_writer(first: int, last: int, path: str, ready: Any, go: Any) -> None:
+    source = Generator(GeneratorConfig(rows=ROWS))
+    split = source.split(source.position_type(ids={"rows": first}), source.position_type(ids={"rows": last}))
+    ready.release()
+    go.wait()
+    writer = None
+    for part in split:
+        for batch in source.read(part):
+            writer = writer or pq.ParquetWriter(path, batch.records.schema, compression="zstd")
+            writer.write_batch(batch.records)
+    writer.close()
+    fsync(path)
+
+
+def throughput(bench: Bench, engine: SparkEngine, scratch: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ready, go = context.Semaphore(0), context.Event()
+    half = ROWS // 2
+    processes = [
+        context.Process(target=_plain_writer, args=(a, a + half, str(scratch / f"plain-{a}.parquet"), ready, go))
+        for a in (0, half)
+    ]
+    for process in processes:
+        process.start()
+    for _ in processes:
+        ready.acquire()
+    began = time.perf_counter()
+    go.set()
+    for process in processes:
+        process.join()
+    plain = ROWS / (time.perf_counter() - began)
+    target = scratch / "ours"
+    sink = FilesSink(FilesSinkConfig(path=str(target / "{topic}")))
+    ours = ROWS / sum(pump(engine, Generator(GeneratorConfig(rows=ROWS)), sink, scratch, 9, ROWS // 2))
+    rows = sum(pq.read_metadata(file).num_rows for file in target.rglob("*.parquet"))
+    assert rows == ROWS, f"{rows} of {ROWS} rows arrived"
+    bench.row(
+        "generator → files, passthrough, 2 tasks", f"{ours / 1e6:.2f} M rows/s", f"{ROWS // 10**6} M rows, 2 epochs"
+    )
+    bench.row(
+        "two plain processes with pyarrow", f"{plain / 1e6:.2f} M rows/s", "same batches, same compression, fsync"
+    )
+    bench.claim("passthrough_vs_pyarrow", ours / plain, ">=", 0.7)
+    for leftover in (target, *scratch.glob("plain-*")):
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+
+def sql(bench: Bench, engine: SparkEngine, scratch: Path) -> None:
+    data = scratch / "data"
+    pump(
+        engine,
+        Generator(GeneratorConfig(rows=SQL_ROWS)),
+        FilesSink(FilesSinkConfig(path=str(data))),
+        scratch,
+        1,
+        SQL_ROWS,
+    )
+    inputs = sorted(str(file) for file in data.glob("*.parquet"))
+    spark = engine._spark
+
+    def plain() -> float:
+        shutil.rmtree(scratch / "plain-sql", ignore_errors=True)
+        began = time.perf_counter()
+        spark.read.parquet(*inputs).createOrReplaceTempView("input")
+        spark.sql(QUERY).write.option("compression", "zstd").parquet(str(scratch / "plain-sql"))
+        return time.perf_counter() - began
+
+    def ours() -> float:
+        shutil.rmtree(scratch / "sql", ignore_errors=True)
+        source = Files(FilesConfig(path=str(data / "*.parquet"), settle_ms=0))
+        source.state_dir = Path(tempfile.mkdtemp(dir=scratch))
+        sink = FilesSink(FilesSinkConfig(path=str(scratch / "sql")))
+        return sum(pump(engine, source, sink, scratch, 9, SQL_ROWS, sql=QUERY))
+
+    theirs_best = min(plain() for _ in range(3))
+    ours_best = min(ours() for _ in range(3))
+    spark.read.parquet(str(scratch / "sql")).createOrReplaceTempView("a")
+    spark.read.parquet(str(scratch / "plain-sql")).createOrReplaceTempView("b")
+    digest = "SELECT count(*), sum(id), sum(hash(name)), sum(amount), sum(ratio), max(at) FROM "
+    first, second = spark.sql(digest + "a").first(), spark.sql(digest + "b").first()
+    assert (first[:4], first[5]) == (second[:4], second[5]), f"{first} is not {second}"
+    bench.row(
+        "Parquet → SQL → Parquet, a route", f"{SQL_ROWS / ours_best / 1e6:.2f} M rows/s", f"{SQL_ROWS // 10**6} M rows"
+    )
+    bench.row("the same query in plain Spark", f"{SQL_ROWS / theirs_best / 1e6:.2f} M rows/s", "best of 3 each")
+    bench.claim("sql_vs_plain_spark", theirs_best / ours_best, ">=", 0.7)
+
+
+def memory(bench: Bench, scratch: Path) -> None:
+    """Peak memory of a task, in workers that are not used again."""
+    peaks = {}
+    for rows in (1_000_000, 20_000_000):
+        target = scratch / f"memory-{rows}"
+        target.mkdir()
+        subprocess.run([sys.executable, __file__, "--memory", str(rows), str(target)], check=True)
+        peaks[rows] = max(int(file.read_text()) for file in target.glob("peak-*")) / 1024
+        shutil.rmtree(target)
+    small, large = peaks.values()
+    bench.row("a task's peak memory, 1 M rows", f"{small:.0f} MiB", "generator → files, 2 tasks, one epoch")
+    bench.row("a task's peak memory, 20 M rows", f"{large:.0f} MiB", "")
+    bench.claim("task_memory_20m_vs_1m", large / small, "<=", 1.2)
+
+
+def memory_run(rows: int, target: Path) -> None:
+    engine = SparkEngine(master="local[2]", log=target / "spark.log")
+    engine.start()
+    sink = Weighed(FilesSinkConfig(path=str(target) + "/{topic}"))
+    pump(engine, Generator(GeneratorConfig(rows=rows)), sink, target, 1, rows)
+    engine.stop()
+
+
+BARE = """
+import os, sys, time
+os.environ["PYSPARK_PYTHON"] = sys.executable
+from pyspark.sql import SparkSession
+spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+assert spark.sparkContext.parallelize([1], 1).map(lambda n: n + 1).collect() == [2]
+print(time.time())
+"""
+
+PIPELINE = """
+connector_name = "first-row"
+delivery = "exactly-once"
+[source]
+connector = "generator"
+rows = 1
+[sink]
+connector = "files"
+path = "rows"
+"""
+
+FIRST = """
+import sys, time
+from penstock.pipeline import Pipeline
+from penstock import supervisor
+from penstock.telemetry import Telemetry
+class Timed(Telemetry):
+    def epoch(self, report):
+        print(time.time(), flush=True)
+pipeline = Pipeline.from_toml(sys.argv[1])
+supervisor.run(pipeline, master="local[2]", drain=True, telemetry=Timed.of(pipeline))
+"""
+
+
+def first_row(bench: Bench, scratch: Path) -> None:
+    def timed(code: str, *arguments: str) -> float:
+        began = time.time()
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+        return float(done.stdout.split()[-1]) - began
+
+    bare, ours = [], []
+    for round_ in range(3):
+        bare.append(timed(BARE))
+        home = scratch / f"first-{round_}"
+        home.mkdir()
+        (home / "pipeline.toml").write_text(PIPELINE)
+        ours.append(timed(FIRST, str(home / "pipeline.toml")))
+    bench.row("process start → first committed row", f"{min(ours):.1f} s", "best of 3, JVM included")
+    bench.row("process start → bare session and one job", f"{min(bare):.1f} s", "best of 3")
+    bench.claim("first_row_vs_bare_spark", min(ours) / min(bare), "<=", 1.3)
+
+
+def main() -> None:
+    bench = Bench("engine", "What the engine costs")
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
+        scratch = Path(name)
+        first_row(bench, scratch)
+        memory(bench, scratch)
+        engine = SparkEngine(master="local[2]", log=scratch / "spark.log")
+        engine.start()
+        epoch_cost(bench, engine, scratch)
+        throughput(bench, engine, scratch)
+        sql(bench, engine, scratch)
+        engine.stop()
+    bench.finish()
+
+
+if __name__ == "__main__":
+    if "--memory" in sys.argv:
+        memory_run(int(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        main()

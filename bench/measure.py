@@ -1,0 +1,103 @@
+"""What every bench shares: a table for people, one line per claim for machines, and a result file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+
+
+@dataclass
+class Claim:
+    """A ratio that was measured, and what it is meant to be."""
+
+    name: str
+    ratio: float
+    sense: Literal[">=", "<="]
+    target: float
+
+    @property
+    def met(self) -> bool:
+        return self.ratio >= self.target if self.sense == ">=" else self.ratio <= self.target
+
+    def __str__(self) -> str:
+        return f"ratio {self.name} {self.ratio:.2f} target {self.sense} {self.target:g}"
+
+
+@dataclass
+class Bench:
+    """Collects rows and claims; `finish` shows and stores them."""
+
+    name: str
+    title: str
+    rows: list[tuple[str, str, str]] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
+    began: float = field(default_factory=time.time)
+
+    def row(self, what: str, figure: str, note: str = "") -> None:
+        self.rows.append((what, figure, note))
+        print(f"  {what}: {figure} {note}", file=sys.stderr, flush=True)
+
+    def claim(self, name: str, ratio: float, sense: Literal[">=", "<="], target: float) -> None:
+        self.claims.append(Claim(name, ratio, sense, target))
+
+    def finish(self) -> None:
+        table = Table(title=self.title, title_justify="left")
+        for heading in ("what", "figure", ""):
+            table.add_column(heading, justify="right" if heading == "figure" else "left")
+        for row in self.rows:
+            table.add_row(*row)
+        Console(width=110).print(table)
+        RESULTS.mkdir(exist_ok=True)
+        result = {
+            "bench": self.name,
+            "title": self.title,
+            "commit": commit(),
+            "machine": machine(),
+            "seconds": round(time.time() - self.began),
+            "rows": self.rows,
+            "claims": [
+                {"name": c.name, "ratio": round(c.ratio, 3), "sense": c.sense, "target": c.target, "met": c.met}
+                for c in self.claims
+            ],
+        }
+        (RESULTS / f"{self.name}.json").write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+        for claim in self.claims:
+            print(claim)
+
+
+def commit() -> str:
+    """The commit that was measured, marked when the tree differs from it."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    return described.stdout.strip() or "unknown"
+
+
+def machine() -> dict[str, Any]:
+    """Where the figures come from."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    packages = ("pyspark", "pyarrow", "deltalake", "pydantic")
+    return {
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in packages},
+    }

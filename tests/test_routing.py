@@ -122,7 +122,7 @@ class TestTemplates:
 
     @pytest.mark.parametrize("stream", ["../../etc", "a//b", ".", "a\x00b", ""])
     def test_a_stream_whose_name_makes_no_topic_is_unrouted(self, stream):
-        with pytest.raises(ConfigError, match="PEN-1018 .* makes no topic"):
+        with pytest.raises(ConfigError, match=r"PEN-1018 .* makes no topic"):
             router().targets("in", stream)
         assert routed(router(unrouted="skip"), pa.record_batch({"n": [1]}), stream) == [(None, (), [1])]
 

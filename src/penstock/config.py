@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, model_validator
 
@@ -109,6 +112,40 @@ class Secret(BaseModel):
             raise ConfigError(f"cannot read the secret file {self.file}: {error.strerror}", code="PEN-1005") from error
         except UnicodeDecodeError:
             raise ConfigError(f"the secret file {self.file} is not UTF-8 text", code="PEN-1005") from None
+
+
+def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """What a value of this type looks like, in words for people."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation is FilePath or any(getattr(mark, "func", None) is _beside_file for mark in metadata):
+        return "path"
+    if origin is Annotated:
+        return type_text(arguments[0], (*arguments[1:], *metadata))
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(type_text(each, metadata) for each in arguments if each is not type(None)))
+    if origin is Literal:
+        return " or ".join(f'"{each}"' if isinstance(each, str) else str(each).lower() for each in arguments)
+    if origin in (list, tuple, set, frozenset):
+        return f"list of {type_text(arguments[0])}"
+    if origin is dict:
+        return f"table of {type_text(arguments[1])}"
+    if isinstance(annotation, type):
+        if issubclass(annotation, Enum):
+            return " or ".join(f'"{each.value}"' for each in annotation)
+        if issubclass(annotation, Secret):
+            return 'secret: { env = "NAME" } or { file = "path" }'
+        if issubclass(annotation, BaseModel):
+            return f"table with {', '.join(f'`{name}`' for name in annotation.model_fields)}"
+    plain = {bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path"}
+    return plain.get(annotation, getattr(annotation, "__name__", str(annotation))) + _bounds(metadata)
+
+
+def _bounds(metadata: Sequence[Any]) -> str:
+    words = {"gt": "above", "ge": "from", "lt": "below", "le": "up to"}
+    marks = [*metadata, *(each for mark in metadata for each in getattr(mark, "metadata", ()))]
+    return "".join(
+        f" {words[name]} {getattr(m, name)}" for m in marks for name in words if getattr(m, name, None) is not None
+    )
 
 
 def _base(info: ValidationInfo) -> Path | None:

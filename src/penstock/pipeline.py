@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from penstock import checks, registry, shape, tomlfile
-from penstock.checks import Problem
+from penstock.checks import PipelineError, Problem
 from penstock.config import Config, type_text
 from penstock.durable import Json
 from penstock.errors import ConfigError, ConnectorError
 from penstock.registry import Kind
 from penstock.routing import Route, Router
+from penstock.shape import compare_shapes
 from penstock.sink import DeliveryGuarantee, SinkConnector
 from penstock.source import Connector, SourceConnector
 from penstock.tomlfile import TomlFile, Where
+
+__all__ = ["Pipeline", "PipelineError", "Problem", "Processing", "compare_shapes"]
+
+if TYPE_CHECKING:
+    from penstock.supervisor import Summary
 
 M = TypeVar("M", bound=Config)
 
@@ -199,7 +204,7 @@ class Pipeline:
         return list(checks.notices(self))
 
     @property
-    def third_party_modules(self) -> list[Path]:
+    def third_party(self) -> list[Path]:
         """Files and package directories that executors need besides Penstock."""
         transforms = [registry.load_object(r.transform, self.base) for r in self.router.routes if r.transform]
         connectors = [type(each) for each in (*self.sources.values(), *self.sinks.values())]
@@ -230,12 +235,11 @@ class Pipeline:
         """What a later run is compared with, see `shape.compare_shapes`; holds no secrets and no connection details."""
         return shape.shape_of(self.name, self.sources, self.sinks, self.router, self.delivery, self.base)
 
-    def run(self, spark: Any = None, drain: bool = False) -> Any:
+    def run(self, spark: Any = None, drain: bool = False) -> Summary:
         """Run until stopped, or with `drain` until all that is there now is committed; in the caller's session if given."""
         self.validate()
-        supervisor = importlib.import_module(
-            "penstock.supervisor"
-        )  # it brings Spark, which reading a file does not need
+        from penstock import supervisor  # here, since it imports this module
+
         return supervisor.run(self, spark=spark, drain=drain)
 
 

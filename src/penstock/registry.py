@@ -82,6 +82,13 @@ def load(kind: Kind, name: str, base: Path | None = None) -> type[Connector[Any]
         raise
 
 
+def source_type(name: str, base: Path | None = None) -> type[SourceConnector[Any]]:
+    """The class of a source."""
+    found = load("source", name, base)
+    assert issubclass(found, SourceConnector)
+    return found
+
+
 def config_of(connector: type[Connector[Any]]) -> type[Config]:
     """The class of a connector's options; one that declares none takes none."""
     return getattr(connector, "config_type", Config)
@@ -112,11 +119,11 @@ def third_party_modules(objects: Iterable[Any], base: Path | None = None) -> lis
     """
     The files and package directories that executors need besides Penstock, to be shipped to them.
 
-    They hold the classes and functions among `objects`, and whatever else was imported from the directory `base`.
+    They hold the classes and functions among `objects`, and what else was imported from `base` if one of those is there.
     """
     tops = {getattr(each, "__module__", "").partition(".")[0] for each in objects}
     found = {path for top in tops - {"penstock", "__main__", "builtins"} if (path := _home(top))}
-    if base is not None:
+    if any(path.parent == base for path in found):
         found |= {path for top in list(sys.modules) if (path := _home(top)) and path.parent == base}
     return sorted(found)
 

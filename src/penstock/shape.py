@@ -54,7 +54,7 @@ def shape_of(
     }
 
 
-def compare_shapes(old: Json, new: Json) -> list[Finding]:
+def changes_between(old: Json, new: Json) -> list[Finding]:
     """What changed between two runs: `ok` for a notice, otherwise a refusal and what to do."""
     if old["version"] > VERSION:
         raise FatalError(
@@ -70,9 +70,9 @@ def compare_shapes(old: Json, new: Json) -> list[Finding]:
     ]
 
 
-def require_compatible(old: Json, new: Json) -> list[str]:
-    """Refuse the changes that need a reset, all at once; otherwise the notices."""
-    findings = compare_shapes(old, new)
+def compare_shapes(old: Json, new: Json) -> list[str]:
+    """Refuse the changes that need a reset, all at once; otherwise what changed, as notices."""
+    findings = changes_between(old, new)
     refused = [finding for finding in findings if not finding.ok]
     if refused:
         what = "; ".join(finding.what for finding in refused)

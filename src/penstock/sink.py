@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from penstock import failpoints
 from penstock.durable import Json
-from penstock.errors import Fenced
+from penstock.errors import Fenced, StagingLost
 from penstock.source import C, Connector, type_argument
 
 Topic = str
@@ -211,7 +211,13 @@ class TopicSink(SinkConnector[C, R]):
         raise NotImplementedError
 
     def commit_epoch(self, epoch: Epoch, receipts: Sequence[R], end: Positions) -> None:
+        lost: StagingLost | None = None
         for position, topic in enumerate(sorted({topic for receipt in receipts for topic in receipt.topics()})):
             if position:
                 failpoints.hit("commit.topic")
-            self.commit_topic(epoch, topic, [r for r in receipts if topic in r.topics()], end)
+            try:
+                self.commit_topic(epoch, topic, [r for r in receipts if topic in r.topics()], end)
+            except StagingLost as error:
+                lost = error  # the other topics go on: only these receipts can finish what is half committed of them
+        if lost is not None:
+            raise lost

@@ -1,0 +1,387 @@
+"""What sinks that stage files share: where a topic's target is, which files a try has begun, and how they are written."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import quote
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pyarrow import types
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock import durable
+from penstock.errors import ConfigError, SchemaError
+from penstock.schema.evolution import follow
+from penstock.sink import Epoch, Receipt, Task, Topic
+
+HIDDEN = "_penstock"
+"""Directory in a target (and above all targets of a sink) for what is not rows; readers pass over names with `_`."""
+
+ROW_GROUP_ROWS = 1 << 17
+BUFFER_BYTES = 64 << 20
+"""What a task holds back, over all its files, to make row groups of a good size."""
+
+_NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
+_RESERVED = {"", ".", "..", HIDDEN, "_staging", "_delta_log"}
+
+
+class StagedFile(BaseModel):
+    """One file of a topic."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str
+    """Below the topic's target, where the file stands once it is published."""
+    rows: int
+    bytes: int
+    partition: dict[str, str | None] = {}
+    stats: str | None = None
+
+
+class StagedTopic(BaseModel):
+    """A task's files of one topic."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    listed: str
+    """Name of the task's list of begun files, which is dropped once the topic is committed."""
+    columns: str
+    """The schema of the topic's rows, partition columns included, as `pack_schema` writes it."""
+    files: list[StagedFile] = []
+
+
+class StagedFiles(Receipt):
+    staged: dict[Topic, StagedTopic] = Field(default_factory=dict)
+
+    def topics(self) -> Iterable[Topic]:
+        return self.staged
+
+
+def pack_schema(schema: pa.Schema) -> str:
+    return base64.b64encode(schema.serialize().to_pybytes()).decode()
+
+
+def unpack_schema(text: str) -> pa.Schema:
+    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
+
+
+@dataclass
+class Targets:
+    """The `path` option: one directory per topic, all below one root."""
+
+    template: str
+    _claims: dict[Path, Topic] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rest = self.template.replace("{topic}", "")
+        if "{" in rest or "}" in rest:
+            raise ConfigError(
+                f"`path` holds a placeholder that is not known: {self.template}",
+                code="PEN-1003",
+                hint="only {topic} is",
+            )
+        if "://" in self.template:
+            raise ConfigError(
+                f"`path` is an address, and only local directories can be written yet: {self.template}",
+                code="PEN-1009",
+                hint="write to a local or mounted directory",
+            )
+
+    @property
+    def root(self) -> Path:
+        """The part of the path that is the same for all topics."""
+        before, found, _ = self.template.partition("{topic}")
+        return Path(os.path.dirname(before) if found else before)
+
+    def claim(self, topic: Topic) -> Path:
+        """The directory of the topic; refused when another topic stands there, above it or below it."""
+        parts = topic.removeprefix("/").split("/")
+        if _RESERVED.intersection(parts) or not topic.isprintable():
+            raise ConfigError(
+                f"the topic {topic!r} cannot be a directory", code="PEN-1010", hint="route to another name"
+            )
+        path = Path(self.template.replace("{topic}", "/".join(parts)))
+        for claimed, other in self._claims.items():
+            if other != topic and (path == claimed or path in claimed.parents or claimed in path.parents):
+                raise ConfigError(
+                    f"the topics {other} and {topic} meet in {min(path, claimed)}",
+                    code="PEN-1011",
+                    hint='give each a directory of its own: path = ".../{topic}", and no topic below another',
+                )
+        self._claims[path] = topic
+        return path
+
+
+class Part(Protocol):
+    """One file being written."""
+
+    def write(self, table: pa.Table) -> None: ...
+
+    def close(self) -> str | None:
+        """End the file; gives statistics for the receipt."""
+
+
+class ParquetPart:
+    """A Parquet file that is written row group by row group."""
+
+    def __init__(self, path: Path, schema: pa.Schema, compression: str, **options: Any) -> None:
+        self.metadata: list[pq.FileMetaData] = []
+        self._writer = pq.ParquetWriter(
+            path, schema, compression=compression, metadata_collector=self.metadata, **options
+        )
+
+    def write(self, table: pa.Table) -> None:
+        self._writer.write_table(table, row_group_size=ROW_GROUP_ROWS)
+
+    def close(self) -> str | None:
+        self._writer.close()
+        return None
+
+
+@dataclass
+class _Open:
+    """A file that still takes rows."""
+
+    topic: Topic
+    place: Path
+    part: Part
+    path: str
+    partition: dict[str, str | None]
+    rows: int = 0
+    held: list[pa.RecordBatch] = field(default_factory=list)
+    held_rows: int = 0
+    held_bytes: int = 0
+
+    def take(self, batch: pa.RecordBatch) -> None:
+        self.rows += batch.num_rows
+        self.held.append(batch)
+        self.held_rows += batch.num_rows
+        self.held_bytes += batch.nbytes
+
+    def flush(self) -> int:
+        """Write what was held back; gives its size."""
+        if self.held:
+            self.part.write(pa.Table.from_batches(self.held))
+        freed, self.held, self.held_rows, self.held_bytes = self.held_bytes, [], 0, 0
+        return freed
+
+
+@dataclass
+class Stage:
+    """
+    What one task writes of one epoch: files split by partition and ended at `target_file_rows`, in bounded memory.
+
+    A batch with another schema begins another file. Every file is listed before it is begun, so that `sweep` finds it.
+    """
+
+    epoch: Epoch
+    task: Task
+    targets: Targets
+    suffix: str
+    begin: Callable[[Path, pa.Schema], Part]
+    place: Callable[[Path, str], Path]
+    """Where the file with a given path below a target stands while it is staged."""
+    partition_by: Sequence[str] = ()
+    target_file_rows: int = 5_000_000
+    max_open_files: int = 64
+
+    def __post_init__(self) -> None:
+        self._stem = self.epoch.stem(self.task)
+        self._count = 0
+        self._held_bytes = 0
+        self._open: OrderedDict[tuple[Topic, tuple[str | None, ...], pa.Schema], _Open] = OrderedDict()
+        self._staged: dict[Topic, StagedTopic] = Field(default_factory=dict)
+        self._schemas: dict[Topic, pa.Schema] = {}
+        self._places: list[Path] = []
+
+    def schema(self, topic: Topic) -> pa.Schema | None:
+        return self._schemas.get(topic)
+
+    def write(self, topic: Topic, batch: pa.RecordBatch) -> None:
+        if self._schemas.get(topic) != batch.schema:
+            self._meet(topic, batch.schema)
+        with durable.disk_errors():
+            for values, rows in split(batch, self.partition_by):
+                self._write(topic, values, rows)
+
+    def flush(self) -> None:
+        with durable.disk_errors():
+            for each in self._open.values():
+                each.flush()
+        self._held_bytes = 0
+
+    def finish(self) -> dict[Topic, StagedTopic]:
+        """End every file and make all of them durable, with every directory that leads to one."""
+        with durable.disk_errors():
+            for each in list(self._open.values()):
+                self._end(each)
+        self._open.clear()
+        root = self.targets.root
+        directories = {d for p in self._places for d in p.parents if d == root or root in d.parents}
+        durable.fsync(*self._places, *sorted(directories))
+        return {
+            topic: staged.model_copy(update={"columns": pack_schema(self._schemas[topic])})
+            for topic, staged in self._staged.items()
+        }
+
+    def abandon(self) -> None:
+        """Let go of files that were not finished; `sweep` removes them."""
+        for each in self._open.values():
+            with contextlib.suppress(OSError):  # a full disk has been reported where it was met
+                each.part.close()
+        self._open.clear()
+
+    def _meet(self, topic: Topic, schema: pa.Schema) -> None:
+        """Widen the topic's schema by that of a batch, and begin its list of files with the first one."""
+        if len(set(schema.names)) < len(schema.names):
+            raise SchemaError(f"two columns of {topic} have one name: {', '.join(schema.names)}", code="PEN-4002")
+        missing = [name for name in self.partition_by if name not in schema.names]
+        if missing or len(schema.names) == len(self.partition_by):
+            raise SchemaError(
+                f"{topic} has the columns {', '.join(schema.names)}, and `partition_by` wants {', '.join(self.partition_by)}"
+                " and at least one more",
+                code="PEN-4002",
+                hint="change `partition_by`, or route this topic to another sink",
+            )
+        self._schemas[topic] = follow(topic, self._schemas.get(topic, schema), schema)
+        if topic not in self._staged:
+            listed = f"{self._stem}-{len(self._staged):03d}"
+            directory = _lists(self.targets.root, self.epoch)
+            durable.make_directory(self.targets.claim(topic))
+            with durable.disk_errors():
+                directory.mkdir(parents=True, exist_ok=True)
+                (directory / listed).write_text(f"{topic}\n")
+            self._staged[topic] = StagedTopic(listed=listed, columns="")
+
+    def _write(self, topic: Topic, values: tuple[str | None, ...], rows: pa.RecordBatch) -> None:
+        key = (topic, values, rows.schema)
+        each = self._open.get(key) or self._start(key)
+        self._open.move_to_end(key)
+        each.take(rows)
+        self._held_bytes += rows.nbytes
+        if self._held_bytes >= BUFFER_BYTES:
+            self.flush()
+        elif each.held_rows >= ROW_GROUP_ROWS:
+            self._held_bytes -= each.flush()
+        if each.rows >= self.target_file_rows:
+            self._end(self._open.pop(key))
+        elif len(self._open) > self.max_open_files:
+            self._end(self._open.popitem(last=False)[1])
+
+    def _start(self, key: tuple[Topic, tuple[str | None, ...], pa.Schema]) -> _Open:
+        topic, values, schema = key
+        partition = dict(zip(self.partition_by, values, strict=True))
+        path = "/".join([*hive(partition), f"{self._stem}-{self._count:04d}{self.suffix}"])
+        self._count += 1
+        place = self.place(self.targets.claim(topic), path)
+        with open(_lists(self.targets.root, self.epoch) / self._staged[topic].listed, "a") as listed:
+            listed.write(f"{place}\n")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        self._open[key] = _Open(topic, place, self.begin(place, schema), path, partition)
+        return self._open[key]
+
+    def _end(self, each: _Open) -> None:
+        self._held_bytes -= each.flush()
+        stats = each.part.close()
+        self._places.append(each.place)
+        self._staged[each.topic].files.append(
+            StagedFile(
+                path=each.path,
+                rows=each.rows,
+                bytes=each.place.stat().st_size,
+                partition=each.partition,
+                stats=stats,
+            )
+        )
+
+
+def split(batch: pa.RecordBatch, columns: Sequence[str]) -> Iterator[tuple[tuple[str | None, ...], pa.RecordBatch]]:
+    """The batch's rows by the values of `columns`, as text and without them; order within a partition is kept."""
+    if not columns:
+        if batch.num_rows:
+            yield (), batch
+        return
+    codes = np.zeros(batch.num_rows, np.int64)
+    texts: list[list[str | None]] = []
+    for name in columns:
+        encoded = batch.column(name).dictionary_encode(null_encoding="encode")
+        texts.append(partition_text(name, encoded.dictionary))
+        codes = codes * len(texts[-1]) + encoded.indices.to_numpy()
+    rows = batch.drop_columns(list(columns))
+    found, starts = np.unique(np.sort(codes), return_index=True)
+    if len(found) > 1:
+        rows = rows.take(pa.array(np.argsort(codes, kind="stable")))
+    for code, start, end in zip(found.tolist(), starts, [*starts[1:], batch.num_rows], strict=True):
+        values: list[str | None] = []
+        for each in reversed(texts):
+            code, position = divmod(code, len(each))
+            values.append(each[position])
+        yield tuple(reversed(values)), rows.slice(start, end - start)
+
+
+def partition_text(name: str, values: pa.Array) -> list[str | None]:
+    """Values of a partition column as text, from which `pc.cast` makes them again."""
+    kind = values.type
+    if types.is_dictionary(kind):
+        return partition_text(name, values.dictionary_decode())
+    if types.is_timestamp(kind):
+        if kind.tz is None:
+            return list(pc.cast(values, pa.string()).to_pylist())
+        utc = pc.cast(pc.cast(values, pa.timestamp(kind.unit, "UTC")), pa.string())
+        return list(pc.replace_substring(utc, " ", "T").to_pylist())
+    if any(is_kind(kind) for is_kind in (types.is_integer, types.is_boolean, types.is_date, types.is_string)) or any(
+        is_kind(kind) for is_kind in (types.is_large_string, types.is_string_view)
+    ):
+        return list(pc.cast(values, pa.string()).to_pylist())
+    raise SchemaError(
+        f"the column {name!r} is {kind}, and a partition column must be text, integer, boolean, date or timestamp",
+        code="PEN-4002",
+        hint="change `partition_by`, or cast the column in the route's SQL",
+    )
+
+
+def hive(partition: dict[str, str | None]) -> list[str]:
+    """The directories of a partition: `day=2026-01-01`."""
+    return [
+        f"{quote(name, safe='')}={_NULL_PARTITION if value is None else quote(value, safe='')}"
+        for name, value in partition.items()
+    ]
+
+
+def drop_lists(root: Path, epoch: Epoch, listed: Iterable[str]) -> None:
+    """Forget the begun files of tasks whose files are committed: from here on no sweep touches them."""
+    directory = _lists(root, epoch)
+    for name in listed:
+        (directory / name).unlink(missing_ok=True)
+    _remove_if_empty(directory)
+
+
+def sweep(root: Path, epoch: Epoch, keep: Callable[[Topic, Path], bool]) -> None:
+    """Remove every file that this try began, unless `keep` says otherwise."""
+    directory = _lists(root, epoch)
+    for listed in sorted(directory.iterdir()) if directory.exists() else ():
+        topic, *places = listed.read_text().splitlines()
+        for place in map(Path, places):
+            if place.name.startswith(epoch.stem()) and not keep(topic, place):
+                place.unlink(missing_ok=True)
+        listed.unlink(missing_ok=True)
+    _remove_if_empty(directory)
+
+
+def _lists(root: Path, epoch: Epoch) -> Path:
+    return root / HIDDEN / ".begun" / quote(epoch.pipeline, safe="") / epoch.stem()
+
+
+def _remove_if_empty(directory: Path) -> None:
+    with contextlib.suppress(OSError):  # not there, or a task that failed has left its list for the sweep
+        directory.rmdir()

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 STATUS_FILE = "status.json"
+ENDED = ("stopped", "failed", "dead")
+"""The states a pipeline does not leave by itself."""
 HISTORY_SECS = 60
 _RATE_SECS = 10.0
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -207,7 +209,8 @@ class Telemetry:
         with self._lock:
             self._retries[component] += 1
             self._remember(component, error)
-        log.warning("%s: %s; trying again in %.1f s", component, error, backoff_secs)
+        text = str(error).replace("\n", " ")
+        logging.getLogger("penstock.retry").warning("%s: %s; trying again in %.1f s", component, text, backoff_secs)
         self._dirty.set()
 
     def lag(self, source: str, value: int | None) -> None:
@@ -222,7 +225,8 @@ class Telemetry:
             with self._lock:
                 self._remember("pipeline", from_text(text) or text)
             self._dirty.set()
-        log.log(logging.getLevelNamesMapping().get(level.upper(), logging.INFO), "%s", text)
+        told = logging.getLevelNamesMapping().get(level.upper(), logging.INFO)
+        logging.getLogger("penstock.message").log(told, "%s", text)
 
     def close(self, error: BaseException | None = None) -> None:
         """The pipeline has ended, by itself or by `error`; the first call counts."""
@@ -399,7 +403,7 @@ class Verdict:
 
 def judge(status: Mapping[str, Json]) -> Verdict:
     """Whether a pipeline with this status is alive: not dead, not sick, and not stuck with work in hand."""
-    if status["state"] in ("stopped", "failed", "dead", "unhealthy"):
+    if status["state"] in (*ENDED, "unhealthy"):
         return Verdict(False, f"{status['state']}: {status['reason']}".removesuffix(": "))
     parts = [(f"{kind[:-1]} {name}", part) for kind in ("sources", "sinks") for name, part in status[kind].items()]
     for name, part in parts:
@@ -436,7 +440,7 @@ def read_status(state_dir: Path) -> dict[str, Json] | None:
     try:
         status: dict[str, Json] = json.loads((state_dir / STATUS_FILE).read_text())
         age = max(0.0, time.time() - datetime.fromisoformat(status["updated_at"]).timestamp())
-        ended = status["state"] in ("stopped", "failed")
+        ended = status["state"] in ENDED
         here = status["host"] == socket.gethostname()
         alive = not here or process_started(status["pid"]) == status["process_started"] is not None
     except FileNotFoundError:

@@ -1,0 +1,248 @@
+"""The command line. Heavy imports stay inside the commands: help and errors come at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock import __version__
+from penstock.errors import CODES, ConfigError, ConnectorError, FatalError
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
+
+app = typer.Typer(
+    help="Connectors that feed Apache Spark, exactly once.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+File = Annotated[
+    Path | None,
+    typer.Argument(envvar="CONNECTOR_CONFIG_PATH", help="The pipeline's TOML file.", show_default=False),
+]
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run one command and exit: 0 done, 1 failed, 2 a wrong setting, 130 aborted."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    try:
+        app([word for word in words if word != "--debug"], prog_name="penstock")
+    except ConnectorError as error:
+        if debug:
+            raise
+        show(error)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except BrokenPipeError:  # the reader of a pipe had enough; nothing may be written any more, not even at exit
+        sys.stdout = None  # type: ignore[assignment]
+        sys.exit(1)
+    except Exception as error:
+        if debug:
+            raise
+        show(FatalError(_unexpected(error), code="PEN-5012", hint="run it again with --debug to see where"))
+        sys.exit(1)
+    sys.exit(0)
+
+
+def show(error: ConnectorError) -> None:
+    """Print an error for a person: code, what happened, what the code means, what to do."""
+    console = Console(stderr=True)
+    first, _, rest = error.message.partition("\n")
+    console.print(Text.assemble((error.code, "bold red"), f" {first}"), soft_wrap=True)
+    if rest:
+        console.print(Text(rest), soft_wrap=True)
+    meaning = CODES[error.code]
+    if meaning not in error.message:
+        console.print(Text(f"  {meaning}", style="dim"), soft_wrap=True)
+    if error.hint:
+        console.print(Text.assemble(("  → ", "bold"), error.hint), soft_wrap=True)
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from; stands anywhere.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        print(f"penstock {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def run(
+    file: File = None,
+    drain: Annotated[bool, typer.Option("--drain", help="Stop once all that is there now is committed.")] = False,
+    master: Annotated[str | None, typer.Option(help="Spark master, e.g. local[4] or spark://host:7077.")] = None,
+    lost_state: Annotated[
+        str, typer.Option(help="When the target knows more than the state directory: stop, resume or start-over.")
+    ] = "stop",
+) -> None:
+    """Run a pipeline until it is stopped."""
+    from penstock.cli import running
+    from penstock.java import java_problem
+
+    if lost_state not in ("stop", "resume", "start-over"):
+        raise ConfigError(f"--lost-state is {lost_state}", hint="it is stop, resume or start-over")
+    pipeline = load(file)
+    problem = java_problem()
+    if problem:
+        raise problem
+    running.run(pipeline, drain=drain, master=master, **({} if lost_state == "stop" else {"on_lost": lost_state}))
+
+
+@app.command()
+def check(file: File = None) -> None:
+    """Say what is wrong with a pipeline, and where its rows would go."""
+    from penstock.cli.checking import check
+
+    if not check(load(file), stdout()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def connectors(name: Annotated[str | None, typer.Argument(help="Show the options of this one.")] = None) -> None:
+    """List the connectors, or the options of one."""
+    from penstock.cli import catalogue
+
+    catalogue.show(name, stdout()) if name else catalogue.show_all(stdout())
+
+
+@app.command()
+def new(
+    kind: Annotated[str, typer.Argument(help="source or sink")],
+    name: Annotated[str, typer.Argument(help="The system's name, in lower_snake.")],
+    dir: Annotated[Path, typer.Option("--dir", help="Where to put the two files.")] = Path(),
+) -> None:
+    """Write a connector to start from, with its test."""
+    from penstock.cli import scaffold
+
+    scaffold.write(kind, name, dir, stdout())
+
+
+@app.command()
+def status(
+    file: File = None,
+    json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Show what a pipeline does, or how it ended; exits with 1 when it is not well."""
+    import json as codec
+
+    from penstock.cli.view import panel
+    from penstock.telemetry import ENDED, judge, read_status
+
+    pipeline = load(file)
+    found = read_status(pipeline.processing.state_dir)
+    if found is None:
+        raise FatalError(
+            f"{pipeline.name} has left no status in {pipeline.processing.state_dir}: it never ran",
+            hint=f"penstock run {file or ''}".rstrip(),
+        )
+    if found["url"] and found["state"] not in ENDED:
+        found = _fetch(f"{found['url']}/api/status") or found
+    verdict = judge(found)
+    if json:
+        print(codec.dumps({**found, "ok": verdict.ok, "verdict": verdict.reason}, ensure_ascii=False, indent=1))
+    else:
+        console = stdout()
+        console.print(panel(found, console.width))
+        for notice in found["notices"]:
+            console.print(Text(f"! {notice}", style="yellow"), soft_wrap=True)
+        if not verdict.ok and found["state"] != "stopped":
+            console.print(Text(verdict.reason, style="red"), soft_wrap=True)
+    if not verdict.ok and found["state"] != "stopped":
+        raise typer.Exit(1)
+
+
+@app.command()
+def offsets(
+    words: Annotated[list[str], typer.Argument(metavar="[FILE] show|reset", show_default=False)],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before a reset.")] = False,
+) -> None:
+    """Show where the sources stand, or have the next run start over."""
+    from penstock import epochs
+
+    action = words[-1]
+    if action not in ("show", "reset") or len(words) > 2:
+        raise ConfigError(
+            f"offsets {' '.join(words)}", hint="penstock offsets FILE show, or penstock offsets FILE reset"
+        )
+    pipeline = load(Path(words[0]) if len(words) == 2 else None)
+    directory = pipeline.processing.state_dir
+    if action == "reset":
+        question = f"The next run of {pipeline.name} will read every source from its beginning. Go on?"
+        if not yes and not typer.confirm(question):
+            raise typer.Exit(1)
+        epochs.reset(directory, pipeline.name)
+        print("a new incarnation begins with the next run; empty the targets first, or they will hold the rows twice")
+        return
+    _show_offsets(epochs.State(directory, pipeline.name).peek(), stdout())
+
+
+@app.command()
+def doctor() -> None:
+    """Look whether this machine has what Penstock needs."""
+    from penstock.cli import doctor
+
+    if not doctor.show(stdout()):
+        raise typer.Exit(1)
+
+
+def load(file: Path | None) -> Pipeline:
+    """The checked pipeline of a file, or of the one that the environment names."""
+    import os
+
+    from penstock.pipeline import Pipeline
+
+    path = file or (Path(named) if (named := os.environ.get("CONNECTOR_CONFIG_PATH")) else None)
+    if path is None:
+        raise ConfigError("no pipeline file is given", hint="name it, or set CONNECTOR_CONFIG_PATH")
+    return Pipeline.from_toml(path)
+
+
+def stdout() -> Console:
+    """Where results go; wide when it is not a terminal, so that nothing is cut."""
+    return Console() if sys.stdout.isatty() else Console(width=160)
+
+
+def _show_offsets(state: object, console: Console) -> None:
+    from penstock.durable import canonical
+    from penstock.epochs import State
+
+    assert isinstance(state, State)
+    newest = state.newest
+    if newest is None:
+        what = "never ran" if state.fresh else "starts over with the next run"
+        console.print(f"{state.pipeline} {what}: no epoch in {state.directory}", soft_wrap=True)
+        return
+    console.print(Text.assemble(("epoch ", "dim"), f"{newest.number} {newest.state}"))
+    console.print(Text.assemble(("incarnation ", "dim"), newest.incarnation))
+    table = Table("source", "from", "to", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for source, range in newest.ranges.items():
+        table.add_row(source, canonical(range.start), canonical(range.end))
+    console.print(table)
+
+
+def _fetch(url: str) -> dict[str, object] | None:
+    import json
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            found: dict[str, object] = json.load(answer)
+            return found
+    except (OSError, ValueError):
+        return None
+
+
+def _unexpected(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,175 @@
+"""Running a pipeline for a person or a service: signals, the live view or log lines, the closing word."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from penstock.cli.view import LiveView, closing
+from penstock.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
+
+T = TypeVar("T")
+
+
+def run(pipeline: Pipeline, *, drain: bool = False, master: str | None = None, **options: Any) -> Telemetry:
+    """Run until stopped or drained; the telemetry that is handed back has ended."""
+    from penstock import supervisor
+
+    telemetry = Telemetry.of(pipeline)
+    stop = threading.Event()
+    with shown(telemetry, pipeline.processing.log_level) as view, signals(stop, view):
+        try:
+            aside(
+                lambda: supervisor.run(pipeline, master=master, drain=drain, telemetry=telemetry, stop=stop, **options)
+            )
+        except BaseException as error:
+            telemetry.close(error)
+            raise
+        telemetry.close()
+    return telemetry
+
+
+def aside(work: Callable[[], T]) -> T:
+    """
+    Run `work` in a thread of its own while this one waits, free to take signals.
+
+    Spark replaces the handler of SIGINT when it starts in the main thread, and a signal would then cancel the epoch.
+    """
+    done = threading.Event()
+    outcome: list[Any] = []
+
+    def target() -> None:
+        try:
+            outcome.extend([work(), None])
+        except BaseException as error:  # noqa: BLE001 (it is raised again, in the thread that waits)
+            outcome.extend([None, error])
+        finally:
+            done.set()
+
+    threading.Thread(target=target, name="penstock-pipeline", daemon=True).start()
+    done.wait()
+    result, error = outcome
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def signals(stop: threading.Event, view: LiveView | None) -> Iterator[None]:
+    """The first SIGINT or SIGTERM asks the pipeline to finish the epoch in hand; a second one ends the process at once."""
+
+    def handle(number: int, frame: Any) -> None:
+        if stop.is_set():
+            if view is not None:
+                os.write(2, b"\x1b[?25h\x1b[0m\n")  # the view has hidden the cursor
+                view.restore_terminal()
+            os.write(2, b"aborted; the next run goes on from the last committed epoch\n")
+            os._exit(130)
+        stop.set()
+        if view is not None:
+            view.stopping = True
+        else:
+            os.write(2, b"stopping: finishing the epoch in hand; once more to abort\n")
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def shown(telemetry: Telemetry, log_level: str = "info") -> Iterator[LiveView | None]:
+    """A live view when the terminal can show one, otherwise one log line per event on stderr."""
+    console = Console(stderr=True)
+    if not console.is_terminal or console.is_dumb_terminal:
+        with logging_to(plain_handler(), log_level):
+            yield None
+        if telemetry.status()["state"] != "failed":
+            console.print(closing(telemetry.status()), soft_wrap=True)
+        return
+    view = LiveView(telemetry)
+    live = Live(
+        view,
+        console=console,
+        refresh_per_second=6,
+        redirect_stdout=sys.stdout.isatty(),
+        vertical_overflow="crop",
+    )
+    with logging_to(_AboveTheView(console), log_level), _no_control_echo(view), live:
+        yield view
+    if telemetry.status()["state"] != "failed":
+        console.print(closing(telemetry.status()))
+
+
+@contextlib.contextmanager
+def _no_control_echo(view: LiveView) -> Iterator[None]:
+    """Keep the terminal from printing `^C` into the view, which would shift it by a line."""
+    terminal = sys.stderr.fileno()
+    if os.tcgetpgrp(terminal) != os.getpgrp():  # in the background, touching the terminal would stop the process
+        yield
+        return
+    before = termios.tcgetattr(terminal)
+    quiet = termios.tcgetattr(terminal)
+    quiet[3] &= ~termios.ECHOCTL
+    termios.tcsetattr(terminal, termios.TCSANOW, quiet)
+    view.restore_terminal = lambda: termios.tcsetattr(terminal, termios.TCSANOW, before)
+    try:
+        yield
+    finally:
+        if os.tcgetpgrp(terminal) == os.getpgrp():
+            view.restore_terminal()
+
+
+@contextlib.contextmanager
+def logging_to(handler: logging.Handler, level: str) -> Iterator[None]:
+    """Send what Penstock logs to `handler`."""
+    logger = logging.getLogger("penstock")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def plain_handler() -> logging.Handler:
+    """One line per record on stderr: time, level, what happened."""
+    handler = logging.StreamHandler()
+    formatter = logging.Formatter("%(asctime)s.%(msecs)03dZ %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%S")
+    formatter.converter = time.gmtime
+    handler.setFormatter(formatter)
+    return handler
+
+
+class _AboveTheView(logging.Handler):
+    """Prints what a person should not miss above the live view, which shows the rest by itself."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name == "penstock.retry" or (record.levelno < logging.WARNING and record.name != "penstock.message"):
+            return
+        style = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}.get(record.levelname, "")
+        at = time.strftime("%H:%M:%S ", time.localtime(record.created))
+        self._console.print(Text.assemble((at, "dim"), (record.getMessage(), style)))

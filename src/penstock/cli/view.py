@@ -1,0 +1,195 @@
+"""What a person sees of a pipeline: the live view, the status and the closing line, all made from one status."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from penstock.telemetry import ENDED, Telemetry
+
+Status = Mapping[str, Any]
+
+_COLOURS = {
+    "starting": "cyan",
+    "running": "green",
+    "healthy": "green",
+    "degraded": "yellow",
+    "unhealthy": "red",
+    "failed": "red",
+    "dead": "red",
+    "stopped": "blue",
+}
+_DOING = {
+    "plan": "planning",
+    "stage": "staging",
+    "prepare": "writing the manifest",
+    "commit": "committing",
+    "finish": "writing the manifest",
+    "ack": "acknowledging",
+}
+_BARS = "▁▂▃▄▅▆▇█"
+_WHEEL = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+_TOPICS = 8
+_ERRORS = 3
+
+
+class LiveView:
+    """Renders the telemetry as it is whenever the terminal is refreshed."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self.stopping = False
+        self.restore_terminal: Callable[[], None] = lambda: None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        status = self._telemetry.status()
+        wheel = "" if status["state"] in ENDED else _WHEEL[int(time.monotonic() * 8) % len(_WHEEL)]
+        doing = f"{wheel} finishing the epoch in hand; once more to abort" if wheel and self.stopping else wheel
+        yield panel(status, options.max_width, doing)
+
+
+def panel(status: Status, width: int, doing: str = "") -> RenderableType:
+    """The whole of a status, in as much detail as `width` has room for."""
+    colour = _COLOURS.get(status["state"], "white")
+    title = Text.assemble((f"{status['pipeline']} ", "bold"), (f"● {status['state']}", colour))
+    parts: list[RenderableType] = [_now(status, doing)]
+    if status["reason"]:
+        parts.append(Text(status["reason"], style=colour))
+    parts += [Text(), _numbers(status, width)]
+    errors = status["errors"][-_ERRORS:]
+    if errors:
+        parts += [Text(), *(_error(error, width) for error in errors)]
+    engine = f"{status['engine']} · " if status["engine"] and status["state"] != "starting" else ""
+    foot = f"{engine}{duration(status['uptime_secs'])}"
+    return Panel(
+        Group(*parts), title=title, title_align="left", subtitle=foot, subtitle_align="right", border_style="dim"
+    )
+
+
+def closing(status: Status) -> Text:
+    """One line that says how it went."""
+    colour = _COLOURS.get(status["state"], "white")
+    parts = [
+        _count(status["epochs"], "epoch"),
+        f"{status['rows']['in']:,} rows in",
+        f"{status['rows']['out']:,} rows out",
+        f"{status['skipped']:,} skipped" if status["skipped"] else "",
+        _count(retries, "retry", "retries") if (retries := sum(status["retries"].values())) else "",
+        duration(status["uptime_secs"]),
+    ]
+    return Text.assemble((status["state"], f"bold {colour}"), *(f" · {part}" for part in parts if part))
+
+
+def duration(seconds: float) -> str:
+    """`0:01:12`; days in front when there are any."""
+    minutes, secs = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return (f"{days} d " if days else "") + f"{hours}:{minutes:02d}:{secs:02d}"
+
+
+def size(count: float) -> str:
+    """Bytes as people say them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1000
+    return f"{count:,.1f} TB"
+
+
+def sparkline(values: list[int], width: int) -> str:
+    """The newest `width` values as bars; the highest is full."""
+    shown = values[-width:]
+    top = max(shown, default=0)
+    if not top:
+        return ""
+    while shown and not shown[0]:
+        shown = shown[1:]
+    return "".join(_BARS[min(7, value * 8 // (top + 1))] for value in shown)
+
+
+def _now(status: Status, doing: str) -> Text:
+    epoch, last = status["epoch"], status["last_epoch"]
+    if epoch:
+        phase = _DOING.get(epoch["phase"], epoch["phase"])
+        line = Text.assemble(("epoch ", "dim"), (f"{epoch['number']}", "bold"), f" {phase} {epoch['secs']:.1f} s")
+    elif status["state"] == "starting":
+        line = Text(status["engine"] or "starting")
+    elif last:
+        line = Text.assemble(("epoch ", "dim"), (f"{last['number']}", "bold"), " committed")
+    else:
+        line = Text("waiting for rows")
+    if last:
+        spent = sum(last["seconds"].values())
+        slow = sorted(last["seconds"].items(), key=lambda item: -item[1])[:2]
+        detail = ", ".join(f"{name} {secs:.2f}" for name, secs in slow)
+        line.append(f"  · the last took {spent:.2f} s ({detail})", style="dim")
+    if doing:
+        line = Text.assemble((f"{doing}  ", "cyan"), line)
+    line.no_wrap = True
+    line.overflow = "ellipsis"
+    return line
+
+
+def _numbers(status: Status, width: int) -> Table:
+    wide = width >= 72
+    grid = Table.grid(padding=(0, 2), expand=False)
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(no_wrap=True, overflow="ellipsis", max_width=max(12, width - 62) if wide else max(8, width - 40))
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True, min_width=10)
+    if wide:
+        grid.add_column(no_wrap=True, overflow="ellipsis")
+
+    def add(*cells: RenderableType) -> None:
+        grid.add_row(*cells[: 5 if wide else 4])
+
+    rows = status["rows"]
+    bars = Text(sparkline(rows["history"], min(30, max(6, width - 60))), style="green")
+    add("in", "", f"{rows['in']:,}", f"{rows['in_per_sec']:,.0f}/s", bars)
+    add("out", "", f"{rows['out']:,}", f"{rows['out_per_sec']:,.0f}/s", size(status["bytes"]["out"]))
+    if status["skipped"]:
+        add("skipped", "", Text(f"{status['skipped']:,}", style="yellow"), "", "")
+    add("", "", "", "", "")
+    for name, source in status["sources"].items():
+        lag = "" if source["lag"] is None else f"lag {source['lag']:,}"
+        add("source", name, f"{source['rows']:,}", lag, _health(source))
+    for name, sink in status["sinks"].items():
+        topics = sorted(sink["topics"].items(), key=lambda item: -item[1]["rows"])
+        if not topics:
+            add("sink", name, "0", "", _health(sink))
+        for number, (topic, written) in enumerate(topics[:_TOPICS]):
+            label = Text.assemble(name, (f" {topic}", "cyan"))
+            more = _health(sink) if number == 0 and sink["reason"] else Text(f"epoch {written['last_epoch']}", "dim")
+            add("sink", label, f"{written['rows']:,}", size(written["bytes"]), more)
+        rest = topics[_TOPICS:]
+        if rest:
+            total = sum(written["rows"] for _, written in rest)
+            add("", f"and {_count(len(rest), 'more topic')}", f"{total:,}", "", "")
+    return grid
+
+
+def _health(part: Status) -> Text:
+    colour = _COLOURS.get(part["state"], "dim")
+    retries = f", {_count(part['retries'], 'retry', 'retries')}" if part["retries"] else ""
+    reason = f": {part['reason']}" if part["reason"] else ""
+    return Text("" if part["state"] == "unknown" and not retries else f"{part['state']}{reason}{retries}", style=colour)
+
+
+def _error(error: Status, width: int) -> Text:
+    at = datetime.fromisoformat(error["at"]).astimezone()
+    line = Text.assemble((f"{at:%H:%M:%S} ", "dim"), (f"{error['component']} ", ""), (f"{error['code']} ", "yellow"))
+    line.append(error["text"].partition("\n")[0])
+    line.truncate(max(20, width - 4), overflow="ellipsis")
+    return line
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"

@@ -85,3 +85,9 @@ def _install() -> str:
         return f"install Java {LEAST} or newer, or set JAVA_HOME to one that is there"
     sudo = "" if os.geteuid() == 0 else "sudo "
     return f"{sudo}{command}, or set JAVA_HOME to one that is there"
+
+
+if __name__ == "__main__":  # for the Makefile
+    problem = java_problem()
+    if problem:
+        sys.exit(str(problem))

@@ -110,6 +110,7 @@ class Telemetry:
         self._errors: deque[dict[str, Json]] = deque(maxlen=10)
         self._rates: deque[tuple[float, float, int, int]] = deque()
         self._committed_at = 0.0
+        self._worked: tuple[float, float] | None = None
         self._file: Path | None = None
         self._writing = threading.Lock()
         self._dirty = threading.Event()
@@ -191,6 +192,7 @@ class Telemetry:
             }
             # An epoch's rows count over the time they took, so that few long epochs show an even rate.
             begin = max(self._rates[-1][1] if self._rates else self._started, now - max(secs, 1e-3))
+            self._worked = (self._worked[0] if self._worked else begin, now)
             self._rates.append((min(begin, now - 1e-3), now, rows_in, rows_out))
             while self._rates[0][1] < now - HISTORY_SECS:
                 self._rates.popleft()
@@ -271,6 +273,7 @@ class Telemetry:
                 "started_at": _iso(self._started_at),
                 "updated_at": _iso(time.time()),
                 "uptime_secs": round(now - self._started, 3),
+                "working_secs": round(self._worked[1] - self._worked[0], 3) if self._worked else 0.0,
                 "quiet_secs": round(now - self._progress, 3),
                 "health_timeout_secs": self._timeout,
                 "epochs": self._epochs,

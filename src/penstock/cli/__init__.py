@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -34,16 +36,21 @@ File = Annotated[
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run one command and exit: 0 done, 1 failed, 2 a wrong setting, 130 aborted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in words
+    rest = [word for word in words if word != "--debug"]
+    guarded(lambda: app(rest, prog_name="penstock"), debug=rest != words)
+
+
+def guarded(work: Callable[[], object], *, debug: bool = False) -> NoReturn:
+    """Do `work` and exit; an error is printed for a person, with a traceback only when debugging."""
     try:
-        app([word for word in words if word != "--debug"], prog_name="penstock")
+        work()
     except ConnectorError as error:
         if debug:
             raise
         show(error)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except BrokenPipeError:  # the reader of a pipe had enough; nothing may be written any more, not even at exit
-        sys.stdout = None  # type: ignore[assignment]
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
         if debug:
@@ -96,7 +103,7 @@ def run(
     problem = java_problem()
     if problem:
         raise problem
-    running.run(pipeline, drain=drain, master=master, **({} if lost_state == "stop" else {"on_lost": lost_state}))
+    running.run(pipeline, drain=drain, master=master, lost_state=lost_state)
 
 
 @app.command()
@@ -198,8 +205,6 @@ def doctor() -> None:
 
 def load(file: Path | None) -> Pipeline:
     """The checked pipeline of a file, or of the one that the environment names."""
-    import os
-
     from penstock.pipeline import Pipeline
 
     path = file or (Path(named) if (named := os.environ.get("CONNECTOR_CONFIG_PATH")) else None)

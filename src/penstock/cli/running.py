@@ -26,7 +26,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def run(pipeline: Pipeline, *, drain: bool = False, master: str | None = None, **options: Any) -> Telemetry:
+def run(
+    pipeline: Pipeline,
+    *,
+    drain: bool = False,
+    master: str | None = None,
+    lost_state: Any = "stop",
+    closing_line: bool = True,
+) -> Telemetry:
     """Run until stopped or drained; the telemetry that is handed back has ended."""
     from penstock import supervisor
 
@@ -35,12 +42,16 @@ def run(pipeline: Pipeline, *, drain: bool = False, master: str | None = None, *
     with shown(telemetry, pipeline.processing.log_level) as view, signals(stop, view):
         try:
             aside(
-                lambda: supervisor.run(pipeline, master=master, drain=drain, telemetry=telemetry, stop=stop, **options)
+                lambda: supervisor.run(
+                    pipeline, master=master, drain=drain, telemetry=telemetry, stop=stop, lost_state=lost_state
+                )
             )
         except BaseException as error:
             telemetry.close(error)
             raise
         telemetry.close()
+    if closing_line:
+        Console(stderr=True).print(closing(telemetry.status()), soft_wrap=True)
     return telemetry
 
 
@@ -101,8 +112,6 @@ def shown(telemetry: Telemetry, log_level: str = "info") -> Iterator[LiveView | 
     if not console.is_terminal or console.is_dumb_terminal:
         with logging_to(plain_handler(), log_level):
             yield None
-        if telemetry.status()["state"] != "failed":
-            console.print(closing(telemetry.status()), soft_wrap=True)
         return
     view = LiveView(telemetry)
     live = Live(
@@ -114,8 +123,6 @@ def shown(telemetry: Telemetry, log_level: str = "info") -> Iterator[LiveView | 
     )
     with logging_to(_AboveTheView(console), log_level), _no_control_echo(view), live:
         yield view
-    if telemetry.status()["state"] != "failed":
-        console.print(closing(telemetry.status()))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,71 @@
+# Every target does its own set-up: the first run installs, the next ones start at once.
+
+PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done) python3)
+BIN := .venv/bin
+SET_UP := .venv/.set-up
+SET_UP_DEV := .venv/.set-up-dev
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+# Builds of source packages, our own among them, keep to the pinned versions as well.
+export PIP_CONSTRAINT := constraints.txt
+export PIP_BUILD_CONSTRAINT := constraints.txt
+
+.PHONY: run test check bench soak docs clean java servers
+.NOTPARALLEL:
+
+run: $(SET_UP) java  ## the quickstart: rows into a Delta table, exactly once, counted afterwards
+	@$(BIN)/python examples/quickstart.py
+
+test: $(SET_UP_DEV) java servers  ## all tests, those without a JVM first; ARGS= goes to pytest
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(SET_UP_DEV)  ## style, types, and generated pages that match the code
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m penstock.reference docs --check
+
+bench: $(SET_UP_DEV) java  ## all benches, or NAME= one
+	@set -e; for script in $(if $(NAME),bench/$(NAME).py,$(sort $(wildcard bench/[a-z]*.py))); do $(BIN)/python $$script; done
+
+soak: $(SET_UP_DEV) java  ## all soaks, or NAME= one
+	@set -e; for script in $(if $(NAME),bench/soak/$(NAME).py,$(sort $(wildcard bench/soak/[a-z]*.py))); do $(BIN)/python $$script; done
+
+docs: $(SET_UP_DEV)  ## write the generated pages
+	@$(BIN)/python -m penstock.reference docs
+
+clean:  ## everything that running and testing left; .venv stays
+	rm -rf run state build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis spark-warehouse metastore_db derby.log
+	find src tests examples bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# An empty .venv is finished by the next call: the stamps are written last.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "Penstock needs Python 3.11 or newer, and $(PYTHON) is not; name another: make PYTHON=/path/to/python3.12" >&2; \
+		exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		apt-get -qq update && apt-get -qq install -y python3-venv >/dev/null; } || { \
+		echo "$(PYTHON) cannot make a virtual environment: sudo apt-get install python3-venv" >&2; exit 1; }
+	@$(PYTHON) -m venv .venv
+
+$(SET_UP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing into .venv; only this once"
+	@$(INSTALL) -c constraints.txt -e '.[delta]'
+	@touch $@
+
+$(SET_UP_DEV): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing into .venv, with what the tests need; only this once"
+	@$(INSTALL) -c constraints.txt -e '.[dev]'
+	@touch $(SET_UP) $@
+
+java:
+	@$(BIN)/python -m penstock.java >/dev/null 2>&1 || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		echo "installing Java; only this once" && apt-get -qq update && \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y default-jre-headless >/dev/null; } || true
+	@$(BIN)/python -m penstock.java
+
+servers:  # what single tests need; a test whose server is not there says so
+	@command -v strace >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		echo "installing strace; only this once" && apt-get -qq update && \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y strace >/dev/null; } || true

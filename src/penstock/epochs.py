@@ -70,6 +70,8 @@ class Manifest(BaseModel):
     only: list[tuple[str, Topic]] | None = None
     """The sinks and topics this epoch is for; None: all. Set for the epoch that completes another incarnation's."""
     receipts: dict[str, list[Json]] = {}
+    replaced: dict[str, list[Json]] = {}
+    """Receipts of a sink that lost some topics: what they name of the other topics is committed and must not be swept."""
     notes: dict[str, list[Json]] = {}
     rows_in: dict[str, int] = {}
     rows_out: dict[str, dict[Topic, tuple[int, int]]] = {}
@@ -505,7 +507,10 @@ class EpochLoop:
         unswept = sorted({*manifest.unswept, manifest.number})
         manifest = self.state.save(manifest.model_copy(update={"attempts": attempts, "unswept": unswept}))
         receipts = _receipts(self._run(manifest, [name], lost))
-        update = {"receipts": {**manifest.receipts, name: receipts.get(name, [])}}
+        update = {
+            "receipts": {**manifest.receipts, name: receipts.get(name, [])},
+            "replaced": {**manifest.replaced, name: [*manifest.replaced.get(name, []), *manifest.receipts[name]]},
+        }
         return self.state.save(manifest.model_copy(update=update))
 
     def _run(
@@ -542,8 +547,9 @@ class EpochLoop:
             for attempt in manifest.attempts if manifest else ():
                 assert manifest is not None
                 for name, sink in self.sinks.items():
-                    receipts = [sink.receipt_type.model_validate(each) for each in manifest.receipts.get(name, ())]
-                    sink.sweep(self._epoch(manifest, attempt), receipts)
+                    named = (*manifest.receipts.get(name, ()), *manifest.replaced.get(name, ()))
+                    keep = [sink.receipt_type.model_validate(each) for each in named]
+                    sink.sweep(self._epoch(manifest, attempt), keep)
         # Not written now: the next manifest carries it, and sweeping twice does no harm.
         self.state.newest = newest.model_copy(update={"unswept": []})
 

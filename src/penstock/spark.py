@@ -490,7 +490,7 @@ def merged(schemas: Sequence[pa.Schema], topic: Topic) -> pa.Schema:
 def _tally_param() -> Any:
     from pyspark.accumulators import AccumulatorParam
 
-    class Tallies(AccumulatorParam[dict[int, Tally]]):
+    class Tallies(AccumulatorParam[dict[int, Tally]]):  # type: ignore[misc]
         def zero(self, value: dict[int, Tally]) -> dict[int, Tally]:
             return {}
 

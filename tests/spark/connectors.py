@@ -1,0 +1,103 @@
+"""Connectors that only the Spark tests need; importable, so that Spark's workers find them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.config import Config
+from penstock.errors import DataError, SchemaError
+from penstock.schema import with_key
+from penstock.source import Note, Position, RangeSource, ReadLimit, Schemas, SourceBatch
+
+
+class KeyedConfig(Config):
+    rows: int = 1000
+    splits: int = 4
+    keys: int = 7
+    fail: str = ""
+
+
+class Next(Position):
+    row: int = 0
+
+
+class Keyed(RangeSource[KeyedConfig, Next]):
+    """Rows whose key repeats over all splits; `fail` says what reading the second split does."""
+
+    name = "keyed"
+
+    def schema(self) -> Schemas:
+        return {"rows": with_key(pa.schema([("key", pa.string()), ("row", pa.int64())]), ["key"])}
+
+    def latest(self, start: Next, limit: ReadLimit) -> Next:
+        return Next(row=min(self.config.rows, start.row + (limit.rows or self.config.rows)))
+
+    def split(self, start: Next, end: Next) -> Sequence[tuple[int, int]]:
+        count = self.config.splits
+        edges = [start.row + (end.row - start.row) * i // count for i in range(count + 1)]
+        return [(a, b) for a, b in zip(edges, edges[1:], strict=False) if a < b]
+
+    def read(self, split: tuple[int, int]) -> Iterator[SourceBatch | Note]:
+        rows = range(*split)
+        columns = [[f"key-{row % self.config.keys}" for row in rows], list(rows)]
+        yield SourceBatch(pa.record_batch([pa.array(c) for c in columns], schema=self.schema()["rows"]), stream="rows")
+        yield Note({"split": list(split)})
+        if split[0] > 0:
+            self._fail()
+
+    def _fail(self) -> None:
+        match self.config.fail:
+            case "schema":
+                raise SchemaError("the rows changed their shape", hint="look at them")
+            case "data":
+                error = DataError("three bad records")
+                error.count = 3
+                raise error
+            case "bug":
+                raise ZeroDivisionError("a bug in a connector")
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case path if path:
+                once = Path(path)
+                if not once.exists():
+                    once.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Signalled(RangeSource[KeyedConfig, Next]):
+    """Rows that appear when the test says so, and events that tell the runtime."""
+
+    name = "signalled"
+    ready: threading.Event
+    request: threading.Event
+    available = 0
+    looked = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self.config}
+
+    def schema(self) -> Schemas:
+        return {"rows": pa.schema([("row", pa.int64())])}
+
+    def latest(self, start: Next, limit: ReadLimit) -> Next:
+        self.looked += 1
+        return Next(row=max(start.row, self.available))
+
+    def split(self, start: Next, end: Next) -> Sequence[tuple[int, int]]:
+        return [(start.row, end.row)]
+
+    def read(self, split: tuple[int, int]) -> Iterator[SourceBatch]:
+        yield SourceBatch(pa.record_batch([pa.array(range(*split), pa.int64())], names=["row"]), stream="rows")
+
+    def data_ready_notify(self) -> threading.Event | None:
+        return getattr(self, "ready", None)
+
+    def checkpoint_requested(self) -> threading.Event | None:
+        return getattr(self, "request", None)

@@ -1,0 +1,230 @@
+"""What Spark adds to the protocol: tasks, SQL, lanes by key, errors that come back as text, other people's sessions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from connectors import Keyed, KeyedConfig
+
+import penstock
+from penstock.connectors.files_sink import FilesSink, FilesSinkConfig, read_published
+from penstock.connectors.generator import Generator, GeneratorConfig
+from penstock.errors import ConfigError, FatalError, RetryableError, SchemaError
+from penstock.pipeline import Pipeline, Processing
+from penstock.routing import Route, Router
+from penstock.sink import DeliveryGuarantee
+from penstock.supervisor import Summary
+
+pytestmark = pytest.mark.spark
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Callable[..., Pipeline]:
+    def build(source: Any, *routes: Route, **processing: Any) -> Pipeline:
+        settings = {"state_dir": tmp_path / "state", "max_retries": 0, **processing}
+        return Pipeline(
+            "spark-test",
+            sources={"source": source},
+            sinks={"lake": FilesSink(FilesSinkConfig(path=str(tmp_path / "lake" / "{topic}")))},
+            router=Router(routes, ("lake",)),
+            delivery=DeliveryGuarantee.EXACTLY_ONCE,
+            processing=Processing(**settings),
+        )
+
+    return build
+
+
+@pytest.fixture
+def drained(build: Callable[..., Pipeline], spark: Any) -> Callable[..., Summary]:
+    return lambda *arguments, **options: build(*arguments, **options).run(spark=spark, drain=True)
+
+
+def rows(tmp_path: Path, topic: str = "rows") -> pa.Table:
+    return read_published(tmp_path / "lake" / topic)
+
+
+def test_every_row_arrives_once_over_many_epochs_and_streams(drained: Any, tmp_path: Path) -> None:
+    summary = drained(Generator(GeneratorConfig(rows=5000, streams=("a", "b"), batch_rows=512)), max_epoch_rows=3000)
+    assert summary.epochs == 4
+    assert summary.rows_in == summary.rows_out == 10_000
+    for stream in "ab":
+        assert sorted(rows(tmp_path, stream)["id"].to_pylist()) == list(range(5000))
+
+
+def test_a_second_run_goes_on_where_the_first_ended(drained: Any, tmp_path: Path) -> None:
+    assert drained(Keyed(KeyedConfig(rows=100))).rows_out == 100
+    assert drained(Keyed(KeyedConfig(rows=250))).rows_out == 150
+    assert sorted(rows(tmp_path)["row"].to_pylist()) == list(range(250))
+
+
+def test_partitions_keep_the_order_of_each_key(drained: Any, tmp_path: Path) -> None:
+    drained(Keyed(KeyedConfig(rows=2000, splits=5, keys=11)), Route(partitions=3), max_epoch_rows=1000)
+    files = sorted((tmp_path / "lake" / "rows").glob("*.parquet"))
+    assert len(files) == 6, "one file per lane and epoch"
+    lanes: dict[str, set[int]] = defaultdict(set)
+    seen: list[int] = []
+    for file in files:
+        number, lane = int(file.name.split("-")[0]), int(file.name.split("-")[2])
+        table = pq.read_table(file).to_pydict()
+        per_key: dict[str, list[int]] = defaultdict(list)
+        for key, row in zip(table["key"], table["row"], strict=True):
+            per_key[key].append(row)
+            lanes[key].add(lane)
+            assert (number - 1) * 1000 <= row < number * 1000
+        assert all(found == sorted(found) for found in per_key.values())
+        seen += table["row"]
+    assert sorted(seen) == list(range(2000))
+    assert all(len(found) == 1 for found in lanes.values()), "a key stays in its lane"
+
+
+def test_sql_filters_and_reshapes_a_topic(drained: Any, tmp_path: Path) -> None:
+    summary = drained(
+        Generator(GeneratorConfig(rows=1000)),
+        Route(to="/even", sql="SELECT id, upper(name) AS name, at FROM input WHERE id % 2 = 0"),
+        max_epoch_rows=400,
+    )
+    assert (summary.rows_in, summary.rows_out, summary.epochs) == (1000, 500, 3)
+    table = rows(tmp_path, "even").sort_by("id")
+    assert table["id"].to_pylist() == list(range(0, 1000, 2))
+    assert table.schema.field("at").type == pa.timestamp("us", "UTC")
+    assert all(name == name.upper() for name in table["name"].to_pylist())
+
+
+def test_sql_and_passthrough_share_an_epoch_and_count_its_rows_once(drained: Any, tmp_path: Path) -> None:
+    summary = drained(Keyed(KeyedConfig(rows=100)), Route(), Route(to="/few", sql="SELECT row FROM input WHERE row < 10"))
+    assert (summary.rows_in, summary.rows_out) == (100, 110)
+    assert sorted(rows(tmp_path, "few")["row"].to_pylist()) == list(range(10))
+
+
+def double(frame: Any) -> Any:
+    return frame.selectExpr("key", "row * 2 AS row")
+
+
+def test_a_transform_is_a_function_of_data_frames(drained: Any, tmp_path: Path) -> None:
+    drained(Keyed(KeyedConfig(rows=10)), Route(transform=f"{__name__}:double"))
+    assert sorted(rows(tmp_path)["row"].to_pylist()) == list(range(0, 20, 2))
+
+
+@pytest.mark.parametrize(
+    ("sql", "code", "says"),
+    [
+        ("SELECT nope FROM input", "PEN-1012", "`nope`"),
+        ("SELECT nope FROM input", "PEN-1012", "line 1 pos 7"),
+        ("SELCT 1", "PEN-1012", "PARSE_SYNTAX_ERROR"),
+        ("SELECT key, count(*) AS n FROM input GROUP BY key", "PEN-1017", "per_epoch"),
+        ("SELECT DISTINCT key FROM input", "PEN-1017", "per_epoch"),
+        ("SELECT a.key FROM input a JOIN input b ON a.key = b.key", "PEN-1017", "Join"),
+        ("SELECT row, row_number() OVER (ORDER BY row) AS n FROM input", "PEN-1017", "Window"),
+        ("SELECT row FROM input WHERE row > (SELECT avg(row) FROM input)", "PEN-1017", "Aggregate"),
+    ],
+)
+def test_sql_that_cannot_work_is_refused_before_the_first_epoch(
+    drained: Any, tmp_path: Path, sql: str, code: str, says: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        drained(Keyed(KeyedConfig(rows=10)), Route(sql=sql))
+    assert refused.value.code == code
+    assert says in str(refused.value)
+    assert "'/rows'" in str(refused.value), "the route is named"
+    assert not list((tmp_path / "state" / "epochs").glob("*.json"))
+
+
+def test_per_epoch_allows_an_aggregate(drained: Any, tmp_path: Path) -> None:
+    sql = "SELECT key, count(*) AS n FROM input GROUP BY key"
+    drained(Keyed(KeyedConfig(rows=100, keys=5)), Route(sql=sql, per_epoch=True), max_epoch_rows=50)
+    table = rows(tmp_path).to_pydict()
+    assert sum(table["n"]) == 100
+    assert len(table["key"]) == 10, "each of two epochs counts for itself"
+
+
+@pytest.mark.parametrize("route", [Route(), Route(partitions=2), Route(sql="SELECT * FROM input")], ids=["plain", "lanes", "sql"])
+def test_an_error_in_a_task_keeps_its_class_code_and_hint(drained: Any, route: Route) -> None:
+    with pytest.raises(SchemaError) as stopped:
+        drained(Keyed(KeyedConfig(fail="schema")), route)
+    assert stopped.value.message == "the rows changed their shape"
+    assert stopped.value.hint == "look at them"
+
+
+def test_a_bug_in_a_connector_stops_with_its_last_line(drained: Any) -> None:
+    with pytest.raises(FatalError, match="PEN-5012.*ZeroDivisionError: a bug in a connector"):
+        drained(Keyed(KeyedConfig(fail="bug")))
+
+
+def test_skipped_records_are_counted_and_the_others_arrive(drained: Any, tmp_path: Path) -> None:
+    summary = drained(Keyed(KeyedConfig(rows=100, splits=2, fail="data")), on_error="skip")
+    assert (summary.skipped, summary.rows_out) == (3, 100)
+
+
+def test_too_many_bad_records_stop_the_pipeline(drained: Any, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="PEN-3002 3 of 103"):
+        drained(Keyed(KeyedConfig(rows=100, splits=2, fail="data")), on_error="skip", max_error_rate=0.01)
+    assert not list((tmp_path / "lake").rglob("*.parquet")), "nothing of the epoch is visible"
+
+
+def test_a_worker_that_dies_is_retried_and_nothing_doubles(drained: Any, tmp_path: Path) -> None:
+    once = tmp_path / "died"
+    summary = drained(Keyed(KeyedConfig(rows=400, fail=str(once))), max_retries=3)
+    assert once.exists()
+    assert summary.rows_out == 400
+    assert sorted(rows(tmp_path)["row"].to_pylist()) == list(range(400))
+
+
+def test_a_worker_that_always_dies_is_given_up(drained: Any) -> None:
+    with pytest.raises((FatalError, RetryableError), match="PEN-5013 gave up after 1 retries"):
+        drained(Keyed(KeyedConfig(fail="die")), max_retries=1)
+
+
+def test_the_callers_session_and_its_views_stay_as_they_were(drained: Any, spark: Any) -> None:
+    spark.range(3).createOrReplaceTempView("input")
+    spark.udf.register("plus_one", lambda n: n + 1, "long")
+    drained(Keyed(KeyedConfig(rows=10)), Route(sql="SELECT plus_one(row) AS row FROM input"))
+    assert spark.sql("SELECT count(*) FROM input").first()[0] == 3
+    spark.catalog.dropTempView("input")
+
+
+class TestReaders:
+    @pytest.fixture(autouse=True)
+    def _registered(self, spark: Any) -> None:
+        penstock.register(spark)
+
+    def test_a_range_source_is_a_table(self, spark: Any) -> None:
+        frame = spark.read.format("penstock").option("connector", "generator").option("rows", 1000).load()
+        assert frame.agg({"id": "sum"}).first()[0] == sum(range(1000))
+        assert dict(frame.dtypes)["amount"] == "decimal(12,2)"
+
+    def test_options_that_are_not_text_are_json(self, spark: Any) -> None:
+        reader = spark.read.format("penstock").option("connector", "generator").option("rows", 5)
+        assert reader.option("columns", '["id", "name"]').load().columns == ["id", "name"]
+
+    def test_a_range_source_is_a_stream_that_ends_with_what_is_there(self, spark: Any, tmp_path: Path) -> None:
+        (tmp_path / "in").mkdir()
+        for part in range(3):
+            table = pa.table({"id": pa.array(range(part * 10, part * 10 + 10), pa.int64())})
+            pq.write_table(table, tmp_path / "in" / f"{part}.parquet")
+
+        def run() -> None:
+            stream = spark.readStream.format("penstock").option("connector", "files").option("settle_ms", 0)
+            query = (
+                stream.option("path", str(tmp_path / "in"))
+                .load()
+                .writeStream.format("parquet")
+                .option("checkpointLocation", str(tmp_path / "checkpoint"))
+                .trigger(availableNow=True)
+                .start(str(tmp_path / "out"))
+            )
+            query.awaitTermination()
+
+        run()
+        pq.write_table(pa.table({"id": pa.array([30], pa.int64())}), tmp_path / "in" / "0-late.parquet")
+        run()
+        assert sorted(r.id for r in spark.read.parquet(str(tmp_path / "out")).collect()) == list(range(31))
+
+    def test_an_unknown_connector_is_named(self, spark: Any) -> None:
+        with pytest.raises(Exception, match="PEN-1006"):
+            spark.read.format("penstock").option("connector", "generatr").load()

@@ -1,0 +1,72 @@
+"""A few random kills through Spark itself; `make soak NAME=engine` does many more."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.connectors.files_sink import read_published
+
+pytestmark = pytest.mark.spark
+
+ROWS = 60_000
+KILLS = 3
+
+PIPELINE = """
+connector_name = "killed"
+delivery = "exactly-once"
+
+[processing]
+max_epoch_rows = 1000
+epoch_interval_ms = 0
+
+[source]
+connector = "generator"
+rows = {rows}
+batch_rows = 500
+columns = ["id", "name"]
+
+[[routes]]
+{route}
+
+[sink]
+connector = "files"
+path = "lake/{{topic}}"
+"""
+
+
+def newest_epoch(home: Path) -> int:
+    return max((int(file.stem) for file in (home / "state" / "epochs").glob("[0-9]*.json")), default=0)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("sql", [False, True], ids=["passthrough", "sql"])
+def test_random_kills_lose_nothing_and_double_nothing(tmp_path: Path, sql: bool) -> None:
+    seed = int(os.environ.get("SEED", time.time_ns() % 10**6))
+    choice = random.Random(seed)
+    route = 'sql = "SELECT id, upper(name) AS name FROM input"' if sql else 'to = "/{stream}"'
+    (tmp_path / "pipeline.toml").write_text(PIPELINE.format(rows=ROWS, route=route))
+    command = [sys.executable, "-m", "penstock.cli", "run", str(tmp_path / "pipeline.toml"), "--drain", "--master", "local[2]"]
+    for _ in range(KILLS):
+        with open(tmp_path / "log", "ab") as log:
+            run = subprocess.Popen(command, stdout=log, stderr=log)
+        goal = newest_epoch(tmp_path) + choice.randint(1, 12)
+        while newest_epoch(tmp_path) < goal and run.poll() is None:
+            time.sleep(0.005)
+        assert run.poll() is None, f"seed {seed}: it ended before it was killed\n{(tmp_path / 'log').read_text()[-3000:]}"
+        time.sleep(choice.uniform(0, 0.3))
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ids = read_published(tmp_path / "lake" / "rows")["id"].to_pylist()
+    assert sorted(ids) == list(range(ROWS)), f"seed {seed}"
+    plain = [file for file in (tmp_path / "lake" / "rows").glob("*.parquet")]
+    assert plain, "the files stand in their places"

@@ -1,0 +1,424 @@
+"""How a running pipeline behaves: signals instead of timers, requests, retries, stopping, refusing. No JVM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from penstock import supervisor
+from penstock.config import Config
+from penstock.connectors.files_sink import FilesSink, FilesSinkConfig, read_published
+from penstock.connectors.generator import Generator, GeneratorConfig
+from penstock.epochs import State, reset
+from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError
+from penstock.pipeline import Pipeline, Processing
+from penstock.routing import Router
+from penstock.sink import DeliveryGuarantee
+from penstock.source import (
+    BufferedBridge,
+    PollingSource,
+    Position,
+    RangeSource,
+    ReadLimit,
+    Schemas,
+    SourceBatch,
+    SourceCheckpoint,
+    SourceEnvelope,
+    SourceRecord,
+)
+from penstock.telemetry import Telemetry
+from penstock.testing import ForkEngine
+
+
+class NoOptions(Config):
+    pass
+
+
+class Next(Position):
+    row: int = 0
+
+
+class Tap(RangeSource[NoOptions, Next]):
+    """Rows that appear when the test says so."""
+
+    name = "tap"
+
+    def __init__(self, *, ready: bool = False, request: bool = False) -> None:
+        super().__init__(NoOptions())
+        self.ready = threading.Event() if ready else None
+        self.request = threading.Event() if request else None
+        self.available = 0
+        self.looked = 0
+        self.failures: list[ConnectorError] = []
+        self.ack_failures: list[ConnectorError] = []
+        self.acked: list[int] = []
+        self.opened = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self.config, "opened": 0}
+
+    def open(self) -> None:
+        self.opened += 1
+
+    def schema(self) -> Schemas:
+        return {"rows": pa.schema([("row", pa.int64())])}
+
+    def latest(self, start: Next, limit: ReadLimit) -> Next:
+        self.looked += 1
+        if self.failures:
+            raise self.failures.pop(0)
+        return Next(row=max(start.row, self.available))
+
+    def split(self, start: Next, end: Next) -> Sequence[tuple[int, int]]:
+        return [(start.row, end.row)]
+
+    def read(self, split: tuple[int, int]) -> Iterator[SourceBatch]:
+        yield SourceBatch(pa.record_batch([pa.array(range(*split), pa.int64())], names=["row"]), stream="rows")
+
+    def ack(self, end: Next) -> None:
+        if self.ack_failures:
+            raise self.ack_failures.pop(0)
+        self.acked.append(end.row)
+
+    def data_ready_notify(self) -> threading.Event | None:
+        return self.ready
+
+    def checkpoint_requested(self) -> threading.Event | None:
+        return self.request
+
+
+class Running:
+    """A pipeline in a thread, stopped at the end of the test."""
+
+    def __init__(self, pipeline: Pipeline, **options: Any) -> None:
+        self.pipeline = pipeline
+        self.telemetry = Telemetry.of(pipeline)
+        self.stop = threading.Event()
+        self.error: BaseException | None = None
+        self.summary: supervisor.Summary | None = None
+        self._options = options
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.summary = supervisor.run(
+                self.pipeline, engine=ForkEngine(2), telemetry=self.telemetry, stop=self.stop, **self._options
+            )
+        except BaseException as error:  # noqa: BLE001 (the test looks at it)
+            self.error = error
+
+    def ends(self) -> None:
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    def stopped(self) -> supervisor.Summary:
+        self.stop.set()
+        self.ends()
+        if self.error is not None:
+            raise self.error
+        assert self.summary is not None
+        return self.summary
+
+
+def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up, "it did not come true in time"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Callable[..., Pipeline]:
+    def build(source: Any, **processing: Any) -> Pipeline:
+        settings = {"state_dir": tmp_path / "state", "retry_backoff_ms": 1, **processing}
+        return Pipeline(
+            "supervised",
+            sources={"source": source},
+            sinks={"lake": FilesSink(FilesSinkConfig(path=str(tmp_path / "lake" / "{topic}")))},
+            router=Router((), ("lake",)),
+            delivery=DeliveryGuarantee.EXACTLY_ONCE,
+            processing=Processing(**settings),
+        )
+
+    return build
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Callable[[], list[int]]:
+    def rows() -> list[int]:
+        target = tmp_path / "lake" / "rows"
+        return sorted(read_published(target)["row"].to_pylist()) if target.exists() else []
+
+    return rows
+
+
+def test_a_signalled_row_is_committed_though_the_timer_is_far_away(build: Any, rows: Any) -> None:
+    tap = Tap(ready=True)
+    running = Running(build(tap, poll_interval_ms=60_000))
+    until(lambda: tap.looked)
+    assert tap.ready is not None
+    for available in (1, 3):
+        tap.available = available
+        tap.ready.set()
+        until(lambda: rows() == list(range(tap.available)))
+    assert not tap.ready.is_set()
+    running.stopped()
+
+
+def test_a_source_that_signals_is_not_polled(build: Any) -> None:
+    tap = Tap(ready=True)
+    running = Running(build(tap, poll_interval_ms=1, epoch_interval_ms=0))
+    until(lambda: tap.looked)
+    looked = tap.looked
+    time.sleep(0.3)  # the point is that nothing happens meanwhile
+    assert tap.looked == looked
+    running.stopped()
+
+
+def test_a_requested_epoch_is_cut_now_and_the_request_is_cleared(build: Any, rows: Any) -> None:
+    tap = Tap(request=True)
+    assert tap.request is not None
+    tap.available = 1
+    running = Running(build(tap, epoch_interval_ms=600_000, poll_interval_ms=60_000))
+    until(lambda: rows() == [0])
+    tap.available = 2
+    tap.request.set()
+    until(lambda: rows() == [0, 1])
+    until(lambda: not tap.request.is_set())
+    running.stopped()
+
+
+def test_a_request_with_nothing_to_read_stays_until_there_is_something(build: Any, rows: Any) -> None:
+    tap = Tap(request=True)
+    assert tap.request is not None
+    running = Running(build(tap, epoch_interval_ms=0, poll_interval_ms=20))
+    tap.request.set()
+    until(lambda: tap.looked > 5)
+    assert tap.request.is_set()
+    tap.available = 1
+    until(lambda: rows() == [0])
+    until(lambda: not tap.request.is_set())
+    running.stopped()
+
+
+def test_what_passes_is_waited_out_and_the_source_opened_anew(build: Any, rows: Any) -> None:
+    tap = Tap()
+    tap.failures = [RetryableError("the connection broke", code="PEN-2001")] * 3
+    tap.available = 5
+    running = Running(build(tap))
+    until(lambda: rows() == list(range(5)))
+    assert tap.opened == 4
+    running.stopped()
+    assert running.telemetry.status()["state"] != "failed"
+
+
+def test_too_many_retries_in_a_row_stop_the_pipeline(build: Any) -> None:
+    tap = Tap()
+    tap.failures = [RetryableError("the connection broke", code="PEN-2001")] * 5
+    running = Running(build(tap, max_retries=2))
+    running.ends()
+    assert isinstance(running.error, FatalError)
+    assert running.error.code == "PEN-5013"
+    assert "the connection broke" in str(running.error)
+
+
+def test_a_failed_ack_is_told_again_and_fails_no_epoch(build: Any, rows: Any) -> None:
+    tap = Tap()
+    tap.ack_failures = [RetryableError("no answer")] * 2
+    tap.available = 5
+    running = Running(build(tap))
+    until(lambda: tap.acked == [5])
+    assert rows() == list(range(5))
+    assert running.stopped().epochs == 1
+
+
+def test_the_first_open_is_not_retried(build: Any) -> None:
+    class Unreachable(Tap):
+        def open(self) -> None:
+            super().open()
+            raise RetryableError("no route to the host", hint="is it running?")
+
+    tap = Unreachable()
+    running = Running(build(tap))
+    running.ends()
+    assert isinstance(running.error, FatalError)
+    assert running.error.code == "PEN-5001"
+    assert "source:source" in str(running.error)
+    assert tap.opened == 1
+
+
+def test_drain_ends_with_what_was_there_though_more_keeps_coming(build: Any, rows: Any) -> None:
+    class Growing(Tap):
+        def latest(self, start: Next, limit: ReadLimit) -> Next:
+            self.available += 10
+            end = min(self.available, start.row + (limit.rows or self.available))
+            return Next(row=end)
+
+    running = Running(build(Growing(), max_epoch_rows=4), drain=True)
+    running.ends()
+    assert running.error is None
+    assert rows() == list(range(10))
+
+
+def test_without_checkpoints_a_restart_begins_anew(tmp_path: Path) -> None:
+    for _ in range(2):
+        pipeline = Pipeline(
+            "forgetful",
+            sources={"source": Generator(GeneratorConfig(rows=10))},
+            sinks={"lake": FilesSink(FilesSinkConfig(path=str(tmp_path / "lake")))},
+            router=Router((), ("lake",)),
+            processing=Processing(state_dir=tmp_path / "state", checkpoint=False),
+        )
+        running = Running(pipeline, drain=True, lost_state="start-over")
+        running.ends()
+        assert running.error is None
+    assert sorted(read_published(tmp_path / "lake")["id"].to_pylist()) == sorted([*range(10), *range(10)])
+
+
+def test_two_runs_at_once_are_refused_and_the_first_is_named(build: Any) -> None:
+    first = Running(build(Tap()))
+    until(lambda: first.telemetry.status()["state"] == "running")
+    second = Running(build(Tap()))
+    second.ends()
+    assert isinstance(second.error, FatalError)
+    assert second.error.code == "PEN-5002"
+    assert f"process {os.getpid()}" in str(second.error)
+    first.stopped()
+
+
+def test_a_source_that_was_renamed_is_refused(build: Any, tmp_path: Path) -> None:
+    running = Running(build(Generator(GeneratorConfig(rows=10))), drain=True)
+    running.ends()
+    assert running.error is None
+    pipeline = build(Generator(GeneratorConfig(rows=10)))
+    renamed = Pipeline(
+        pipeline.name,
+        sources={"other": pipeline.sources["source"]},
+        sinks=pipeline.sinks,
+        router=pipeline.router,
+        processing=pipeline.processing,
+    )
+    again = Running(renamed, drain=True)
+    again.ends()
+    assert isinstance(again.error, ConfigError)
+    assert again.error.code == "PEN-1013"
+
+
+def test_after_a_reset_everything_is_read_again(build: Any, tmp_path: Path) -> None:
+    for expected in (10, 20):
+        running = Running(build(Generator(GeneratorConfig(rows=10))), drain=True)
+        running.ends()
+        assert running.error is None
+        assert read_published(tmp_path / "lake" / "rows").num_rows == expected
+        reset(tmp_path / "state", "supervised")
+
+
+def test_a_state_directory_of_another_pipeline_is_refused(build: Any, tmp_path: Path) -> None:
+    other = State(tmp_path / "state", "another")
+    other.open()
+    other.close()
+    running = Running(build(Tap()))
+    running.ends()
+    assert isinstance(running.error, FatalError)
+    assert running.error.code == "PEN-5003"
+
+
+class CallbackClient(PollingSource[NoOptions]):
+    """A client that calls back, polled through a bridge."""
+
+    name = "callback_client"
+
+    def __init__(self) -> None:
+        super().__init__(NoOptions())
+        self.bridge = BufferedBridge(capacity=10)
+        self.sent = 0
+        self.committed: list[Any] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self.config}
+
+    def schema(self) -> Schemas:
+        return {}
+
+    def deliver(self, count: int) -> None:
+        for _ in range(count):
+            self.sent += 1
+            assert self.bridge.put(SourceEnvelope(SourceRecord.from_number("rows", self.sent)), timeout_secs=10)
+
+    def poll_batch(self, max_records: int) -> list[SourceEnvelope] | None:
+        return self.bridge.take(max_records)
+
+    def checkpoint(self) -> SourceCheckpoint:
+        return SourceCheckpoint(offsets={"rows": self.sent})
+
+    def restore(self, checkpoint: SourceCheckpoint) -> None:
+        self.sent = checkpoint.offsets["rows"]
+
+    def commit(self, offsets: Any) -> None:
+        self.committed.append(offsets["rows"])
+
+    def data_ready_notify(self) -> threading.Event | None:
+        return self.bridge.ready
+
+
+def test_messages_of_a_callback_client_reach_the_sink_through_bridge_and_journal(build: Any, tmp_path: Path) -> None:
+    client = CallbackClient()
+    running = Running(build(client, poll_interval_ms=60_000))
+    until(lambda: running.telemetry.status()["state"] == "running")
+    client.deliver(25)  # more than the bridge holds: the callback waits until there is room
+    target = tmp_path / "lake" / "rows"
+    until(lambda: target.exists() and read_published(target).num_rows == 25)
+    assert [int(payload) for payload in read_published(target)["payload"].to_pylist()] == list(range(1, 26))
+    assert client.committed[-1] == 25
+    running.stopped()
+
+
+IDLE = """
+import sys, threading
+from pathlib import Path
+from penstock import supervisor
+from penstock.pipeline import Pipeline
+from penstock.testing import ForkEngine
+supervisor.run(Pipeline.from_toml(sys.argv[1]), engine=ForkEngine(2))
+"""
+
+PIPELINE = """
+connector_name = "idle"
+[source]
+connector = "generator"
+rows = 10
+[sink]
+connector = "files"
+path = "lake"
+"""
+
+
+def test_an_idle_pipeline_uses_next_to_no_cpu(tmp_path: Path) -> None:
+    """Over a few seconds here; `tests/spark` does it over a minute, with the JVM."""
+    (tmp_path / "pipeline.toml").write_text(PIPELINE)
+    process = subprocess.Popen([sys.executable, "-c", IDLE, str(tmp_path / "pipeline.toml")])
+    try:
+        until(lambda: list((tmp_path / "lake").glob("*.parquet")), 30)
+        before, began = cpu_secs(process.pid), time.monotonic()
+        time.sleep(4)
+        used = (cpu_secs(process.pid) - before) / (time.monotonic() - began)
+        assert used < 0.05, f"{used:.1%} of a core"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def cpu_secs(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

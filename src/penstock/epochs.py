@@ -143,6 +143,14 @@ class State:
         path = self._epochs / f"{number:012d}.json"
         return _load(path, Manifest) if path.exists() else None
 
+    def edges(self, source: str) -> dict[str, Json]:
+        """Up to where a source is `committed`, and up to where it is `planned`; None where nothing is."""
+        newest = self.newest
+        span = newest.ranges.get(source) if newest else None
+        if newest is None or span is None:
+            return {"committed": None, "planned": None}
+        return {"committed": span.end if newest.state == "committed" else span.start, "planned": span.end}
+
     def renew(self) -> None:
         """Begin a new incarnation; its first epoch is number 1. The old manifests are kept aside."""
         old, last = self.identity.incarnation, self.newest.number if self.newest else 0

@@ -14,14 +14,16 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from penstock.capture import ChangeCapture, SnapshotTable
 from penstock.epochs import EpochLoop, State
 from penstock.errors import Action, ConnectorError, FatalError, RetryableError, action
 from penstock.ingest import Ingest
 from penstock.job import Engine
+from penstock.journal import JournalPosition
 from penstock.pipeline import Pipeline, compare_shapes
 from penstock.routing import Route
-from penstock.sink import Topic
-from penstock.source import HealthState, HealthStatus, ProducerConfig, RangeSource
+from penstock.sink import SinkConnector, Topic
+from penstock.source import HealthState, HealthStatus, PollingSource, ProducerConfig, RangeSource, SourceConnector
 from penstock.telemetry import EpochReport, Telemetry
 
 HEALTH_SECS = 5.0
@@ -114,16 +116,16 @@ class _Supervisor:
             resources.callback(web.serve(self.telemetry, processing.metrics_port).close)
         starting = _Starting(engine, directory / "lock.jvm", self.telemetry)
         resources.callback(starting.stop)
-        self._open(directory, resources)
+        self._open(state, resources)
         starting.wait()
         loop = self._loop(state, engine)
+        for ingest in self.ingests.values():
+            ingest.start()
+        if self.drain:
+            self._await_ingests()
+            loop.freeze()
         waker = _Waker(self.stop)
         resources.callback(waker.close)
-        for name, ingest in self.ingests.items():
-            ingest.start()
-            resources.callback(ingest.stop)
-            waker.watch(ingest.ready, clear=True)
-            self.telemetry.state(f"source:{name}", HealthStatus.healthy())
         monitor = _Monitor(self)
         resources.callback(monitor.close)
         self._drive(loop, waker, began)
@@ -144,32 +146,74 @@ class _Supervisor:
         if state.identity.shape != shape:
             state.save_identity(shape=shape)
 
-    def _open(self, directory: Path, resources: contextlib.ExitStack) -> None:
-        """Open every connector once; the first open is never retried."""
+    def _open(self, state: State, resources: contextlib.ExitStack) -> None:
+        """Open every connector once; the first open is never retried. Sinks first: a capture asks them what is seeded."""
+        for name, sink in self.pipeline.sinks.items():
+            self._open_one(f"sink:{name}", sink, resources, sink.open)
         for name, source in self.pipeline.sources.items():
             source.routed = self._routed(name)
-            source.state_dir = directory / "sources" / name
+            source.state_dir = state.directory / "sources" / name
             if isinstance(source, RangeSource):
                 self.ranges[name] = source
-                self._open_one(f"source:{name}", source, resources)
+                self._open_one(f"source:{name}", source, resources, source.open)
             else:
-                ingest = Ingest(
-                    name,
-                    source,
-                    directory / "journal" / name,
-                    self.pipeline.processing,
-                    on_state=lambda which, health: self.telemetry.state(f"source:{which}", health),
-                )
-                self.ingests[name] = ingest
-                self._open_one(f"source:{name}", ingest, resources)
+                ingest = self.ingests[name] = self._ingest(name, source, state.directory / "journal" / name)
+                known = {
+                    edge: value and JournalPosition.model_validate(value) for edge, value in state.edges(name).items()
+                }
+                self._open_one(f"source:{name}", ingest, resources, lambda i=ingest, k=known: i.open(**k))  # type: ignore[misc]
                 self.ranges[name] = ingest.range_source
-        for name, sink in self.pipeline.sinks.items():
-            self._open_one(f"sink:{name}", sink, resources)
+            source.routed = tuple(source.producer_configs())
 
-    def _open_one(self, label: str, connector: Any, resources: contextlib.ExitStack) -> None:
+    def _ingest(self, name: str, source: SourceConnector[Any], journal: Path) -> Ingest:
+        targets = self.pipeline.router.targets
+        direct = any(not route.reliable_dispatch for route in self.pipeline.router.effective)
+
+        def reliable(stream: str) -> bool:
+            return any(target.route.reliable_dispatch for target in targets(name, stream))
+
+        def unseeded() -> list[SnapshotTable]:
+            assert isinstance(source, ChangeCapture)
+            return [table for table in source.tables() if self._lacking(name, table.stream)]
+
+        return Ingest(
+            name,
+            source,
+            journal,
+            self.pipeline.processing,
+            on_state=lambda which, health: self.telemetry.state(f"source:{which}", health),
+            reliable=reliable if direct else None,
+            unseeded=unseeded,
+        )
+
+    def _lacking(self, source: str, stream: str) -> list[tuple[SinkConnector[Any, Any], Topic]]:
+        """The sinks and topics of a stream whose first copy is not complete."""
+        targets = self.pipeline.router.targets(source, stream)
+        pairs = [(self.pipeline.sinks[name], target.topic) for target in targets for name in target.sinks]
+        return [(sink, topic) for sink, topic in pairs if not sink.is_seeded(topic)]
+
+    def _mark_seeded(self, state: State) -> None:
+        """Tell the sinks which first copies are complete, now that an epoch holds their last row."""
+        for name, ingest in self.ingests.items():
+            committed = state.edges(name)["committed"]
+            for stream, end in ingest.seeded.items() if committed else ():
+                if committed["row"] >= end.row:
+                    for sink, topic in self._lacking(name, stream):
+                        sink.mark_seeded(topic)
+
+    def _await_ingests(self) -> None:
+        """For `--drain`: let polling sources come to the end of what they have."""
+        for ingest in self.ingests.values():
+            while isinstance(ingest.source, PollingSource) and not ingest.idle.wait(0.05):
+                if ingest.failure is not None or self.stop.is_set():
+                    return
+
+    def _open_one(
+        self, label: str, connector: Any, resources: contextlib.ExitStack, opening: Callable[[], None]
+    ) -> None:
         resources.callback(connector.close)
         try:
-            connector.open()
+            opening()
         except RetryableError as error:
             raise FatalError(f"{label}: {error.message}", code="PEN-5001", hint=error.hint) from error
         self.telemetry.state(label, HealthStatus.healthy())
@@ -204,8 +248,6 @@ class _Supervisor:
                     routes.append((target.route, target.topic, schema))
         engine.check(routes)
         loop.start(sorted(pairs), self.lost_state)
-        if self.drain:
-            loop.freeze()
         return loop
 
     # -- epochs --------------------------------------------------------------------------------------------------
@@ -243,6 +285,7 @@ class _Supervisor:
             if report is not None:
                 self.summary.add(report, began)
                 self.telemetry.epoch(report)
+                self._mark_seeded(loop.state)
                 waker.cut()
             elif self.drain and not loop.unacked:
                 return
@@ -386,7 +429,8 @@ class _Monitor:
         while not self._closed.wait(HEALTH_SECS if sampled > 0 else 0.2):
             for kind, connectors in (("source", pipeline.sources), ("sink", pipeline.sinks)):
                 for name, connector in connectors.items():
-                    health = _asked(connector.health_check, HealthStatus.degraded)
+                    ingest = self._supervisor.ingests.get(name) if kind == "source" else None
+                    health = _asked(ingest.health if ingest else connector.health_check, HealthStatus.degraded)
                     if health.state is not HealthState.UNKNOWN:
                         telemetry.state(f"{kind}:{name}", health)
             if time.monotonic() - sampled >= pipeline.processing.lag_interval_secs:

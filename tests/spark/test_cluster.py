@@ -101,7 +101,16 @@ def test_it_runs_on_executors_of_their_own_from_an_installed_wheel(installed: Pa
     (tmp_path / "pipeline.toml").write_text(PIPELINE)
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "SPARK_LOCAL_IP")}
     done = subprocess.run(
-        [installed, "-m", "penstock.cli", "run", tmp_path / "pipeline.toml", "--drain", "--master", "local-cluster[2,1,1024]"],
+        [
+            installed,
+            "-m",
+            "penstock.cli",
+            "run",
+            tmp_path / "pipeline.toml",
+            "--drain",
+            "--master",
+            "local-cluster[2,1,1024]",
+        ],
         capture_output=True,
         text=True,
         env=environment,

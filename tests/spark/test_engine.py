@@ -97,7 +97,9 @@ def test_sql_filters_and_reshapes_a_topic(drained: Any, tmp_path: Path) -> None:
 
 
 def test_sql_and_passthrough_share_an_epoch_and_count_its_rows_once(drained: Any, tmp_path: Path) -> None:
-    summary = drained(Keyed(KeyedConfig(rows=100)), Route(), Route(to="/few", sql="SELECT row FROM input WHERE row < 10"))
+    summary = drained(
+        Keyed(KeyedConfig(rows=100)), Route(), Route(to="/few", sql="SELECT row FROM input WHERE row < 10")
+    )
     assert (summary.rows_in, summary.rows_out) == (100, 110)
     assert sorted(rows(tmp_path, "few")["row"].to_pylist()) == list(range(10))
 
@@ -143,7 +145,9 @@ def test_per_epoch_allows_an_aggregate(drained: Any, tmp_path: Path) -> None:
     assert len(table["key"]) == 10, "each of two epochs counts for itself"
 
 
-@pytest.mark.parametrize("route", [Route(), Route(partitions=2), Route(sql="SELECT * FROM input")], ids=["plain", "lanes", "sql"])
+@pytest.mark.parametrize(
+    "route", [Route(), Route(partitions=2), Route(sql="SELECT * FROM input")], ids=["plain", "lanes", "sql"]
+)
 def test_an_error_in_a_task_keeps_its_class_code_and_hint(drained: Any, route: Route) -> None:
     with pytest.raises(SchemaError) as stopped:
         drained(Keyed(KeyedConfig(fail="schema")), route)

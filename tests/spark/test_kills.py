@@ -53,14 +53,25 @@ def test_random_kills_lose_nothing_and_double_nothing(tmp_path: Path, sql: bool)
     choice = random.Random(seed)
     route = 'sql = "SELECT id, upper(name) AS name FROM input"' if sql else 'to = "/{stream}"'
     (tmp_path / "pipeline.toml").write_text(PIPELINE.format(rows=ROWS, route=route))
-    command = [sys.executable, "-m", "penstock.cli", "run", str(tmp_path / "pipeline.toml"), "--drain", "--master", "local[2]"]
+    command = [
+        sys.executable,
+        "-m",
+        "penstock.cli",
+        "run",
+        str(tmp_path / "pipeline.toml"),
+        "--drain",
+        "--master",
+        "local[2]",
+    ]
     for _ in range(KILLS):
         with open(tmp_path / "log", "ab") as log:
             run = subprocess.Popen(command, stdout=log, stderr=log)
         goal = newest_epoch(tmp_path) + choice.randint(1, 12)
         while newest_epoch(tmp_path) < goal and run.poll() is None:
             time.sleep(0.005)
-        assert run.poll() is None, f"seed {seed}: it ended before it was killed\n{(tmp_path / 'log').read_text()[-3000:]}"
+        assert run.poll() is None, (
+            f"seed {seed}: it ended before it was killed\n{(tmp_path / 'log').read_text()[-3000:]}"
+        )
         time.sleep(choice.uniform(0, 0.3))
         run.send_signal(signal.SIGKILL)
         run.wait()

@@ -97,6 +97,14 @@ class Tap(RangeSource[NoOptions, Next]):
         return self.request
 
 
+class Growing(Tap):
+    """Has ten rows more whenever it is asked."""
+
+    def latest(self, start: Next, limit: ReadLimit) -> Next:
+        self.available += 10
+        return Next(row=min(self.available, start.row + (limit.rows or self.available)))
+
+
 class Running:
     """A pipeline in a thread, stopped at the end of the test."""
 
@@ -259,12 +267,6 @@ def test_the_first_open_is_not_retried(build: Any) -> None:
 
 
 def test_drain_ends_with_what_was_there_though_more_keeps_coming(build: Any, rows: Any) -> None:
-    class Growing(Tap):
-        def latest(self, start: Next, limit: ReadLimit) -> Next:
-            self.available += 10
-            end = min(self.available, start.row + (limit.rows or self.available))
-            return Next(row=end)
-
     running = Running(build(Growing(), max_epoch_rows=4), drain=True)
     running.ends()
     assert running.error is None
@@ -284,6 +286,16 @@ def test_without_checkpoints_a_restart_begins_anew(tmp_path: Path) -> None:
         running.ends()
         assert running.error is None
     assert sorted(read_published(tmp_path / "lake")["id"].to_pylist()) == sorted([*range(10), *range(10)])
+
+
+def test_a_connector_that_cannot_travel_to_tasks_is_refused_by_name(build: Any) -> None:
+    class Local(Tap):
+        pass
+
+    running = Running(build(Local()))
+    running.ends()
+    assert isinstance(running.error, ConfigError)
+    assert "source 'source' cannot be pickled" in str(running.error)
 
 
 def test_two_runs_at_once_are_refused_and_the_first_is_named(build: Any) -> None:

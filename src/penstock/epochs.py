@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock import failpoints
 from penstock.durable import Json, canonical, disk_errors, make_directory, write_atomic
-from penstock.errors import ConnectorError, DataError, FatalError, StagingLost
+from penstock.errors import ConfigError, ConnectorError, DataError, FatalError, StagingLost
 from penstock.job import Engine, Job, Part, Tally, TaskResult
 from penstock.routing import Router
 from penstock.sink import CommittedEpoch, Epoch, SinkConnector, Topic, WriteResult
@@ -243,7 +243,7 @@ class EpochLoop:
     def __post_init__(self) -> None:
         # Tasks get connectors as they were made, not as the driver opened them: a connection does not travel.
         self._values = {
-            kind: {name: pickle.dumps(each) for name, each in connectors.items()}
+            kind: {name: _pickled(kind, name, each) for name, each in connectors.items()}
             for kind, connectors in (("source", self.sources), ("sink", self.sinks))
         }
 
@@ -582,6 +582,17 @@ class EpochLoop:
             for name, span in manifest.ranges.items()
             if name in self.sources
         }
+
+
+def _pickled(kind: str, name: str, connector: Any) -> bytes:
+    try:
+        return pickle.dumps(connector)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{kind} {name!r} cannot be pickled, so it cannot travel to tasks: {error}",
+            code="PEN-1016",
+            hint="define its class in a module, and make connections in `open`, not in `__init__`",
+        ) from error
 
 
 @contextlib.contextmanager

@@ -12,8 +12,6 @@ import pytest
 
 from penstock.connectors.files_sink import read_published
 
-pytestmark = pytest.mark.spark
-
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 CONNECTOR = '''

@@ -21,8 +21,6 @@ from penstock.routing import Route, Router
 from penstock.sink import DeliveryGuarantee
 from penstock.supervisor import Summary
 
-pytestmark = pytest.mark.spark
-
 
 @pytest.fixture
 def build(tmp_path: Path) -> Callable[..., Pipeline]:

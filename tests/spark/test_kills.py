@@ -14,8 +14,6 @@ import pytest
 
 from penstock.connectors.files_sink import read_published
 
-pytestmark = pytest.mark.spark
-
 ROWS = 60_000
 KILLS = 3
 

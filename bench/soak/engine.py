@@ -50,7 +50,7 @@ path = "table"
 
 def start(home: Path) -> subprocess.Popen[bytes]:
     log = open(home / "run.log", "ab")  # noqa: SIM115 (the child keeps it)
-    command = [sys.executable, "-m", "penstock.cli", "run", str(home / "pipeline.toml"), "--master", "local[2]"]
+    command = [sys.executable, "-m", "penstock", "run", str(home / "pipeline.toml"), "--master", "local[2]"]
     return subprocess.Popen(command, stdout=log, stderr=log)
 
 

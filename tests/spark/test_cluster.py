@@ -102,7 +102,7 @@ def test_it_runs_on_executors_of_their_own_from_an_installed_wheel(installed: Pa
         [
             installed,
             "-m",
-            "penstock.cli",
+            "penstock",
             "run",
             tmp_path / "pipeline.toml",
             "--drain",

@@ -54,7 +54,7 @@ def test_random_kills_lose_nothing_and_double_nothing(tmp_path: Path, sql: bool)
     command = [
         sys.executable,
         "-m",
-        "penstock.cli",
+        "penstock",
         "run",
         str(tmp_path / "pipeline.toml"),
         "--drain",

@@ -14,7 +14,7 @@ import pytest
 
 from penstock.connectors.files_sink import read_published
 
-ROWS = 60_000
+ROWS = 20_000
 KILLS = 3
 
 PIPELINE = """
@@ -64,7 +64,7 @@ def test_random_kills_lose_nothing_and_double_nothing(tmp_path: Path, sql: bool)
     for _ in range(KILLS):
         with open(tmp_path / "log", "ab") as log:
             run = subprocess.Popen(command, stdout=log, stderr=log)
-        goal = newest_epoch(tmp_path) + choice.randint(1, 12)
+        goal = newest_epoch(tmp_path) + choice.randint(1, 4)
         while newest_epoch(tmp_path) < goal and run.poll() is None:
             time.sleep(0.005)
         assert run.poll() is None, (

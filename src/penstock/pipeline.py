@@ -344,7 +344,7 @@ class _Reader:
         if many is not None and not isinstance(many, list):
             what, hint = f"'{kind}s' must be a list of tables", f"write [{kind}] for one, or [[{kind}s]] for several"
             self.problems.append(Problem("PEN-1003", what, hint, (f"{kind}s",)))
-        elif not one and not many:
+        elif one is None and not many:
             what, hint = f"the file needs a {kind}", f'[{kind}] and in it connector = "…"'
             self.problems.append(Problem("PEN-1004", what, hint))
         return found

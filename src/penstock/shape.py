@@ -66,7 +66,7 @@ def changes_between(old: Json, new: Json) -> list[Finding]:
         *_compare_name(old, new),
         *_compare_connectors("source", old["sources"], new["sources"]),
         *_compare_connectors("sink", old["sinks"], new["sinks"]),
-        *_compare_routes(old["routes"], new["routes"]),
+        *_compare_routes(old["routes"], new["routes"], new["sinks"]),
     ]
 
 
@@ -147,7 +147,7 @@ def _compare_options(of: str, old: Json, new: Json) -> Iterator[Finding]:
             yield Finding(True, f"`{option}` of {of} has {_names(added)} from now on")
 
 
-def _compare_routes(old: Json, new: Json) -> Iterator[Finding]:
+def _compare_routes(old: Json, new: Json, sinks: Json) -> Iterator[Finding]:
     for route in old:
         same = [each for each in new if _takes(each) == _takes(route)]
         kept = next((each for each in same if each["to"] == route["to"]), None)
@@ -158,7 +158,7 @@ def _compare_routes(old: Json, new: Json) -> Iterator[Finding]:
         elif kept is None:
             yield Finding(False, f"the route from {route['from']!r} to {route['to']!r} was removed or changed", _RESET)
         else:
-            gone = [sink for sink in route["sinks"] if sink not in kept["sinks"]]
+            gone = [sink for sink in route["sinks"] if sink in sinks and sink not in kept["sinks"]]
             if gone:
                 what = f"the route from {route['from']!r} to {route['to']!r} no longer names the sink {_names(gone)}"
                 yield Finding(False, what, _RESET)

@@ -65,7 +65,7 @@ class TestBuiltIn:
 
     def test_a_missing_extra_says_what_to_install(self, monkeypatch):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-        with pytest.raises(ConfigError, match="PEN-1007 .*deltalake") as caught:
+        with pytest.raises(ConfigError, match=r"PEN-1007 .*deltalake") as caught:
             registry.load("sink", "delta")
         assert caught.value.hint == "pip install 'penstock[delta]'"
 
@@ -74,7 +74,7 @@ class TestBuiltIn:
         sys.path.insert(0, str(base))
         entry = registry.Entry("sink", "needy", "needy:Needy", extra="needy")
         monkeypatch.setitem(registry.BUILT_IN, ("sink", "needy"), entry)
-        with pytest.raises(ConfigError, match="PEN-1007 .*not_there_at_all") as caught:
+        with pytest.raises(ConfigError, match=r"PEN-1007 .*not_there_at_all") as caught:
             registry.load("sink", "needy")
         assert caught.value.hint == "pip install 'penstock[needy]'"
 
@@ -105,7 +105,7 @@ class TestEntryPoints:
 
     def test_what_it_lacks_is_named(self, monkeypatch):
         entry_points(monkeypatch, third="not_there_at_all:Third")
-        with pytest.raises(ConfigError, match="PEN-1007 .*not_there_at_all"):
+        with pytest.raises(ConfigError, match=r"PEN-1007 .*not_there_at_all"):
             registry.load("source", "third")
 
 
@@ -126,7 +126,7 @@ class TestModules:
 
     def test_a_module_that_is_not_there_says_where_to_put_it(self, base):
         with pytest.raises(
-            ConfigError, match="PEN-1006 cannot import 'nowhere.x:Mine': there is no such module"
+            ConfigError, match=r"PEN-1006 cannot import 'nowhere.x:Mine': there is no such module"
         ) as caught:
             registry.load("source", "nowhere.x:Mine", base)
         assert "nowhere.py beside the pipeline file" in caught.value.hint
@@ -143,13 +143,13 @@ class TestModules:
 
     def test_a_class_that_is_not_there_is_answered_with_the_nearest(self, base):
         (base / "near.py").write_text(SOURCE)
-        with pytest.raises(ConfigError, match="PEN-1006 module near .* has no 'Mime'") as caught:
+        with pytest.raises(ConfigError, match=r"PEN-1006 module near .* has no 'Mime'") as caught:
             registry.load("source", "near:Mime", base)
         assert "'Mine'" in caught.value.hint
 
     @pytest.mark.parametrize("spec", ["a b:C", "mod:", ":C", "mod:a-b"])
     def test_what_names_no_object_is_refused(self, base, spec):
-        with pytest.raises(ConfigError, match="PEN-1006 .*package.module:name"):
+        with pytest.raises(ConfigError, match=r"PEN-1006 .*package.module:name"):
             registry.load("source", spec, base)
 
     def test_a_class_that_is_no_connector_is_refused(self, base):

@@ -6,6 +6,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -206,13 +207,16 @@ def is_number(annotation: Any) -> bool:
     return annotation in (int, float) or any(is_number(each) for each in get_args(annotation))
 
 
-def names_read_from(base: str, path: Path) -> Iterator[str]:
+def names_read_from(base: str, path: Path) -> set[str]:
     """Every x of `base.x` and `….base.x` in a file."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            value = node.value
-            if (value.id if isinstance(value, ast.Name) else getattr(value, "attr", None)) == base:
-                yield node.attr
+    return {name for owner, name in attributes_read(path) if owner == base}
+
+
+@cache
+def attributes_read(path: Path) -> list[tuple[str | None, str]]:
+    found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    loaded = [node for node in found if isinstance(node.ctx, ast.Load)]
+    return [(getattr(node.value, "id", None) or getattr(node.value, "attr", None), node.attr) for node in loaded]
 
 
 def names_read_by_own_methods(path: Path) -> Iterator[str]:

@@ -208,15 +208,21 @@ def is_number(annotation: Any) -> bool:
 
 
 def names_read_from(base: str, path: Path) -> set[str]:
-    """Every x of `base.x` and `….base.x` in a file."""
-    return {name for owner, name in attributes_read(path) if owner == base}
+    """Every x of `base.x`, `….base.x`, `…._base.x`, and of `b.x` where `b = ….base`, in a file."""
+    nodes = nodes_of(path)
+    assigned = [(node.targets[0], node.value) for node in nodes if isinstance(node, ast.Assign)]
+    owners = {base, f"_{base}", *(last_name(target) for target, value in assigned if last_name(value) == base)}
+    loads = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)]
+    return {node.attr for node in loads if last_name(node.value) in owners}
 
 
 @cache
-def attributes_read(path: Path) -> list[tuple[str | None, str]]:
-    found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
-    loaded = [node for node in found if isinstance(node.ctx, ast.Load)]
-    return [(getattr(node.value, "id", None) or getattr(node.value, "attr", None), node.attr) for node in loaded]
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def last_name(node: ast.AST) -> str:
+    return getattr(node, "id", None) or getattr(node, "attr", None) or ""
 
 
 def names_read_by_own_methods(path: Path) -> Iterator[str]:
@@ -241,8 +247,9 @@ class TestTheFleetTestsThemselves:
             "    @model_validator(mode='after')\n    def check(self): return self.lost\n"
             "    def name(self): return self.kept\n"
             "class X:\n    def open(self): return self.config.used\n"
+            "    def read(self):\n        c = self.config\n        return c.short\n"
         )
-        assert {*names_read_from("config", source), *names_read_by_own_methods(source)} == {"used", "kept"}
+        assert {*names_read_from("config", source), *names_read_by_own_methods(source)} == {"used", "kept", "short"}
 
     def test_units_are_asked_for_where_they_matter(self):
         class Wrong(BaseModel):

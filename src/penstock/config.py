@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import UnionType
@@ -125,9 +125,9 @@ def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return " or ".join(dict.fromkeys(type_text(each, metadata) for each in arguments if each is not type(None)))
     if origin is Literal:
         return " or ".join(f'"{each}"' if isinstance(each, str) else str(each).lower() for each in arguments)
-    if origin in (list, tuple, set, frozenset):
+    if origin in (list, tuple, set, frozenset, Sequence):
         return f"list of {type_text(arguments[0])}"
-    if origin is dict:
+    if origin in (dict, Mapping):
         return f"table of {type_text(arguments[1])}"
     if isinstance(annotation, type):
         if issubclass(annotation, Enum):

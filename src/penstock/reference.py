@@ -214,7 +214,7 @@ def _load(entry: Entry) -> type[Connector[Any]]:
 
 def _connector_section(entry: Entry) -> Iterator[str]:
     connector = _load(entry)
-    module = sys.modules[connector.__module__]
+    module = sys.modules[entry.target.partition(":")[0]]
     yield from ["", f"## {str(entry.kind).capitalize()}", "", inspect.getdoc(module) or "", ""]
     yield inspect.getdoc(connector) or ""
     if issubclass(connector, SinkConnector):

@@ -1,0 +1,205 @@
+"""Run an epoch's tasks in forked processes: the whole protocol without a JVM, cheap enough to be killed at every step."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import select
+import signal
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import pyarrow as pa
+
+from penstock import failpoints
+from penstock.errors import ConfigError, FatalError, RetryableError
+from penstock.job import Job, Tally, TaskResult, Writer, is_plain, read_parts, run_task
+from penstock.routing import Route, partition_of
+from penstock.sink import Task, Topic
+
+T = TypeVar("T")
+
+_LIBC = ctypes.CDLL(None)  # loaded before any fork: a child should do as little as it can
+_PR_SET_PDEATHSIG = 1
+
+
+class Killed(Exception):
+    """A signal ended a forked process before it had a result."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"killed by {signal.Signals(number).name}" if number > 0 else "ended without a result")
+        self.signal = number
+
+
+class Forked(Generic[T]):
+    """A forked process that runs one function and sends back what it returned or raised."""
+
+    def __init__(self, function: Callable[[], T], *, orphan: bool = False) -> None:
+        """`orphan`: it may outlive this process, as a task on another machine does."""
+        self._reader, writer = os.pipe()
+        self._ended: int | None = None
+        parent = os.getpid()
+        self.pid = os.fork()
+        if not self.pid:
+            os.close(self._reader)
+            _run_and_exit(function, writer, None if orphan else parent)
+        os.close(writer)
+
+    def fileno(self) -> int:
+        """Readable once there is a result, or none will come."""
+        return self._reader
+
+    def result(self) -> T:
+        """Wait for its end and that of all it forked; raises what it raised, or `Killed`."""
+        with open(self._reader, "rb", closefd=False) as pipe:
+            answer = pipe.read()
+        status = self.wait()
+        with contextlib.suppress(OSError):
+            os.close(self._reader)
+        try:
+            value, error, trace = pickle.loads(answer)
+        except (EOFError, pickle.UnpicklingError):
+            raise Killed(os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0) from None
+        if error is not None:
+            error.add_note(f"in process {self.pid}:\n{trace}")
+            raise error
+        return value  # type: ignore[no-any-return]
+
+    def wait(self) -> int:
+        """Wait for the process alone; its wait status."""
+        if self._ended is None:
+            _, self._ended = os.waitpid(self.pid, 0)
+        return self._ended
+
+    def kill(self) -> None:
+        """End it if it still runs."""
+        if self._ended is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait()
+        with contextlib.suppress(OSError):
+            os.close(self._reader)
+
+
+class ForkEngine:
+    """
+    An `Engine` of plain processes. A route with `partitions` gets one task per partition that reads everything.
+
+    `die_with_task`: a task that is killed takes the driver with it, so that a failpoint in a task is a crash of the run.
+    `task_attempts`: how often a task is tried when it fails with a retryable error, as Spark does.
+    `orphans`: tasks outlive a killed driver, as executors do.
+    """
+
+    def __init__(
+        self, parallelism: int = 2, *, die_with_task: bool = False, task_attempts: int = 1, orphans: bool = False
+    ) -> None:
+        self.parallelism = parallelism
+        self.die_with_task = die_with_task
+        self.task_attempts = task_attempts
+        self.orphans = orphans
+
+    def check(self, routes: Sequence[tuple[Route, Topic, pa.Schema]]) -> None:
+        for route, topic, _ in routes:
+            _refuse_sql(route, topic)
+
+    def run(self, job: Job) -> Sequence[TaskResult]:
+        for route in job.router.effective:
+            _refuse_sql(route, route.to)
+        tasks = list(enumerate(_tasks(job, self.parallelism)))
+        waiting = [(number, 0) for number, _ in tasks]
+        running: dict[Forked[TaskResult], tuple[int, int]] = {}
+        results: dict[int, TaskResult] = {}
+        try:
+            while waiting or running:
+                while waiting and len(running) < self.parallelism:
+                    number, attempt = waiting.pop(0)
+                    child = Forked(partial(tasks[number][1], task=Task(number, attempt)), orphan=self.orphans)
+                    running[child] = (number, attempt)
+                for child in select.select(list(running), [], [])[0]:
+                    number, attempt = running.pop(child)
+                    try:
+                        results[number] = self._result(child)
+                    except RetryableError:
+                        if attempt + 1 >= self.task_attempts:
+                            raise
+                        waiting.append((number, attempt + 1))
+        finally:
+            for child in running:
+                child.kill()
+        return [results[number] for number, _ in tasks]
+
+    def _result(self, child: Forked[TaskResult]) -> TaskResult:
+        try:
+            return child.result()
+        except Killed as killed:
+            if self.die_with_task and killed.signal:
+                os.kill(os.getpid(), killed.signal)
+            raise RetryableError(
+                f"task process {child.pid} was {killed}", code="PEN-2006", hint="look for what killed it: out of memory?"
+            ) from None
+
+
+def _tasks(job: Job, parallelism: int) -> list[Callable[..., TaskResult]]:
+    tasks: list[Callable[..., TaskResult]] = [
+        partial(run_task, job, group, wanted=lambda target: target.route.partitions == 1)
+        for group in job.groups(parallelism)
+    ]
+    for lanes in sorted({route.partitions for route in job.router.effective if route.partitions > 1}):
+        tasks += [partial(_run_lane, job, lane, lanes) for lane in range(lanes)]
+    return tasks
+
+
+def _run_lane(job: Job, lane: int, lanes: int, task: Task) -> TaskResult:
+    """Read everything and keep the rows whose key belongs to this lane: per-key order without a shuffle."""
+    failpoints.hit("stage.begin")
+    tallies: dict[int, Tally] = {}
+    writer = Writer(job, task)
+    try:
+        for target, rows in read_parts(job, job.parts, tallies, lambda target: target.route.partitions == lanes):
+            mine = partition_of(rows, target.route.key_columns(rows.schema), lanes) == lane
+            writer.write(target, rows.filter(pa.array(mine)))
+        result = writer.finish()
+    finally:
+        writer.close()
+    result.tallies = tallies
+    return result
+
+
+def _refuse_sql(route: Route, topic: Topic) -> None:
+    if not is_plain(route):
+        raise ConfigError(
+            f"the route to {topic} has SQL or a transform, and the forking engine has no SQL",
+            code="PEN-1009",
+            hint="test that route with SparkEngine, or without its `sql` and `transform`",
+        )
+
+
+def _run_and_exit(function: Callable[[], Any], writer: int, parent: int | None) -> None:
+    """The life of a forked process; never returns, and runs nothing of what the parent has planned for its own exit."""
+    try:
+        if parent is not None:
+            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            answer = pickle.dumps((function(), None, ""))
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the parent raises it
+            answer = pickle.dumps((None, _portable(error), traceback.format_exc()))
+        with open(writer, "wb") as pipe:
+            pipe.write(answer)
+    finally:
+        os._exit(0)
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error if it survives pickling, else one that tells of it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - an error's pickling may fail in any way
+        return FatalError(f"{type(error).__name__}: {error}", code="PEN-5012")
+    return error

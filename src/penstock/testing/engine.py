@@ -138,7 +138,9 @@ class ForkEngine:
             if self.die_with_task and killed.signal:
                 os.kill(os.getpid(), killed.signal)
             raise RetryableError(
-                f"task process {child.pid} was {killed}", code="PEN-2006", hint="look for what killed it: out of memory?"
+                f"task process {child.pid} was {killed}",
+                code="PEN-2006",
+                hint="look for what killed it: out of memory?",
             ) from None
 
 

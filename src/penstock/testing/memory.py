@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic import Field
 
 from penstock import failpoints
 from penstock.change import Op
@@ -148,7 +149,7 @@ class MemorySinkConfig(Config):
 
 
 class MemoryReceipt(Receipt):
-    files: dict[Topic, list[str]] = {}
+    files: dict[Topic, list[str]] = Field(default_factory=dict)
     """Names of the staged files."""
 
     def topics(self) -> Iterable[Topic]:
@@ -192,12 +193,11 @@ class MemorySink(TopicSink[MemorySinkConfig, MemoryReceipt]):
             for batch in batches[1:]:
                 schema = _follow(schema, batch.schema, topic)
             table = pa.concat_tables([pa.Table.from_batches([batch]) for batch in batches], promote_options="default")
-            names = []
+            names: list[str] = []
             for part in _partitions(table.select(schema.names), self.config.partition_by):
                 names.append(f"{self._stem}-{len(names)}.arrow")
-                with disk_errors(), pa.OSFile(str(directory / names[-1]), "wb") as file:
-                    with pa.ipc.new_file(file, part.schema) as writer:
-                        writer.write_table(part)
+                with disk_errors(), pa.ipc.new_file(str(directory / names[-1]), part.schema) as writer:
+                    writer.write_table(part)
             fsync(*(directory / name for name in names))
             files[topic] = names
         return MemoryReceipt(files=files)

@@ -43,7 +43,11 @@ SWEEP_AFTER_SECS = 30.0
 M = TypeVar("M", bound=BaseModel)
 
 _EPOCH = "@epoch"
-"""Beside the sources' ends a marker holds where the epoch began and what it wrote: enough to go on from a lost state."""
+"""Beside the sources' ends a marker holds where the epoch began, what it wrote, its notes and which incarnations came before
+its own: enough to go on from a lost state."""
+
+_ANY = 2**63 - 1
+"""Stands for the last epoch of an incarnation that was ended without knowing it."""
 
 
 class Range(BaseModel):
@@ -90,7 +94,9 @@ class Identity(BaseModel):
     adopts: list[tuple[str, int]] = []
     """Markers in targets that this incarnation was told to take over."""
     replaces: list[tuple[str, int]] = []
-    """Incarnations that `offsets reset` ended, with their last epoch: their markers are adopted unasked."""
+    """Incarnations that this one follows, each with its last epoch: their markers are adopted when they are met."""
+    resumes: Manifest | None = None
+    """The first epoch of an incarnation that goes on from a lost state, until it is in a file of its own."""
     shape: Json = None
     """What the pipeline looked like, to tell which changes of its file are safe."""
 
@@ -156,7 +162,7 @@ class State:
         old, last = self.identity.incarnation, self.newest.number if self.newest else 0
         replaces = [*self.identity.replaces, (old, last)]
         # Identity first: after a crash in between, the manifests of another incarnation are set aside when read.
-        self.save_identity(incarnation=str(uuid4()), replaces=replaces, adopts=[])
+        self.save_identity(incarnation=str(uuid4()), replaces=replaces, adopts=[], resumes=None)
         self._set_aside(old)
         self.newest = None
 
@@ -191,6 +197,8 @@ class State:
                 self.newest = newest
             elif self._lock is not None:
                 self._set_aside(newest.incarnation)
+        if self.newest is None:
+            self.newest = self.identity.resumes
 
     def _set_aside(self, incarnation: str) -> None:
         with disk_errors():
@@ -284,7 +292,6 @@ class EpochLoop:
     def _take_over(
         self, foreign: dict[tuple[str, Topic], CommittedEpoch], on_lost: Literal["stop", "resume", "start-over"]
     ) -> None:
-        markers = sorted({(m.incarnation, m.number) for m in foreign.values()})
         (sink, topic), one = max(foreign.items(), key=lambda item: item[1].number)
         if on_lost == "stop" or self.state.newest is not None:
             raise FatalError(
@@ -295,23 +302,31 @@ class EpochLoop:
                 "`--lost-state start-over` reads everything again (empty the target first, or its rows will be doubled)"
                 + ("; move this state directory away first" if self.state.newest is not None else ""),
             )
-        self.state.save_identity(adopts=[*self.state.identity.adopts, *markers])
-        if on_lost == "start-over":
+        if on_lost == "resume":
+            self._resume(foreign)
             return
-        if len({m.incarnation for m in foreign.values()}) > 1:
-            raise FatalError("the targets hold epochs of more than one incarnation", code="PEN-5007", hint="start over")
+        markers = {(marker.incarnation, marker.number) for marker in foreign.values()}
+        ended = [(incarnation, _ANY) for incarnation in sorted({incarnation for incarnation, _ in markers})]
+        identity = self.state.identity
+        self.state.save_identity(adopts=[*identity.adopts, *sorted(markers)], replaces=[*identity.replaces, *ended])
+
+    def _resume(self, foreign: dict[tuple[str, Topic], CommittedEpoch]) -> None:
+        """Go on from the last epoch in the targets: in a new incarnation, whose first epoch completes that one."""
+        one = _newest(foreign.values())
         about = one.end.get(_EPOCH) or {}
-        ends = {name: end for name, end in one.end.items() if name != _EPOCH}
         # Every epoch before `one` was committed everywhere. Of `one` itself some topics may be missing.
-        missing = []
+        markers, missing = {(each.incarnation, each.number) for each in foreign.values()}, []
         for name, written in about.get("topics", {}).items():
-            for each in written if name in self.sinks and self.sinks[name].capabilities.exactly_once else ():
+            can = self.sinks[name].capabilities if name in self.sinks else None
+            for each in written if can and (can.exactly_once or can.two_phase_commit) else ():
                 marker = self.sinks[name].committed_epoch(self.state.pipeline, each)
-                if marker is None or marker.number < one.number:
+                if marker is not None:
+                    markers.add((marker.incarnation, marker.number))
+                if marker is None or (marker.incarnation, marker.number) != (one.incarnation, one.number):
                     missing.append((name, each))
         ranges = {
             name: Range(start=about["start"][name] if missing else end, end=end)
-            for name, end in ends.items()
+            for name, end in one.end.items()
             if name in self.sources
         }
         manifest = Manifest(
@@ -322,8 +337,14 @@ class EpochLoop:
             ranges=ranges,
             attempts=[uuid4().hex[:8]],
             only=missing or None,
+            notes=about.get("notes", {}),
         )
+        # One write for all: an incarnation that adopts the markers and does not go on from them would double everything.
+        replaces = [*about.get("replaces", []), (one.incarnation, one.number)]
+        self.state.save_identity(adopts=sorted(markers), replaces=replaces, resumes=manifest)
         self.state.save(manifest)
+        if not missing:
+            self._unacked = self._ends(manifest)
 
     # -- one epoch -----------------------------------------------------------------------------------------------
 
@@ -501,6 +522,8 @@ class EpochLoop:
         end[_EPOCH] = {
             "start": {source: span.start for source, span in manifest.ranges.items()},
             "topics": {written: sorted(topics) for written, topics in manifest.rows_out.items()},
+            "notes": manifest.notes,
+            "replaces": self.state.identity.replaces,
         }
         sink.commit_epoch(self._epoch(manifest), receipts, end)
 
@@ -551,20 +574,26 @@ class EpochLoop:
         if newest is None or not newest.unswept or time.monotonic() - self._opened_at < SWEEP_AFTER_SECS:
             return
         for number in newest.unswept:
-            manifest = self.state.load(number)
-            for attempt in manifest.attempts if manifest else ():
-                assert manifest is not None
-                for name, sink in self.sinks.items():
-                    named = (*manifest.receipts.get(name, ()), *manifest.replaced.get(name, ()))
-                    keep = [sink.receipt_type.model_validate(each) for each in named]
-                    sink.sweep(self._epoch(manifest, attempt), keep)
+            self._sweep_epoch(number)
         # Not written now: the next manifest carries it, and sweeping twice does no harm.
         self.state.newest = newest.model_copy(update={"unswept": []})
+
+    def _sweep_epoch(self, number: int) -> None:
+        manifest = self.state.load(number)
+        for attempt in manifest.attempts if manifest else ():
+            assert manifest is not None
+            for name, sink in self.sinks.items():
+                named = (*manifest.receipts.get(name, ()), *manifest.replaced.get(name, ()))
+                keep = [sink.receipt_type.model_validate(each) for each in named]
+                sink.sweep(self._epoch(manifest, attempt), keep)
 
     # -- small things --------------------------------------------------------------------------------------------
 
     def _epoch(self, manifest: Manifest, attempt: str | None = None) -> Epoch:
         adopts = frozenset((incarnation, number) for incarnation, number in self.state.identity.adopts)
+        if manifest.only is not None:
+            # Topics that missed the epoch which this one completes: if they have it by now, another run is alive.
+            adopts -= {tuple(self.state.identity.replaces[-1])}
         return Epoch(
             manifest.pipeline, manifest.incarnation, manifest.number, attempt or manifest.attempts[-1], adopts=adopts
         )
@@ -600,6 +629,23 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     began = time.perf_counter()
     yield
     seconds[phase] = time.perf_counter() - began
+
+
+def _newest(markers: Iterable[CommittedEpoch]) -> CommittedEpoch:
+    """The last epoch of the incarnation that all others came before; refuses markers that do not tell which it is."""
+    found = list(markers)
+    last = {tuple(each) for marker in found for each in (marker.end.get(_EPOCH) or {}).get("replaces", ())}
+    leading = [marker for marker in found if all(marker.incarnation != incarnation for incarnation, _ in last)]
+    one = max(leading, key=lambda marker: marker.number, default=None)
+    if one is not None:
+        before = {one.incarnation: one.number, **dict((one.end.get(_EPOCH) or {}).get("replaces", ()))}
+        if all(marker.number <= before.get(marker.incarnation, -1) for marker in found):
+            return one
+    raise FatalError(
+        "the targets hold epochs of more than one incarnation, and none of them tells which came last",
+        code="PEN-5007",
+        hint="another pipeline of this name writes there as well: empty the targets, and `--lost-state start-over`",
+    )
 
 
 def _receipts(results: Sequence[TaskResult]) -> dict[str, list[Json]]:

@@ -1,0 +1,252 @@
+"""What once went wrong in the epoch protocol, each with the test that would have caught it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from penstock import epochs, failpoints
+from penstock.epochs import EpochLoop, State
+from penstock.errors import ConnectorError, FatalError, Fenced, RetryableError
+from penstock.job import run_task
+from penstock.routing import Router
+from penstock.sink import SinkConnectorCapabilities, Task
+from penstock.source import Note, SourceBatch
+from penstock.testing import MemorySink, MemorySinkConfig, MemorySource
+
+TOPICS = [("lake", "/a"), ("lake", "/b")]
+
+
+class InlineEngine:
+    parallelism = 1
+
+    def check(self, routes):
+        pass
+
+    def run(self, job):
+        return [run_task(job, job.parts, Task(0))]
+
+
+@dataclass
+class Run:
+    """A pipeline of two topics whose every item is an epoch, run in this process."""
+
+    path: Path
+    topics: list = field(default_factory=lambda: TOPICS)
+    items: int = 8
+    items_of_b: int = 8
+    source_type: type = MemorySource
+    sink_type: type = MemorySink
+
+    def loop(self, on_lost="stop", sinks=("lake",)):
+        (self.path / "source").mkdir(exist_ok=True)
+        source = self.source_type.of(
+            self.path / "source",
+            *(
+                SourceBatch(pa.RecordBatch.from_pylist([{"id": n}]), stream=s)
+                for n in range(self.items)
+                for s in ("a", "b")
+                if s == "a" or n < self.items_of_b
+            ),
+        )
+        made = {name: self.sink_type(MemorySinkConfig(path=self.path / name)) for name in sinks}
+        state = State(self.path / "state", "orders")
+        state.open()
+        try:
+            loop = EpochLoop(
+                state, {"memory": source}, made, Router((), tuple(sinks)), InlineEngine(), max_epoch_rows=2
+            )
+            for sink in made.values():
+                sink.open()
+            loop.start(self.topics, on_lost)
+        except BaseException:
+            state.close()
+            raise
+        return loop
+
+    def step(self, failpoint=None, on_lost="stop", count=1):
+        """One run of `count` steps; a failpoint stands in for the crash, since the loop is thrown away after it."""
+        loop = self.loop(on_lost)
+        failpoints.arm(failpoint)
+        try:
+            for _ in range(count):
+                loop.step()
+        except ConnectorError as error:
+            return error
+        finally:
+            failpoints.arm(None)
+            loop.state.close()
+        return None
+
+    def ids(self, topic, sink="lake"):
+        return [row["id"] for row in MemorySink(MemorySinkConfig(path=self.path / sink)).visible(topic)]
+
+    def lose_state(self):
+        shutil.rmtree(self.path / "state")
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(tmp_path)
+
+
+def test_a_resume_that_dies_between_identity_and_manifest_does_not_begin_anew(run, monkeypatch):
+    run.step(count=3)
+    run.lose_state()
+    monkeypatch.setattr(State, "save", lambda self, manifest: pytest.fail("killed here"))
+    with pytest.raises(pytest.fail.Exception):
+        run.step(on_lost="resume")
+    monkeypatch.undo()
+    assert run.step() is None
+    assert run.ids("/a") == [0, 1, 2, 3]
+
+
+def test_a_refused_resume_leaves_no_answer_behind_that_the_next_run_takes_for_a_start_over(run, tmp_path_factory):
+    stranger = Run(tmp_path_factory.mktemp("stranger"))
+    for each in (run, stranger):
+        each.step(count=3)
+    shutil.rmtree(run.path / "lake" / "b")
+    shutil.copytree(stranger.path / "lake" / "b", run.path / "lake" / "b")
+    run.lose_state()
+    with pytest.raises(FatalError, match="PEN-5007"):
+        run.step(on_lost="resume")
+    with pytest.raises(FatalError, match="PEN-5007"):
+        run.step()
+    assert run.ids("/a") == [0, 1, 2]
+
+
+def test_rows_that_a_sink_committed_before_it_lost_the_rest_survive_the_sweep(run, monkeypatch):
+    assert run.step("commit.topic=fail") is not None
+    for file in (run.path / "lake" / "b" / "rows").iterdir():
+        file.unlink()
+    monkeypatch.setattr(epochs, "SWEEP_AFTER_SECS", 0)
+    run.step(count=2)
+    assert run.ids("/a") == run.ids("/b") == [0, 1]
+
+
+def test_what_a_try_staged_and_lost_in_part_is_swept_in_the_end(run, monkeypatch):
+    assert run.step("stage.after=fail") is not None
+    monkeypatch.setattr(epochs, "SWEEP_AFTER_SECS", 0)
+    run.step(count=2)
+    assert len(list((run.path / "lake").glob("*/rows/*"))) == 4
+
+
+def test_a_topic_that_was_not_known_at_the_start_is_completed_by_a_resume(run):
+    run.step(count=1)
+    assert run.step("commit.topic=fail") is not None
+    run.lose_state()
+    run.topics = [("lake", "/a")]
+    assert run.step(on_lost="resume", count=2) is None
+    assert run.ids("/a") == run.ids("/b") == [0, 1, 2]
+
+
+def test_a_topic_that_was_not_known_at_the_start_goes_on_after_a_resume(run):
+    run.items, run.items_of_b = 5, 1
+    run.step(count=4)
+    run.lose_state()
+    run.topics = [("lake", "/a")]
+    (run.path / "lake" / "b").rename(run.path / "elsewhere")  # /b stands at an older epoch than /a
+    assert run.ids("/a") == [0, 1, 2, 3, 4]
+    (run.path / "elsewhere").rename(run.path / "lake" / "b")
+    assert run.step(on_lost="resume") is None
+    more = Run(run.path, topics=run.topics, source_type=Later)
+    assert more.step() is None
+    assert run.ids("/b") == [0, 99]
+
+
+class Later(MemorySource):
+    """The source of a later day: the first items are gone, and one for /b has come."""
+
+    @classmethod
+    def of(cls, path, *script):
+        late = SourceBatch(pa.RecordBatch.from_pylist([{"id": 99}]), stream="b")
+        return super().of(path, *script[:6], late)
+
+
+def test_a_topic_that_was_not_known_at_the_start_goes_on_after_a_start_over(run):
+    run.items, run.items_of_b = 5, 1
+    run.step(count=4)
+    run.lose_state()
+    shutil.rmtree(run.path / "source")
+    run.topics = [("lake", "/a")]
+    assert run.step(on_lost="start-over") is None
+    assert run.ids("/b") == [0, 0], "it was not emptied, and it was asked to start over"
+
+
+def test_a_zombie_that_completes_its_epoch_during_a_resume_is_not_doubled(run):
+    run.step(count=1)
+    zombie = run.loop()
+    failpoints.arm("commit.topic=fail")
+    with pytest.raises(RetryableError):
+        zombie.step()
+    failpoints.arm(None)
+    zombie.state.close()
+    shutil.move(run.path / "state", run.path / "zombie")
+    resumed = run.loop(on_lost="resume")
+    zombie.state.directory = run.path / "zombie"
+    failpoints.arm("commit.after=fail")
+    with pytest.raises(RetryableError):
+        zombie.step()
+    failpoints.arm(None)
+    assert run.ids("/b") == [0, 1]
+    with pytest.raises(Fenced):
+        resumed.step()
+    resumed.state.close()
+    assert run.ids("/b") == [0, 1]
+
+
+class NotedSource(MemorySource):
+    """Its next range starts where the notes of the last one say."""
+
+    def read(self, split):
+        yield from super().read(split)
+        yield Note(split)
+
+    def advance(self, end, notes):
+        assert notes or not end.index, "the notes of the last epoch are gone"
+        return end
+
+
+def test_the_notes_of_the_last_epoch_survive_a_lost_state_directory(run):
+    run.source_type = NotedSource
+    run.step(count=2)
+    run.lose_state()
+    assert run.step(on_lost="resume") is None
+    assert run.ids("/a") == [0, 1, 2]
+
+
+class Forgetful(MemorySink):
+    """Stages and commits, and keeps no marker that anyone can ask for."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        if config.path.name == "plain":
+            self.capabilities = SinkConnectorCapabilities().with_two_phase_commit()
+
+    def committed_epoch(self, pipeline, topic):
+        return super().committed_epoch(pipeline, topic) if self.capabilities.exactly_once else None
+
+    def commit_topic(self, epoch, topic, receipts, end):
+        adopting = epoch if self.capabilities.exactly_once else type(epoch)(epoch.attempt, epoch.attempt, epoch.number)
+        super().commit_topic(adopting, topic, receipts, end)
+
+
+def test_a_sink_without_markers_gets_the_last_epoch_again_on_a_resume(run):
+    run.sink_type = Forgetful
+    loop = run.loop(sinks=("lake", "plain"))
+    failpoints.arm("commit.sink=fail")
+    with pytest.raises(RetryableError):
+        loop.step()
+    failpoints.arm(None)
+    loop.state.close()
+    assert run.ids("/a") == [0]
+    assert run.ids("/a", "plain") == []
+    run.lose_state()
+    loop = run.loop(on_lost="resume", sinks=("lake", "plain"))
+    loop.step()
+    loop.state.close()
+    assert run.ids("/a") == run.ids("/a", "plain") == [0]

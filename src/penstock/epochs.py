@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock import failpoints
 from penstock.durable import Json, canonical, disk_errors, make_directory, write_atomic
-from penstock.errors import ConfigError, ConnectorError, DataError, FatalError, StagingLost
+from penstock.errors import ConfigError, ConnectorError, DataError, FatalError, RetryableError, StagingLost
 from penstock.job import Engine, Job, Part, Tally, TaskResult
 from penstock.routing import Router
 from penstock.sink import CommittedEpoch, Epoch, SinkConnector, Topic, WriteResult
@@ -246,7 +246,7 @@ class EpochLoop:
     _values: dict[str, dict[str, bytes]] = field(default_factory=dict)
     _unacked: dict[str, Any] = field(default_factory=dict)
     _checked: set[tuple[str, Topic]] = field(default_factory=set)
-    _opened_at: float = field(default_factory=time.monotonic)
+    _abandoned_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         # Tasks get connectors as they were made, not as the driver opened them: a connection does not travel.
@@ -479,6 +479,7 @@ class EpochLoop:
 
     def _roll_back(self, manifest: Manifest) -> Manifest:
         """Remove what earlier tries staged, and name the next one before it begins."""
+        self._abandoned_at = time.monotonic()
         for name, topic in sorted(self._checked):
             marker = self.sinks[name].committed_epoch(self.state.pipeline, topic)
             if marker and (marker.incarnation, marker.number) == (manifest.incarnation, manifest.number):
@@ -530,6 +531,7 @@ class EpochLoop:
     def _stage_again(self, manifest: Manifest, name: str) -> Manifest:
         """One sink lost what it had staged: stage the topics that it has not committed, from the range."""
         sink, lost = self.sinks[name], []
+        self._abandoned_at = time.monotonic()
         for topic in manifest.rows_out.get(name, {}):
             marker = sink.committed_epoch(self.state.pipeline, topic)
             if marker is None or (marker.incarnation, marker.number) != (manifest.incarnation, manifest.number):
@@ -571,10 +573,13 @@ class EpochLoop:
     def _sweep(self) -> None:
         """Remove what failed tries left behind, once no task of theirs can still write."""
         newest = self.state.newest
-        if newest is None or not newest.unswept or time.monotonic() - self._opened_at < SWEEP_AFTER_SECS:
+        if newest is None or not newest.unswept or time.monotonic() - self._abandoned_at < SWEEP_AFTER_SECS:
             return
-        for number in newest.unswept:
-            self._sweep_epoch(number)
+        try:
+            for number in newest.unswept:
+                self._sweep_epoch(number)
+        except RetryableError:
+            return  # the epoch is committed, and what is left lying takes nothing but room: later
         # Not written now: the next manifest carries it, and sweeping twice does no harm.
         self.state.newest = newest.model_copy(update={"unswept": []})
 

@@ -135,6 +135,39 @@ def test_what_a_try_staged_and_lost_in_part_is_swept_in_the_end(run, monkeypatch
     assert len(list((run.path / "lake").glob("*/rows/*"))) == 4
 
 
+def test_a_sweep_that_fails_does_not_fail_the_epoch(run, monkeypatch):
+    assert run.step("stage.after=fail") is not None
+    monkeypatch.setattr(epochs, "SWEEP_AFTER_SECS", 0)
+
+    def refuse(self, epoch, keep):
+        if keep:
+            raise RetryableError("not now")
+
+    monkeypatch.setattr(MemorySink, "sweep", refuse)
+    assert run.step(count=2) is None
+    assert run.ids("/a") == [0, 1]
+
+
+def test_a_try_that_failed_just_now_is_not_swept_yet(run, monkeypatch):
+    loop = run.loop()
+    now = loop._abandoned_at + 1000
+    monkeypatch.setattr(epochs.time, "monotonic", lambda: now)
+    swept = []
+    monkeypatch.setattr(MemorySink, "sweep", lambda self, epoch, keep: swept.append(epoch) if keep else None)
+    failpoints.arm("stage.after=fail")
+    try:
+        with pytest.raises(RetryableError):
+            loop.step()
+    finally:
+        failpoints.arm(None)
+    loop.step()
+    assert not swept, "a task of the failed try may still write"
+    now += epochs.SWEEP_AFTER_SECS
+    loop.step()
+    assert swept
+    loop.state.close()
+
+
 def test_a_topic_that_was_not_known_at_the_start_is_completed_by_a_resume(run):
     run.step(count=1)
     assert run.step("commit.topic=fail") is not None

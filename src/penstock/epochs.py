@@ -270,6 +270,8 @@ class EpochLoop:
         foreign = {pair: marker for pair in topics if (marker := self._foreign(*pair))}
         if foreign:
             self._take_over(foreign, on_lost)
+        elif newest is not None and newest.state == "committed":
+            self._check_targets(newest)
 
     def _foreign(self, sink: str, topic: Topic) -> CommittedEpoch | None:
         """The marker of a topic if it is not one that this state knows."""
@@ -345,6 +347,20 @@ class EpochLoop:
         self.state.save(manifest)
         if not missing:
             self._unacked = self._ends(manifest)
+
+    def _check_targets(self, newest: Manifest) -> None:
+        """A target that no longer holds the last committed epoch has lost rows; going on would hide it."""
+        for name, topics in newest.rows_out.items():
+            for topic in topics if name in self.sinks and self.sinks[name].capabilities.exactly_once else ():
+                marker = self.sinks[name].committed_epoch(self.state.pipeline, topic)
+                if marker is None or (marker.incarnation, marker.number) != (newest.incarnation, newest.number):
+                    found = "nothing" if marker is None else f"epoch {marker.number}"
+                    raise FatalError(
+                        f"epoch {newest.number} of {topic} is committed, and sink {name!r} holds {found}: "
+                        "the target was dropped or put back from a copy",
+                        code="PEN-5010",
+                        hint="put the target back as it was; or read everything again with `penstock offsets FILE reset`",
+                    )
 
     # -- one epoch -----------------------------------------------------------------------------------------------
 

@@ -283,3 +283,19 @@ def test_a_sink_without_markers_gets_the_last_epoch_again_on_a_resume(run):
     loop.step()
     loop.state.close()
     assert run.ids("/a") == run.ids("/a", "plain") == [0]
+
+
+def test_a_target_that_was_dropped_stops_the_run(run):
+    run.step(count=2)
+    shutil.rmtree(run.path / "lake" / "a")
+    with pytest.raises(FatalError, match="PEN-5010"):
+        run.step()
+    assert run.ids("/b") == [0, 1]
+
+
+def test_a_target_that_was_put_back_from_a_copy_stops_the_run(run):
+    run.step(count=2)
+    newest = max((run.path / "lake" / "a" / "log").iterdir())
+    newest.unlink()
+    with pytest.raises(FatalError, match="PEN-5010"):
+        run.step()

@@ -249,6 +249,7 @@ class Telemetry:
         Only the holder of the directory's lock calls this: another run must not speak for the one that is running.
         """
         self._file = state_dir / STATUS_FILE
+        self._dirty.clear()
         self._write()
         threading.Thread(target=self._keep_writing, name="penstock-status", daemon=True).start()
 

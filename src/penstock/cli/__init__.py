@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -17,6 +17,7 @@ from penstock import __version__
 from penstock.errors import CODES, ConfigError, ConnectorError, FatalError
 
 if TYPE_CHECKING:
+    from penstock.epochs import State
     from penstock.pipeline import Pipeline
 
 app = typer.Typer(
@@ -68,7 +69,7 @@ def show(error: ConnectorError) -> None:
     if rest:
         console.print(Text(rest), soft_wrap=True)
     meaning = CODES[error.code]
-    if meaning not in error.message:
+    if not rest and not error.code.endswith("000") and meaning not in error.message:
         console.print(Text(f"  {meaning}", style="dim"), soft_wrap=True)
     if error.hint:
         console.print(Text.assemble(("  → ", "bold"), error.hint), soft_wrap=True)
@@ -163,7 +164,7 @@ def status(
         console.print(panel(found, console.width))
         for notice in found["notices"]:
             console.print(Text(f"! {notice}", style="yellow"), soft_wrap=True)
-        if not verdict.ok and found["state"] != "stopped":
+        if not verdict.ok and found["state"] not in ENDED:
             console.print(Text(verdict.reason, style="red"), soft_wrap=True)
     if not verdict.ok and found["state"] != "stopped":
         raise typer.Exit(1)
@@ -197,9 +198,9 @@ def offsets(
 @app.command()
 def doctor() -> None:
     """Look whether this machine has what Penstock needs."""
-    from penstock.cli import doctor
+    from penstock.cli import machine
 
-    if not doctor.show(stdout()):
+    if not machine.show(stdout()):
         raise typer.Exit(1)
 
 
@@ -207,10 +208,7 @@ def load(file: Path | None) -> Pipeline:
     """The checked pipeline of a file, or of the one that the environment names."""
     from penstock.pipeline import Pipeline
 
-    path = file or (Path(named) if (named := os.environ.get("CONNECTOR_CONFIG_PATH")) else None)
-    if path is None:
-        raise ConfigError("no pipeline file is given", hint="name it, or set CONNECTOR_CONFIG_PATH")
-    return Pipeline.from_toml(path)
+    return Pipeline.from_toml(file)
 
 
 def stdout() -> Console:
@@ -218,11 +216,9 @@ def stdout() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=160)
 
 
-def _show_offsets(state: object, console: Console) -> None:
+def _show_offsets(state: State, console: Console) -> None:
     from penstock.durable import canonical
-    from penstock.epochs import State
 
-    assert isinstance(state, State)
     newest = state.newest
     if newest is None:
         what = "never ran" if state.fresh else "starts over with the next run"
@@ -236,13 +232,13 @@ def _show_offsets(state: object, console: Console) -> None:
     console.print(table)
 
 
-def _fetch(url: str) -> dict[str, object] | None:
+def _fetch(url: str) -> dict[str, Any] | None:
     import json
     import urllib.request
 
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
-            found: dict[str, object] = json.load(answer)
+            found: dict[str, Any] = json.load(answer)
             return found
     except (OSError, ValueError):
         return None

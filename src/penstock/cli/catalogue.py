@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock import registry
+from penstock.config import type_text
 from penstock.errors import ConfigError, ConnectorError
 from penstock.sink import SinkConnector
 
@@ -53,21 +54,17 @@ def show(name: str, console: Console) -> None:
                 if field.is_required()
                 else Text(_value(field.get_default(call_default_factory=True)))
             )
-            table.add_row(option, _type(field.annotation), default, " ".join((field.description or "").split()))
+            table.add_row(
+                option,
+                type_text(field.annotation, field.metadata),
+                default,
+                " ".join((field.description or "").split()),
+            )
         console.print(table)
 
 
 def _first_line(thing: object) -> str:
     return (inspect.getdoc(thing) or "").partition("\n")[0]
-
-
-def _type(annotation: object) -> str:
-    text = (
-        annotation.__name__ if isinstance(annotation, type) and not hasattr(annotation, "__args__") else str(annotation)
-    )
-    for noise in ("typing.", "pathlib.", "collections.abc.", "penstock.config."):
-        text = text.replace(noise, "")
-    return text
 
 
 def _value(value: object) -> str:

@@ -28,7 +28,12 @@ def check(pipeline: Pipeline, console: Console) -> bool:
             findings = list(_examine(name, connector, streams))
             faults += sum(not finding.ok for finding in findings)
             _show(kind, name, connector, findings, console)
-    faults += _routes(pipeline, streams, console)
+    _routes(pipeline, streams, console)
+    for problem in pipeline.check_streams(streams):
+        faults += 1
+        console.print(Text(f"  {problem.code} {problem.what}", style="red"), soft_wrap=True)
+        if problem.hint:
+            console.print(Text(f"    → {problem.hint}"), soft_wrap=True)
     if faults:
         console.print(Text(f"{faults} to fix", style="bold red"))
     else:
@@ -59,12 +64,10 @@ def _show(kind: str, name: str, connector: Connector[Any], findings: list[Findin
             console.print(Text(f"    → {finding.fix}"), soft_wrap=True)
 
 
-def _routes(pipeline: Pipeline, streams: Mapping[str, list[str]], console: Console) -> int:
-    lost = 0
+def _routes(pipeline: Pipeline, streams: Mapping[str, list[str]], console: Console) -> None:
     for source, names in streams.items():
         for stream in names:
-            targets = pipeline.router.targets(source, stream)
-            for target in targets:
+            for target in pipeline.router.targets(source, stream):
                 how = " through SQL" if target.route.sql else f" through {target.route.transform}"
                 console.print(
                     Text.assemble(
@@ -77,11 +80,3 @@ def _routes(pipeline: Pipeline, streams: Mapping[str, list[str]], console: Conso
                     ),
                     soft_wrap=True,
                 )
-            if not targets:
-                skipped = pipeline.processing.unrouted == "skip"
-                what = "no route takes it: its rows are skipped" if skipped else "no route takes it"
-                console.print(
-                    Text(f"  {source}:{stream}: {what}", style="yellow" if skipped else "red"), soft_wrap=True
-                )
-                lost += not skipped
-    return lost

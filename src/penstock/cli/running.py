@@ -11,7 +11,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from rich.console import Console
 from rich.live import Live
@@ -84,18 +84,20 @@ def aside(work: Callable[[], T]) -> T:
 def signals(stop: threading.Event, view: LiveView | None) -> Iterator[None]:
     """The first SIGINT or SIGTERM asks the pipeline to finish the epoch in hand; a second one ends the process at once."""
 
+    stderr = os.dup(2)  # as in `shown`
+
     def handle(number: int, frame: Any) -> None:
         if stop.is_set():
             if view is not None:
-                os.write(2, b"\x1b[?25h\x1b[0m\n")  # the view has hidden the cursor
+                os.write(stderr, b"\x1b[?25h\x1b[0m\n")  # the view has hidden the cursor
                 view.restore_terminal()
-            os.write(2, b"aborted; the next run goes on from the last committed epoch\n")
+            os.write(stderr, b"aborted; the next run goes on from the last committed epoch\n")
             os._exit(130)
         stop.set()
         if view is not None:
             view.stopping = True
         else:
-            os.write(2, b"stopping: finishing the epoch in hand; once more to abort\n")
+            os.write(stderr, b"stopping: finishing the epoch in hand; once more to abort\n")
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -103,16 +105,25 @@ def signals(stop: threading.Event, view: LiveView | None) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        os.close(stderr)
 
 
 @contextlib.contextmanager
 def shown(telemetry: Telemetry, log_level: str = "info") -> Iterator[LiveView | None]:
     """A live view when the terminal can show one, otherwise one log line per event on stderr."""
-    console = Console(stderr=True)
-    if not console.is_terminal or console.is_dumb_terminal:
-        with logging_to(plain_handler(), log_level):
-            yield None
-        return
+    # A descriptor of our own: while Spark starts, its JVM is given a log file for descriptor 2.
+    with os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace") as stderr:
+        console = Console(file=stderr)
+        if console.is_terminal and not console.is_dumb_terminal:
+            with _live(telemetry, console, log_level) as view:
+                yield view
+        else:
+            with logging_to(plain_handler(stderr), log_level):
+                yield None
+
+
+@contextlib.contextmanager
+def _live(telemetry: Telemetry, console: Console, log_level: str) -> Iterator[LiveView]:
     view = LiveView(telemetry)
     live = Live(
         view,
@@ -121,15 +132,15 @@ def shown(telemetry: Telemetry, log_level: str = "info") -> Iterator[LiveView | 
         redirect_stdout=sys.stdout.isatty(),
         vertical_overflow="crop",
     )
-    with logging_to(_AboveTheView(console), log_level), _no_control_echo(view), live:
+    with logging_to(_AboveTheView(console), log_level), _no_control_echo(view, console), live:
         yield view
 
 
 @contextlib.contextmanager
-def _no_control_echo(view: LiveView) -> Iterator[None]:
+def _no_control_echo(view: LiveView, console: Console) -> Iterator[None]:
     """Keep the terminal from printing `^C` into the view, which would shift it by a line."""
-    terminal = sys.stderr.fileno()
-    if os.tcgetpgrp(terminal) != os.getpgrp():  # in the background, touching the terminal would stop the process
+    terminal = console.file.fileno()
+    if not _in_foreground(terminal):  # touching the terminal from the background would stop the process
         yield
         return
     before = termios.tcgetattr(terminal)
@@ -140,8 +151,15 @@ def _no_control_echo(view: LiveView) -> Iterator[None]:
     try:
         yield
     finally:
-        if os.tcgetpgrp(terminal) == os.getpgrp():
+        if _in_foreground(terminal):
             view.restore_terminal()
+
+
+def _in_foreground(terminal: int) -> bool:
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:  # a terminal, but not the one that controls this process
+        return False
 
 
 @contextlib.contextmanager
@@ -158,9 +176,9 @@ def logging_to(handler: logging.Handler, level: str) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def plain_handler() -> logging.Handler:
-    """One line per record on stderr: time, level, what happened."""
-    handler = logging.StreamHandler()
+def plain_handler(stream: TextIO) -> logging.Handler:
+    """One line per record: time, level, what happened."""
+    handler = logging.StreamHandler(stream)
     formatter = logging.Formatter("%(asctime)s.%(msecs)03dZ %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)

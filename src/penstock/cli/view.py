@@ -63,7 +63,8 @@ def panel(status: Status, width: int, doing: str = "") -> RenderableType:
     if status["reason"]:
         parts.append(Text(status["reason"], style=colour))
     parts += [Text(), _numbers(status, width)]
-    errors = status["errors"][-_ERRORS:]
+    errors = status["errors"][: -1 if status["state"] == "failed" else None]  # the last one is then the reason
+    errors = errors[-_ERRORS:]
     if errors:
         parts += [Text(), *(_error(error, width) for error in errors)]
     engine = f"{status['engine']} · " if status["engine"] and status["state"] != "starting" else ""
@@ -125,7 +126,7 @@ def _now(status: Status, doing: str) -> Text:
     elif last:
         line = Text.assemble(("epoch ", "dim"), (f"{last['number']}", "bold"), " committed")
     else:
-        line = Text("waiting for rows")
+        line = Text("no epoch was committed" if status["state"] in ENDED else "waiting for rows")
     if last:
         spent = sum(last["seconds"].values())
         slow = sorted(last["seconds"].items(), key=lambda item: -item[1])[:2]
@@ -139,17 +140,18 @@ def _now(status: Status, doing: str) -> Text:
 
 
 def _numbers(status: Status, width: int) -> Table:
-    wide = width >= 72
-    grid = Table.grid(padding=(0, 2), expand=False)
+    columns = 5 if width >= 72 else 4 if width >= 44 else 3
+    grid = Table.grid(padding=(0, 2 if width >= 44 else 1), expand=False)
     grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(no_wrap=True, overflow="ellipsis", max_width=max(12, width - 62) if wide else max(8, width - 40))
+    grid.add_column(no_wrap=True, overflow="ellipsis", max_width=max(8, width - (62 if columns == 5 else 40)))
     grid.add_column(justify="right", no_wrap=True)
-    grid.add_column(justify="right", no_wrap=True, min_width=10)
-    if wide:
+    if columns > 3:
+        grid.add_column(justify="right", no_wrap=True, min_width=10)
+    if columns > 4:
         grid.add_column(no_wrap=True, overflow="ellipsis")
 
     def add(*cells: RenderableType) -> None:
-        grid.add_row(*cells[: 5 if wide else 4])
+        grid.add_row(*cells[:columns])
 
     rows = status["rows"]
     bars = Text(sparkline(rows["history"], min(30, max(6, width - 60))), style="green")

@@ -1,0 +1,49 @@
+"""What all tests share: the order of the folders, and what happens when something a test needs is not here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.java import java_problem
+
+TESTS = Path(__file__).parent
+FOLDERS = ("", "connectors", "faults", "integration", "spark")
+"""Tests without a JVM come first: they are the quickest to fail."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        parts = item.path.relative_to(TESTS).parts
+        folder = parts[0] if len(parts) > 1 else ""
+        return FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS)
+
+    items.sort(key=place)
+
+
+def missing(what: str) -> None:
+    """Something a test needs is not here: a reason to skip, and under `CI=true` to fail."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"{what}, and CI=true allows no skips", pytrace=False)
+    pytest.skip(what)
+
+
+@pytest.fixture(scope="session")
+def need() -> Callable[[bool, str], None]:
+    """`need(shutil.which("mosquitto"), "mosquitto is not installed")`."""
+
+    def need(there: object, what: str) -> None:
+        if not there:
+            missing(what)
+
+    return need
+
+
+@pytest.fixture(scope="session")
+def java() -> None:
+    problem = java_problem()
+    if problem:
+        missing(str(problem))

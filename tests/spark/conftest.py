@@ -1,0 +1,18 @@
+"""One JVM for all tests that need Spark: starting it takes longer than most of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def spark(java: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A session on two threads. Tests share it: they must not stop it, nor leave views or settings behind."""
+    from penstock.spark import _session
+
+    session = _session("local[2]", "penstock-tests", tmp_path_factory.mktemp("spark") / "spark.log")
+    yield session
+    session.stop()

@@ -1,0 +1,497 @@
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from penstock import supervisor
+from penstock.cli import main, running
+from penstock.cli.view import closing, duration, panel, size, sparkline
+from penstock.epochs import Manifest, Range, State
+from penstock.errors import FatalError, RetryableError
+from penstock.pipeline import Pipeline
+from penstock.sink import WriteResult
+from penstock.source import HealthStatus
+from penstock.telemetry import STATUS_FILE, EpochReport, Telemetry
+
+PIPELINE = """
+connector_name = "orders"
+
+[processing]
+state_dir = "state"
+
+[source]
+connector = "generator"
+rows = 100
+streams = ["orders", "clicks"]
+
+[[sinks]]
+name = "out"
+connector = "files"
+path = "out/{topic}"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "pipeline.toml"
+    path.write_text(PIPELINE)
+    return path
+
+
+@pytest.fixture
+def cli(capfd):
+    """Runs a command; gives its exit code, stdout and stderr."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit:
+            main([str(word) for word in words])
+        out, err = capfd.readouterr()
+        return int(exit.value.code or 0), out, err
+
+    return run
+
+
+def report(number: int, rows: int = 100) -> EpochReport:
+    return EpochReport(
+        number=number,
+        rows_in={"generator": rows},
+        rows_out={("out", "/orders"): WriteResult(rows, rows * 10)},
+        seconds={"plan": 0.0, "stage": 0.1},
+    )
+
+
+class TestErrors:
+    def test_a_wrong_setting_exits_with_2_and_says_where_and_what(self, cli, file):
+        file.write_text(PIPELINE.replace("rows = 100", "rowz = 100"))
+        code, _, err = cli("check", file)
+        assert code == 2
+        assert "PEN-1002" in err
+        assert "pipeline.toml:9" in err
+        assert "did you mean 'rows'?" in err
+        assert "Traceback" not in err
+
+    def test_every_error_of_a_file_is_shown_at_once(self, cli, file):
+        file.write_text(PIPELINE.replace("rows = 100", 'rows = "many"').replace("state_dir", "state_directory"))
+        _, _, err = cli("run", file)
+        assert "PEN-1002" in err
+        assert "PEN-1003" in err
+
+    def test_debug_shows_where_an_error_comes_from(self, file):
+        file.write_text("[[[")
+        with pytest.raises(Exception, match="PEN-1001"):
+            main(["check", str(file), "--debug"])
+
+    def test_a_file_that_is_not_there_is_named(self, cli, tmp_path):
+        code, _, err = cli("run", tmp_path / "none.toml")
+        assert code == 2
+        assert "none.toml" in err
+
+    def test_no_file_at_all_names_the_variable_that_could_hold_it(self, cli, monkeypatch):
+        monkeypatch.delenv("CONNECTOR_CONFIG_PATH", raising=False)
+        code, _, err = cli("run")
+        assert code == 2
+        assert "CONNECTOR_CONFIG_PATH" in err
+
+    def test_the_environment_names_the_file(self, cli, file, monkeypatch):
+        monkeypatch.setenv("CONNECTOR_CONFIG_PATH", str(file))
+        assert cli("check")[0] == 0
+        assert cli("offsets", "show")[0] == 0
+
+    def test_a_failure_exits_with_1_and_its_way_out(self, cli, file, monkeypatch):
+        def fail(*_, **__):
+            raise FatalError("the target [lake] is gone", code="PEN-5010", hint="make it again")
+
+        monkeypatch.setattr(supervisor, "run", fail)
+        code, _, err = cli("run", file)
+        assert code == 1
+        assert "PEN-5010 the target [lake] is gone" in err
+        assert "→ make it again" in err
+
+    def test_an_unexpected_failure_is_no_traceback_either(self, cli, file, monkeypatch):
+        monkeypatch.setattr(supervisor, "run", lambda *_, **__: 1 / 0)
+        code, _, err = cli("run", file)
+        assert code == 1
+        assert "PEN-5012 ZeroDivisionError" in err
+        assert "--debug" in err
+        assert "Traceback" not in err
+
+    def test_without_java_nothing_is_started(self, cli, file, monkeypatch, tmp_path):
+        monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+        code, _, err = cli("run", file)
+        assert code == 2
+        assert "PEN-1014" in err
+        assert not (tmp_path / "state").exists()
+
+    def test_help_waits_for_no_heavy_import(self):
+        heavy = "{'pyspark', 'pyarrow', 'pandas', 'prometheus_client'}"
+        code = (
+            f"import sys, penstock.cli; sys.exit(str({heavy} & set(sys.modules)) if {heavy} & set(sys.modules) else 0)"
+        )
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class TestRun:
+    def test_each_epoch_is_one_line_and_the_end_is_told(self, cli, file, monkeypatch):
+        def work(pipeline, *, telemetry, stop, drain, **_):
+            assert drain
+            for number in (1, 2, 3):
+                telemetry.epoch(report(number))
+
+        monkeypatch.setattr(supervisor, "run", work)
+        code, out, err = cli("run", file, "--drain")
+        assert code == 0
+        assert out == ""
+        assert [line.split()[2] for line in err.splitlines() if "epoch=" in line] == ["epoch=1", "epoch=2", "epoch=3"]
+        assert err.splitlines()[-1].startswith("stopped · 3 epochs · 300 rows in · 300 rows out")
+
+    def test_the_log_level_of_the_file_holds(self, cli, file, monkeypatch):
+        file.write_text(PIPELINE.replace("[processing]", '[processing]\nlog_level = "warning"'))
+        monkeypatch.setattr(supervisor, "run", lambda *_, telemetry, **__: telemetry.epoch(report(1)))
+        assert "epoch=1" not in cli("run", file)[2]
+
+    def test_options_reach_the_supervisor(self, cli, file, monkeypatch):
+        seen = {}
+        monkeypatch.setattr(supervisor, "run", lambda pipeline, **options: seen.update(options))
+        cli("run", file, "--master", "local[1]", "--lost-state", "resume")
+        assert (seen["master"], seen["lost_state"], seen["drain"]) == ("local[1]", "resume", False)
+        assert cli("run", file, "--lost-state", "guess")[0] == 2
+
+    def test_the_telemetry_has_ended_when_the_run_has(self, file, monkeypatch):
+        monkeypatch.setattr(supervisor, "run", lambda *_, **__: None)
+        assert running.run(Pipeline.from_toml(file)).status()["state"] == "stopped"
+
+
+# A pipeline that commits one epoch, says so, and then waits to be stopped; it lets itself be stopped or not.
+WAITING = """
+    import sys, threading
+    from penstock import supervisor
+    from penstock.cli import main
+    from penstock.source import HealthStatus
+    from penstock.telemetry import EpochReport
+
+    def run(pipeline, *, telemetry, stop, **_):
+        telemetry.engine("Fake 1.0")
+        telemetry.state("pipeline", HealthStatus.healthy())
+        telemetry.epoch(EpochReport(1, {"generator": 4321}))
+        print("something a sink prints", flush=True)
+        stop.wait()
+        if STUBBORN:
+            telemetry.message("warning", "will not stop")
+            threading.Event().wait()
+
+    supervisor.run = run
+    main(["run", sys.argv[1]])
+"""
+
+
+def waiting(file: Path, *, stubborn: bool = False, **options) -> subprocess.Popen[bytes]:
+    code = textwrap.dedent(WAITING).replace("STUBBORN", str(stubborn))
+    return subprocess.Popen([sys.executable, "-c", code, str(file)], **options)
+
+
+def read_until(stream, text: bytes) -> bytes:
+    seen = b""
+    while text not in seen:
+        line = stream.readline()
+        assert line, seen
+        seen += line
+    return seen
+
+
+class TestSignals:
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    def test_the_first_one_finishes_and_exits_with_0(self, file, number):
+        process = waiting(file, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        read_until(process.stderr, b"epoch=1")
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert b"finishing the epoch in hand" in err
+        assert b"stopped" in err
+
+    def test_a_second_one_aborts(self, file):
+        process = waiting(file, stubborn=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        read_until(process.stderr, b"epoch=1")
+        process.send_signal(signal.SIGTERM)
+        read_until(process.stderr, b"will not stop")
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert b"aborted" in err
+
+
+class Terminal:
+    """A process on a terminal of its own, and what it wrote there."""
+
+    def __init__(self, file: Path, *, stubborn: bool = False, columns: int = 100) -> None:
+        self.ours, theirs = pty.openpty()
+        environment = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns), "LINES": "30"}
+        self.process = waiting(
+            file, stubborn=stubborn, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+        )
+        os.close(theirs)
+        self.seen = ""
+
+    def read_until(self, text: str) -> None:
+        while text not in self.seen:
+            ready, _, _ = select.select([self.ours], [], [], 30)
+            assert ready, self.seen
+            try:
+                self.seen += os.read(self.ours, 65536).decode(errors="replace")
+            except OSError:  # the process has closed its end
+                raise AssertionError(f"{text!r} was never written: {self.seen[-2000:]}") from None
+
+    def end(self) -> int:
+        try:
+            while chunk := os.read(self.ours, 65536):
+                self.seen += chunk.decode(errors="replace")
+        except OSError:
+            pass
+        os.close(self.ours)
+        return self.process.wait(30)
+
+
+class TestLiveView:
+    def test_a_terminal_shows_the_pipeline_and_gets_its_cursor_back(self, file):
+        terminal = Terminal(file)
+        terminal.read_until("● running")
+        terminal.read_until("4,321")
+        terminal.process.send_signal(signal.SIGTERM)
+        assert terminal.end() == 0
+        assert "something a sink prints" in terminal.seen
+        assert "epoch=1" not in terminal.seen
+        assert terminal.seen.rindex("\x1b[?25h") > terminal.seen.rindex("\x1b[?25l")
+        assert "1 epoch · 4,321 rows in" in terminal.seen
+
+    def test_an_abort_gives_the_cursor_back_too(self, file):
+        terminal = Terminal(file, stubborn=True)
+        terminal.read_until("● running")
+        terminal.process.send_signal(signal.SIGTERM)
+        terminal.read_until("once more to abort")
+        terminal.process.send_signal(signal.SIGTERM)
+        assert terminal.end() == 130
+        assert terminal.seen.rindex("\x1b[?25h") > terminal.seen.rindex("\x1b[?25l")
+
+
+def text_of(renderable, width: int = 100) -> str:
+    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 (lives as long as the test)
+    console.print(renderable)
+    return console.export_text()
+
+
+class TestView:
+    @pytest.fixture
+    def telemetry(self) -> Telemetry:
+        telemetry = Telemetry("orders", sources=["generator"], sinks=["out"])
+        telemetry.state("pipeline", HealthStatus.healthy())
+        telemetry.epoch(report(7, rows=123_456))
+        return telemetry
+
+    @pytest.mark.parametrize("width", [30, 46, 72, 100, 200])
+    def test_no_line_is_wider_than_the_terminal(self, telemetry, width):
+        telemetry.retry("source:generator", RetryableError("a very long story " * 20), 1)
+        lines = text_of(panel(telemetry.status(), width), width).splitlines()
+        assert max(map(len, lines)) <= width
+        assert any("123,456" in line for line in lines)
+
+    def test_errors_are_shown_as_they_were_written(self, telemetry):
+        telemetry.retry("sink:out", RetryableError("bucket [red]lake[/red] is away"), 1)
+        assert "bucket [red]lake[/red] is away" in text_of(panel(telemetry.status(), 100))
+
+    def test_many_topics_are_cut_to_the_busiest(self, telemetry):
+        written = {("out", f"/topic/{number}"): WriteResult(number, 1) for number in range(100)}
+        telemetry.epoch(EpochReport(8, {}, written))
+        text = text_of(panel(telemetry.status(), 100))
+        assert "/topic/99" in text
+        assert "/topic/1 " not in text
+        assert "and 93 more topics" in text
+        assert len(text.splitlines()) < 25
+
+    def test_the_phase_in_hand_is_named(self, telemetry):
+        telemetry.phase(8, "stage")
+        assert "epoch 8 staging" in text_of(panel(telemetry.status(), 100))
+
+    def test_skipped_rows_and_retries_are_not_hidden(self, telemetry):
+        telemetry.epoch(EpochReport(8, skipped=17))
+        telemetry.retry("pipeline", RetryableError("x"), 1)
+        assert "skipped" in text_of(panel(telemetry.status(), 100))
+        assert "17 skipped · 1 retry" in closing(telemetry.status()).plain
+
+    def test_figures_read_as_people_write_them(self):
+        assert [duration(s) for s in (0.4, 72, 3600, 90061)] == ["0:00:00", "0:01:12", "1:00:00", "1 d 1:01:01"]
+        assert [size(b) for b in (12, 1500, 38_100_000, 5e15)] == ["12 B", "1.5 kB", "38.1 MB", "5,000.0 TB"]
+        assert sparkline([0, 0, 1, 4, 8], 10) == "▁▄█"
+        assert sparkline([0, 0], 10) == ""
+
+
+class TestCheck:
+    def test_it_shows_where_rows_would_go(self, cli, file):
+        code, out, _ = cli("check", file)
+        assert code == 0
+        assert "generator:orders → /orders → out" in out
+        assert "generator:clicks → /clicks → out" in out
+        assert "ready to run" in out
+
+    def test_a_connectors_finding_is_shown_with_its_fix(self, cli, file):
+        (file.parent / "picky.py").write_text(
+            "from penstock.source import Finding\n"
+            "from penstock.connectors.generator import Generator\n"
+            "class Picky(Generator):\n"
+            "    def check(self):\n"
+            "        return [Finding(True, 'the server is 18'), Finding(False, 'wal_level is replica', 'ALTER SYSTEM')]\n"
+        )
+        file.write_text(PIPELINE.replace('connector = "generator"', 'connector = "picky:Picky"\nname = "db"'))
+        code, out, _ = cli("check", file)
+        assert code == 1
+        assert "✗ source db" in out
+        assert "wal_level is replica" in out
+        assert "→ ALTER SYSTEM" in out
+        assert "1 to fix" in out
+
+    def test_a_connector_that_cannot_open_does_not_hide_the_others(self, cli, file):
+        (file.parent / "shut.py").write_text(
+            "from penstock.errors import FatalError\n"
+            "from penstock.connectors.generator import Generator\n"
+            "class Shut(Generator):\n"
+            "    def open(self):\n"
+            "        raise FatalError('no one answers', code='PEN-5001', hint='start the server')\n"
+        )
+        file.write_text(PIPELINE.replace('connector = "generator"', 'connector = "shut:Shut"'))
+        code, out, _ = cli("check", file)
+        assert code == 1
+        assert "PEN-5001 no one answers" in out
+        assert "✓ sink out" in out
+
+    def test_a_stream_without_a_route_is_to_fix(self, cli, file):
+        file.write_text(PIPELINE + '\n[[routes]]\nfrom = "orders"\n')
+        code, out, _ = cli("check", file)
+        assert code == 1
+        assert "clicks" in out
+
+
+class TestStatus:
+    def test_a_pipeline_that_never_ran_says_so(self, cli, file):
+        code, _, err = cli("status", file)
+        assert code == 1
+        assert "it never ran" in err
+
+    def test_a_pipeline_that_ended_well_is_well(self, cli, file):
+        telemetry = Telemetry("orders")
+        (file.parent / "state").mkdir()
+        telemetry.publish(file.parent / "state")
+        telemetry.epoch(report(1))
+        telemetry.close()
+        code, out, _ = cli("status", file)
+        assert code == 0
+        assert "● stopped" in out
+
+    def test_a_pipeline_that_was_killed_is_dead(self, cli, file):
+        state = file.parent / "state"
+        state.mkdir()
+        telemetry = Telemetry("orders")
+        telemetry.state("pipeline", HealthStatus.healthy())
+        telemetry.publish(state)
+        written = json.loads((state / STATUS_FILE).read_text())
+        (state / STATUS_FILE).write_text(json.dumps({**written, "process_started": "0"}))
+        code, out, _ = cli("status", file)
+        assert code == 1
+        assert "● dead" in out
+
+    def test_a_running_one_is_asked_itself(self, cli, file):
+        from penstock import web
+
+        state = file.parent / "state"
+        state.mkdir()
+        telemetry = Telemetry("orders")
+        with web.serve(telemetry, 0):
+            telemetry.state("pipeline", HealthStatus.healthy())
+            telemetry.publish(state)
+            (state / STATUS_FILE).write_text((state / STATUS_FILE).read_text().replace('"epochs": 0', '"epochs": 99'))
+            code, out, _ = cli("status", file, "--json")
+        assert code == 0
+        assert json.loads(out)["epochs"] == 0
+        assert json.loads(out)["ok"] is True
+
+
+class TestOffsets:
+    @pytest.fixture
+    def state(self, file):
+        state = State(file.parent / "state", "orders")
+        state.open()
+        ranges = {"generator": Range(start={"ids": {}}, end={"ids": {"orders": 100}})}
+        incarnation = state.identity.incarnation
+        state.save(
+            Manifest(pipeline="orders", incarnation=incarnation, number=4, state="prepared", ranges=ranges, attempts=[])
+        )
+        state.close()
+        return state
+
+    def test_show_prints_the_epoch_and_every_position(self, cli, file, state):
+        code, out, _ = cli("offsets", file, "show")
+        assert code == 0
+        assert "epoch 4 prepared" in out
+        assert state.identity.incarnation in out
+        assert '{"ids":{"orders":100}}' in out
+
+    def test_reset_begins_a_new_incarnation(self, cli, file, state):
+        code, out, _ = cli("offsets", file, "reset", "--yes")
+        assert code == 0
+        assert "new incarnation" in out
+        after = State(file.parent / "state", "orders").peek()
+        assert after.newest is None
+        assert after.identity.incarnation != state.identity.incarnation
+
+    def test_reset_asks_first(self, cli, file, state, monkeypatch):
+        monkeypatch.setattr("typer.confirm", lambda question: False)
+        assert cli("offsets", file, "reset")[0] == 1
+        assert State(file.parent / "state", "orders").peek().newest is not None
+
+    def test_another_word_is_refused(self, cli, file):
+        code, _, err = cli("offsets", file, "rewind")
+        assert code == 2
+        assert "reset" in err
+
+
+class TestConnectors:
+    def test_the_list_says_what_can_be_used(self, cli):
+        code, out, _ = cli("connectors")
+        assert code == 0
+        for name in ("generator", "files", "console", "delta"):
+            assert name in out
+
+    def test_one_shows_its_options_with_their_defaults(self, cli):
+        code, out, _ = cli("connectors", "generator")
+        assert code == 0
+        assert "rows_per_sec" in out
+        assert "65536" in out
+
+    def test_an_unknown_one_is_refused(self, cli):
+        code, _, err = cli("connectors", "nope")
+        assert code == 2
+        assert "PEN-1006" in err
+
+
+class TestDoctor:
+    def test_it_looks_at_everything(self, cli, monkeypatch, tmp_path, java):
+        monkeypatch.chdir(tmp_path)
+        _, out, _ = cli("doctor")
+        for what in ("Python 3.", "Java ", "pyspark 4.3.", "pyarrow", "GB free", "written and synced"):
+            assert what in out
+        assert not list(tmp_path.iterdir())
+
+    def test_what_is_missing_comes_with_what_to_do(self, cli, monkeypatch, tmp_path):
+        monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+        code, out, _ = cli("doctor")
+        assert code == 1
+        assert "✗ PEN-1014" in out
+        assert "→" in out

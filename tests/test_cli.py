@@ -495,3 +495,27 @@ class TestDoctor:
         assert code == 1
         assert "✗ PEN-1014" in out
         assert "→" in out
+
+
+class TestNew:
+    @pytest.mark.parametrize("kind", ["source", "sink"])
+    def test_what_it_writes_passes_the_kit(self, cli, tmp_path, kind):
+        code, out, _ = cli("new", kind, "acme_crm", "--dir", tmp_path)
+        assert code == 0
+        assert 'connector = "acme_crm:AcmeCrm"' in out
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_acme_crm.py"]
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout[-5000:]
+
+    def test_what_is_there_stays_as_it_is(self, cli, tmp_path):
+        (tmp_path / "mine.py").write_text("x = 1\n")
+        code, _, err = cli("new", "sink", "mine", "--dir", tmp_path)
+        assert code == 2
+        assert "mine.py" in err
+        assert (tmp_path / "mine.py").read_text() == "x = 1\n"
+        assert not (tmp_path / "test_mine.py").exists()
+
+    @pytest.mark.parametrize("words", [("pump", "acme"), ("source", "Acme CRM"), ("source", "Acme")])
+    def test_a_wrong_kind_or_name_is_refused(self, cli, tmp_path, words):
+        assert cli("new", *words, "--dir", tmp_path)[0] == 2
+        assert not list(tmp_path.iterdir())

@@ -1,0 +1,77 @@
+"""Every example runs, and the quickstart ends as it promises."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from deltalake import DeltaTable
+
+from penstock.connectors.files_sink import read_published
+from penstock.pipeline import Pipeline
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+SMALL = sorted(path.name for path in EXAMPLES.glob("*.toml") if path.name != "quickstart.toml")
+
+
+@pytest.fixture
+def examples(tmp_path: Path) -> Path:
+    """A copy, since they write beside themselves."""
+    return Path(shutil.copytree(EXAMPLES, tmp_path / "examples"))
+
+
+@pytest.fixture
+def drained(examples, spark):
+    return lambda name: Pipeline.from_toml(examples / name).run(spark=spark, drain=True)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_each_example_moves_rows_and_then_has_nothing_left_to_do(drained, name):
+    assert drained(name).rows_out > 0
+    assert drained(name).rows_in == 0
+
+
+def test_files_become_rows_of_a_table(drained, examples):
+    drained("files_to_delta.toml")
+    table = DeltaTable(str(examples.parent / "run/files-to-delta/lake/events")).to_pyarrow_table()
+    assert sorted(table["id"].to_pylist()) == list(range(12))
+
+
+def test_sql_and_passthrough_stand_side_by_side(drained, examples):
+    drained("sql.toml")
+    out = examples.parent / "run/sql/out/shop"
+    assert sorted(read_published(out / "orders")["id"].to_pylist()) == list(range(10_000))
+    customers = read_published(out / "active_customers")
+    assert customers.column_names == ["id", "name", "since"]
+    assert 0 < customers.num_rows < 10_000
+
+
+def test_the_quickstart_counts_what_it_wrote_and_shows_how_to_see_it(examples, java):
+    toml = examples / "quickstart.toml"
+    toml.write_text(toml.read_text().replace("2_000_000", "30_000").replace("100_000", "10_000"))
+    command = [sys.executable, "examples/quickstart.py"]
+    result = subprocess.run(command, cwd=examples.parent, capture_output=True, text=True, check=False, timeout=240)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "lost 0 · doubled 0"
+    assert re.search(r"rows in +30,000\n *rows out +30,000\n *epochs +3\n", result.stdout), result.stdout
+
+    (show,) = [line for line in result.stdout.splitlines() if "show.py" in line]
+    shown = subprocess.run(show, cwd=examples.parent, shell=True, capture_output=True, text=True, check=False)
+    assert "30,000 rows" in shown.stdout, shown.stderr
+
+
+def test_the_count_sees_what_is_lost_and_what_is_doubled(examples, tmp_path, monkeypatch):
+    import pyarrow as pa
+    from deltalake import write_deltalake
+
+    monkeypatch.syspath_prepend(str(examples))
+    import quickstart
+
+    write_deltalake(str(tmp_path / "table"), pa.table({"id": pa.array([0, 1, 1, 3, 3, 3, 9], pa.int64())}))
+    assert quickstart.count(tmp_path / "table", 6) == (3, 3, 1)
+    assert os.fspath(quickstart.FILE) == str(examples / "quickstart.toml")

@@ -134,6 +134,11 @@ class Journal:
         return self._segments[-1].end
 
     @property
+    def appended(self) -> int:
+        """The tail as it will be once everything appended is durable."""
+        return self._next_row
+
+    @property
     def held_bytes(self) -> int:
         """Bytes that wait: in memory for the disk, on disk for the epoch that commits them."""
         return self._held + self._pending_bytes
@@ -194,11 +199,13 @@ class Journal:
         self._let_go()
 
     def require(self, row: int) -> None:
-        """Refuse to go on when a manifest knows more rows than the journal does."""
+        """Refuse to go on when a manifest stands at a row that the journal does not have, or no longer has."""
         if row > self.tail:
             raise _corrupt(
                 self.directory, f"it ends before row {self.tail}, but a manifest has planned rows up to {row}"
             )
+        if row < self.first:
+            raise _gone(self.directory, row)
 
     def retain(self, row: int) -> None:
         """Everything before `row` is committed: delete the segments that hold nothing else. May repeat."""
@@ -506,6 +513,10 @@ class JournalSource(RangeSource[JournalConfig, JournalPosition]):
             return {**direct, **self._bound.journal.schemas()}
         return {**_schemas(self.config.direct), **_schemas(self.config.directory)}
 
+    def initial(self) -> JournalPosition:
+        """The first row that is still there: after `offsets reset`, earlier ones may be gone."""
+        return JournalPosition(row=_first(self.config.directory), direct=_first(self.config.direct))
+
     def latest(self, start: JournalPosition, limit: ReadLimit) -> JournalPosition:
         self._parallelism = limit.parallelism
         row, direct = self._tails()
@@ -580,7 +591,7 @@ class _Entry:
         else:
             self.envelopes = item  # type: ignore[assignment]
         # Everything that could fail later, in the journal's thread, fails here, in the caller's.
-        self.size = sum(batch.records.nbytes for batch in self.batches) + sum(map(_size, self.envelopes))
+        self.size = sum(batch.records.nbytes for batch in self.batches) + sum(map(size_of, self.envelopes))
         self.checkpoint = None if checkpoint is None else json.loads(canonical(checkpoint))
         self.on_durable = on_durable
 
@@ -628,8 +639,8 @@ def encode(envelopes: Sequence[SourceEnvelope]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=ENVELOPE_SCHEMA)
 
 
-def _size(envelope: SourceEnvelope) -> int:
-    """About the bytes of an envelope; raises on one that Arrow or JSON could not hold."""
+def size_of(envelope: SourceEnvelope) -> int:
+    """About the bytes of an envelope; a `DataError` for one that Arrow or JSON could not hold."""
     record = envelope.record
     try:
         size = 32 + len(record.stream.encode()) + memoryview(record.payload).nbytes
@@ -726,24 +737,21 @@ def _read(split: JournalSplit) -> Iterator[tuple[str | None, pa.RecordBatch]]:
     segments = _segments(split.directory)
     try:
         for segment, following in zip(segments, [*segments[1:], None], strict=True):
-            if segment.first > row and not split.lossy:
-                raise FileNotFoundError
-            if segment.first < split.end and (following is None or following.first > row):
-                for stream, batch in _read_blocks(segment, row, split.end):
-                    row += batch.num_rows
-                    yield stream, batch
-    except FileNotFoundError as error:
-        if not split.lossy:
-            raise FatalError(
-                f"row {row} is no longer in the journal {split.directory}",
-                code="PEN-5011",
-                hint="restore journal and manifests from the same moment, or run `penstock offsets reset`",
-            ) from error
-    if row < split.end and not split.lossy:
-        raise RetryableError(
-            f"the journal {split.directory} ends at row {row} as seen from here, and row {split.end - 1} was planned",
-            hint="if this stays, the directory is not the shared storage that the driver writes to",
-        )
+            if segment.first >= split.end or (following is not None and following.first <= row):
+                continue
+            for stream, batch in _read_blocks(segment, row, split.end):
+                row += batch.num_rows
+                yield stream, batch
+    except FileNotFoundError:
+        segments = _segments(split.directory)
+    if split.lossy or row == split.end:
+        return
+    if segments and segments[0].first > row:
+        raise _gone(split.directory, row)
+    raise RetryableError(
+        f"the journal {split.directory} ends at row {row} as seen from here, and row {split.end - 1} was planned",
+        hint="if this stays, the directory is not the shared storage that the driver writes to",
+    )
 
 
 def _read_blocks(
@@ -777,6 +785,11 @@ def _read_blocks(
 def _segments(directory: Path) -> list[_Segment]:
     names = sorted(path.stem.split("-") for path in directory.glob("[0-9]*.index"))
     return [_Segment(directory, int(number), int(row)) for number, row in names]
+
+
+def _first(directory: Path | None) -> int:
+    segments = _segments(directory) if directory is not None else []
+    return segments[0].first if segments else 0
 
 
 def _tail(directory: Path) -> int:
@@ -849,6 +862,14 @@ def _corrupt(path: Path, what: str) -> FatalError:
         code="PEN-5005",
         hint="restore the journal's directory from a copy; or move it away and run `penstock offsets reset`, "
         "which gives up the rows that were journaled and not yet committed",
+    )
+
+
+def _gone(directory: Path, row: int) -> FatalError:
+    return FatalError(
+        f"row {row} is no longer in the journal {directory}",
+        code="PEN-5011",
+        hint="restore journal and manifests from the same moment; or `penstock offsets reset`, which goes on with what is there",
     )
 
 

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from penstock import failpoints, journal
 from penstock.errors import DataError, FatalError, RetryableError
 from penstock.journal import ENVELOPE_SCHEMA, Journal, JournalConfig, JournalPosition, JournalSource, JournalSplit
+from penstock.schema import key_of, with_key
 from penstock.source import ReadLimit, SourceBatch, SourceEnvelope, SourceRecord
 
 processes = multiprocessing.get_context("fork")
@@ -322,7 +323,8 @@ def test_a_child_of_a_killed_writer_does_not_keep_the_journal_locked(tmp_path: P
         writer = Journal(tmp_path)
         writer.append([envelope(1)])
         writer.flush()
-        os.write(pids, b"%d\n" % (os.fork() or _wait_for_ever()))
+        if os.fork() == 0:
+            os.write(pids, b"%d\n" % os.getpid())
         _wait_for_ever()
 
     child = in_child(writes_and_forks)
@@ -337,7 +339,7 @@ def test_a_child_of_a_killed_writer_does_not_keep_the_journal_locked(tmp_path: P
         os.close(pids)
 
 
-def _wait_for_ever() -> int:
+def _wait_for_ever() -> None:
     while True:
         time.sleep(60)
 
@@ -350,7 +352,7 @@ def test_readers_in_another_process_see_nothing_beyond_the_durable_tail(tmp_path
         writer = Journal(tmp_path)
         writer.append([envelope(1)])
         writer.flush()
-        failpoints.hit = lambda name: os.write(at_point, b"!") and _wait_for_ever() if name == point else None
+        failpoints.hit = lambda name: (os.write(at_point, b"!"), _wait_for_ever())[1] if name == point else None
         writer.append([envelope(2)])
         writer.flush()
 
@@ -457,7 +459,7 @@ def test_a_data_file_shorter_than_its_index_is_fatal(tmp_path: Path) -> None:
 def test_any_flipped_byte_of_data_is_fatal(tmp_path: Path) -> None:
     _, data, _, _ = three_commits(tmp_path)
     raw = data.read_bytes()
-    for at in range(0, len(raw), 3):
+    for at in range(0, len(raw), 7):
         data.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
         with pytest.raises(FatalError, match=f"PEN-5005.*{data.name}"):
             Journal(tmp_path)
@@ -557,6 +559,16 @@ def test_large_batches_are_cut_so_that_a_task_stays_small(tmp_path: Path, monkey
     assert max(batch.records.nbytes for batch in read) <= 8000
     assert len(read) < 20
     assert rows(tmp_path) == {"n": list(range(10_000)), "s": list(range(500))}
+
+
+def test_batches_that_differ_only_in_their_key_are_not_joined(tmp_path: Path) -> None:
+    writer = Journal(tmp_path)
+    keyed = numbers(2)
+    schema = with_key(keyed.records.schema, ["number"])
+    writer.append([numbers(1), SourceBatch(keyed.records.cast(schema), stream="n")])
+    writer.close()
+    read = list(source(tmp_path).read(JournalSplit(tmp_path, 0, 2)))
+    assert [key_of(batch.records.schema) for batch in read] == [[], ["number"]]
 
 
 def test_a_bound_source_travels_as_a_reader(tmp_path: Path) -> None:

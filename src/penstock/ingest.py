@@ -484,7 +484,7 @@ class Ingest:
     def _skip(self, error: DataError) -> None:
         if self._processing.on_error == "stop":
             raise error
-        self.skipped += 1
+        self.skipped += error.count
         logger.warning("%s: skipped: %s", self.name, error)
 
 

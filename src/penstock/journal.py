@@ -19,9 +19,10 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from itertools import accumulate, chain, groupby, pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from weakref import WeakSet
 
 import pyarrow as pa
@@ -38,7 +39,7 @@ FORMAT_VERSION = 1
 BLOCK_BYTES = 8 << 20
 """About the largest block: what a task holds in memory at a time."""
 SEGMENT_BYTES = 64 << 20
-SEGMENT_COMMITS = 4096
+SEGMENT_COMMITS = 1024
 """Bounds what a task parses to find its first row."""
 PENDING_BYTES = 64 << 20
 """How much may wait in memory for the disk."""
@@ -104,8 +105,8 @@ class Journal:
         self._streams: dict[str, str] = {}
         self._seen_keys: dict[str, None] = {}  # those of appended records, waiting or durable
         self._durable_keys: deque[str] = deque(maxlen=DEDUPE_KEYS)  # only these may be carried into a new segment
-        self._data: IO[bytes] | None = None
-        self._index: IO[bytes] | None = None
+        self._data: FileIO | None = None
+        self._index: FileIO | None = None
         make_directory(directory)
         self._lock_fd = _lock(directory)
         try:
@@ -210,6 +211,8 @@ class Journal:
     def retain(self, row: int) -> None:
         """Everything before `row` is committed: delete the segments that hold nothing else. May repeat."""
         with self._lock:
+            if self._closed:  # it may be another process's by now
+                return
             self._acked = max(self._acked, row)
             gone = [segment for segment in self._segments[:-1] if segment.end <= self._acked]
             self._segments = self._segments[len(gone) :]
@@ -306,7 +309,7 @@ class Journal:
             for stream, batch in blocks:
                 buffer = _serialise(batch)
                 record["blocks"].append([stream, batch.num_rows, buffer.size, zlib.crc32(buffer)])
-                self._data.write(buffer)
+                _write(self._data, buffer)
             if blocks:
                 self._sync(self._data)
                 failpoints.hit("journal.data")
@@ -316,7 +319,7 @@ class Journal:
             if checkpoint is not None:
                 record["checkpoint"] = checkpoint
             line = _frame(record)
-            self._index.write(line)
+            _write(self._index, line)
             self._sync(self._index)
         failpoints.hit("journal.index")
         with self._lock:
@@ -327,8 +330,7 @@ class Journal:
         self.commits += 1
         self._publish()
 
-    def _sync(self, file: IO[bytes]) -> None:
-        file.flush()
+    def _sync(self, file: FileIO) -> None:
         if self._durable:
             os.fsync(file.fileno())
 
@@ -376,7 +378,8 @@ class Journal:
         for file in (self._data, self._index):
             if file is not None:
                 file.close()
-        self._data, self._index = open(segment.data, "ab"), open(segment.index, "ab")  # noqa: SIM115
+        # Without buffers: a forked child must have nothing that it could write here when it ends.
+        self._data, self._index = FileIO(segment.data, "ab"), FileIO(segment.index, "ab")
 
     def _recover(self, first_row: int) -> None:
         for temporary in self.directory.glob(".*.index.*"):
@@ -420,7 +423,9 @@ class Journal:
         torn = raw[at:]
         if torn and (not is_last or _has_record(torn)):
             raise _corrupt(segment.index, f"record {segment.commits} is damaged, and it is not the last one")
-        size = segment.data.stat().st_size if segment.data.exists() else 0
+        if not segment.data.exists():
+            raise _corrupt(segment.data, "it is missing")
+        size = segment.data.stat().st_size
         if size < segment.data_bytes or (size > segment.data_bytes and not is_last):
             raise _corrupt(segment.data, f"it has {size} bytes where its index says {segment.data_bytes}")
         if is_last:
@@ -437,8 +442,7 @@ class Journal:
     def _let_go(self) -> None:
         for file in (self._data, self._index):
             if file is not None:
-                with contextlib.suppress(OSError):  # after a refused write its buffer is refused again
-                    file.close()
+                file.close()
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -697,7 +701,7 @@ def _coalesced(pieces: Iterable[tuple[str | None, pa.RecordBatch]]) -> Iterator[
     stream: str | None = None
     size = 0
     for name, batch in pieces:
-        if held and (name != stream or size + batch.nbytes > BLOCK_BYTES or batch.schema != held[0].schema):
+        if held and (name != stream or size + batch.nbytes > BLOCK_BYTES or not _alike(batch, held[0])):
             yield stream, _concat(held)
             held, size = [], 0
         if batch.num_rows:
@@ -706,6 +710,10 @@ def _coalesced(pieces: Iterable[tuple[str | None, pa.RecordBatch]]) -> Iterator[
             size += batch.nbytes
     if held:
         yield stream, _concat(held)
+
+
+def _alike(a: pa.RecordBatch, b: pa.RecordBatch) -> bool:
+    return bool(a.schema.equals(b.schema, check_metadata=True))  # the metadata names the key
 
 
 def _concat(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
@@ -717,6 +725,12 @@ def _serialise(batch: pa.RecordBatch) -> pa.Buffer:
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
     return sink.getvalue()
+
+
+def _write(file: FileIO, data: pa.Buffer | bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def _by_stream(batch: pa.RecordBatch) -> Iterator[SourceBatch]:
@@ -759,7 +773,8 @@ def _read_blocks(
 ) -> Iterator[tuple[str | None, pa.RecordBatch]]:
     """The rows of one segment from `start` up to `end`, each block checked against its index record."""
     with open(segment.index, "rb") as index, open(segment.data, "rb") as data:
-        _header_length(segment, index.readline() + index.readline())
+        _check_header(segment, index.readline().rstrip(b"\n"))
+        index.readline()  # what is carried over from earlier segments
         number = 0
         while (until is None or index.tell() < until) and (line := index.readline()).endswith(b"\n"):
             record = _unframe(line[:-1])
@@ -839,21 +854,27 @@ def _has_record(torn: bytes) -> bool:
 
 
 def _header_length(segment: _Segment, raw: bytes) -> int:
-    """The length of the two lines an index opens with, once they are known to be whole and of a version we read."""
+    """The length of the two lines an index opens with; both appear whole or not at all."""
     first, _, rest = raw.partition(b"\n")
-    with contextlib.suppress(ValueError, AttributeError):
-        version = json.loads(first[9:]).get("version", 0)
+    carried, newline, _ = rest.partition(b"\n")
+    _check_header(segment, first)
+    if not newline or not isinstance(_unframe(carried), dict):
+        raise _corrupt(segment.index, "its header is damaged")
+    return len(first) + len(carried) + 2
+
+
+def _check_header(segment: _Segment, line: bytes) -> None:
+    with contextlib.suppress(ValueError, AttributeError):  # a newer version may frame its lines in another way
+        version = json.loads(line[9:]).get("version", 0)
         if isinstance(version, int) and version > FORMAT_VERSION:
             raise FatalError(
                 f"{segment.index} has format version {version}; this Penstock reads up to {FORMAT_VERSION}",
                 code="PEN-5006",
                 hint="run the Penstock that wrote it, or a newer one",
             )
-    header = _unframe(first)
-    carried, newline, _ = rest.partition(b"\n")
-    if header is None or header.get("row") != segment.first or not newline or not isinstance(_unframe(carried), dict):
+    header = _unframe(line)
+    if header is None or header.get("row") != segment.first:
         raise _corrupt(segment.index, "its header is damaged")
-    return len(first) + len(carried) + 2
 
 
 def _corrupt(path: Path, what: str) -> FatalError:

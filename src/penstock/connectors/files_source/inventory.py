@@ -1,0 +1,153 @@
+"""
+The list of all files that were ever planned: append-only, and on disk before a position counts on it.
+
+A position is a number of records of one inventory, so the records between two positions are the same for ever, whatever
+lands in the directory meanwhile and under whatever names and times.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pyarrow as pa
+
+from penstock.durable import disk_errors, make_directory, write_atomic
+from penstock.errors import FatalError
+
+Record = dict[str, Any]
+"""`{file, size, mtime_ns}`, or `{schemas}`: the schemas in force from there on."""
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, order=True)
+class Found:
+    """A file as it was when it was found complete. Sorts by age, so that ranges follow the order of arrival."""
+
+    mtime_ns: int
+    file: str
+    size: int
+
+    def record(self) -> Record:
+        return {"file": self.file, "size": self.size, "mtime_ns": self.mtime_ns}
+
+
+class Inventory:
+    """The records of one inventory in memory and, if it has a directory, in `inventory-<id>.jsonl` there."""
+
+    def __init__(self, id: str, records: Iterable[Record] = (), path: Path | None = None, length: int = 0) -> None:
+        self.id = id
+        self.records: list[Record] = []
+        self.known: dict[str, Found] = {}
+        self._path = path
+        self._length = length
+        self._schemas: list[tuple[int, dict[str, pa.Schema]]] = [(-1, {})]
+        self._remember(records)
+
+    @classmethod
+    def fresh(cls, directory: Path) -> Inventory:
+        """A new inventory; its file appears with its first records."""
+        id = uuid4().hex[:12]
+        return cls(id, (), _path(directory, id))
+
+    @classmethod
+    def load(cls, directory: Path, id: str) -> Inventory:
+        """
+        The inventory as it is on disk, up to the first record that is not whole.
+
+        A record is torn only if the process died before it was synced, and then no position counts it.
+        """
+        path = _path(directory, id)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError as error:
+            raise FatalError(
+                f"the inventory {path} is gone, so nobody knows which files were read",
+                code="PEN-5011",
+                hint="put it back from a copy, or start over with `penstock offsets reset` (all files are read again)",
+            ) from error
+        except OSError as error:
+            raise FatalError(f"cannot read the inventory {path}: {error.strerror}", code="PEN-5011") from error
+        records, length = [], 0
+        for line in data.splitlines(keepends=True):
+            record = _parsed(line)
+            if record is None:
+                break
+            records.append(record)
+            length += len(line)
+        header = records.pop(0) if records else {}
+        if header.get("inventory") != id:
+            raise FatalError(
+                f"{path} is not an inventory", code="PEN-5011", hint="put it back from a copy, or start over"
+            )
+        if header["format"] > _FORMAT:
+            raise FatalError(f"{path} has format {header['format']}", code="PEN-5006", hint="run the newer Penstock")
+        return cls(id, records, path, length)
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Add records; on disk when this returns."""
+        if self._path is not None:
+            data = b"".join(_line(record) for record in records)
+            if not self._length:
+                make_directory(self._path.parent)
+                data = _line({"format": _FORMAT, "inventory": self.id}) + data
+                write_atomic(self._path, data)
+            else:
+                self._write(self._path, data)
+            self._length += len(data)
+        self._remember(records)
+
+    def files(self, start: int, end: int | None = None) -> list[Found]:
+        """The files between two positions, in the order of the range."""
+        return [self.known[record["file"]] for record in self.records[start:end] if "file" in record]
+
+    def schemas(self, end: int | None = None) -> dict[str, pa.Schema]:
+        """The schemas in force for a range that ends at `end`."""
+        return next(s for at, s in reversed(self._schemas) if end is None or at < end)
+
+    def _write(self, path: Path, data: bytes) -> None:
+        with disk_errors(), open(path, "r+b") as file:
+            file.truncate(self._length)  # what a dead process left half written
+            file.seek(self._length)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _remember(self, records: Iterable[Record]) -> None:
+        for record in records:
+            if "schemas" in record:
+                self._schemas.append((len(self.records), {s: decode(text) for s, text in record["schemas"].items()}))
+            else:
+                self.known[record["file"]] = Found(record["mtime_ns"], record["file"], record["size"])
+            self.records.append(record)
+
+
+def encode(schema: pa.Schema) -> str:
+    return base64.b64encode(schema.serialize()).decode()
+
+
+def decode(text: str) -> pa.Schema:
+    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
+
+
+def _path(directory: Path, id: str) -> Path:
+    return directory / f"inventory-{id}.jsonl"
+
+
+def _line(record: Record) -> bytes:
+    return json.dumps(record, separators=(",", ":")).encode() + b"\n"  # ASCII: names need not be valid UTF-8
+
+
+def _parsed(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None

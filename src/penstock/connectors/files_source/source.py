@@ -1,0 +1,436 @@
+"""Find files, plan each of them once, and cut them into splits."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import pyarrow as pa
+from pydantic import NonNegativeInt, PositiveInt, field_validator, model_validator
+
+from penstock.config import Config
+from penstock.connectors.files_source import readers
+from penstock.connectors.files_source.directory import Directory
+from penstock.connectors.files_source.inventory import Found, Inventory, Record, decode, encode
+from penstock.connectors.files_source.readers import BadRows, FileSplit
+from penstock.durable import Json
+from penstock.errors import ConfigError, DataError, FatalError
+from penstock.source import (
+    Finding,
+    HealthStatus,
+    Note,
+    Position,
+    RangeSource,
+    ReadLimit,
+    Schemas,
+    SourceBatch,
+    SourceRecord,
+)
+
+
+class FilesConfig(Config):
+    path: Path
+    """
+    A directory (every file in it with a known ending), a glob (`data/**/*.jsonl`) or one file.
+
+    Files must not change once they are there: write them elsewhere, or under an ignored name, and rename.
+    """
+
+    format: Literal["jsonl", "csv", "parquet"] | None = None
+    """Format of all files; none: by ending (`.jsonl .ndjson .json .csv .tsv .parquet .pq`, text also with `.gz` or `.zst`)."""
+
+    recursive: bool = False
+    """Also read the directories inside a directory. Links to directories are not followed."""
+
+    ignore: tuple[str, ...] = (".*", "_*", "*.tmp", "*.part")
+    """Names of files and directories that are passed over."""
+
+    settle_ms: NonNegativeInt = 1000
+    """A file is complete when it has not changed for this long; 0 trusts every file at once."""
+
+    scan_interval_ms: NonNegativeInt = 500
+    """Least time between two looks at the directory; a look that takes long is followed by a longer pause."""
+
+    columns: Mapping[str, str] | None = None
+    """
+    Arrow type of each column, e.g. `{ id = "int64", at = "timestamp[us, UTC]", tags = "list<string>" }`; fields that it does
+    not name are ignored. None: inferred from the first files and kept; fields that appear later are added.
+    """
+
+    stream: str = "files"
+    """Name of the stream; `{parent}` stands for the name of a file's directory, `{stem}` for its own up to the first dot."""
+
+    delimiter: str | None = None
+    """What separates the columns of a CSV file; none: a tab in `.tsv`, else a comma."""
+
+    header: bool = True
+    """The first row of a CSV file names its columns; false: they are those of `columns`, in order."""
+
+    max_files_per_epoch: PositiveInt = 1000
+    """Upper bound on the files one epoch reads."""
+
+    max_bytes_per_epoch: PositiveInt = 1 << 30
+    """Upper bound on the bytes one epoch reads; a larger file has an epoch of its own."""
+
+    split_bytes: PositiveInt = 64 << 20
+    """Larger files are read by several tasks: JSON lines by bytes, Parquet by row groups; CSV and compressed files stay whole."""
+
+    on_change: Literal["stop", "ignore"] = "stop"
+    """What to do when a file changes after it was read: stop, or ignore the change (and say so in the source's health)."""
+
+    inventory: Path | None = None
+    """Directory for the list of files that were read; none: inside the pipeline's state directory."""
+
+    @field_validator("columns")
+    @classmethod
+    def _types(cls, columns: Mapping[str, str] | None) -> Mapping[str, str] | None:
+        for text in (columns or {}).values():
+            arrow_type(text)
+        if columns is not None and not columns:
+            raise ValueError("name at least one column")
+        return columns
+
+    @field_validator("stream")
+    @classmethod
+    def _placeholders(cls, stream: str) -> str:
+        try:
+            stream.format(parent="", stem="")
+        except (KeyError, IndexError, ValueError):
+            raise ValueError("only {parent} and {stem} can stand in braces") from None
+        return stream
+
+    @model_validator(mode="after")
+    def _named_columns(self) -> FilesConfig:
+        if not self.header and self.columns is None:
+            raise ValueError("without a header, `columns` must name the columns")
+        return self
+
+
+class Inventoried(Position):
+    """How many records of which inventory lie behind; without a directory for it, the records themselves."""
+
+    inventory: str = ""
+    records: NonNegativeInt = 0
+    listed: tuple[Record, ...] = ()
+
+
+class Files(RangeSource[FilesConfig, Inventoried]):
+    """
+    A range is a run of records of an append-only inventory (`inventory.py`): files in the order in which they were found.
+
+    Supports exactly-once: a file is planned once, under its name, with its size and time; late arrivals are simply found
+    later, and a file that is no longer what was planned is a `DataError` instead of other rows. Bad rows: `read` yields
+    the good ones of a split and then raises one `DataError` that counts the bad ones; an unreadable file counts as one.
+    """
+
+    name = "files"
+
+    _inventory: Inventory | None = None
+    _fresh = False
+    _schemas: dict[str, pa.Schema] | None = None
+    _learned: tuple[Sequence[Json], Mapping[str, pa.Schema]] = ((), MappingProxyType({}))
+    _backlog: Sequence[Found] = ()
+    _behind: int | None = None
+    _problem = ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
+
+    @cached_property
+    def _directory(self) -> Directory:
+        c = self.config
+        return Directory.at(c.path, c.recursive, c.format, c.ignore, c.settle_ms, c.scan_interval_ms)
+
+    def open(self) -> None:
+        self.__dict__.pop("_directory", None)
+        base = self._directory.base
+        if not base.is_dir():
+            raise ConfigError(
+                f"there is no directory {base}",
+                code="PEN-1016",
+                hint="make it, or correct `path`; it may be empty at first",
+            )
+
+    def check(self) -> Sequence[Finding]:
+        found = sum(1 for _ in self._directory.walk())
+        if not found:
+            return [
+                Finding(False, f"no file matches {self.config.path}", "correct `path`, `format` or `ignore`, or wait")
+            ]
+        return [Finding(True, f"{found:,} files match {self.config.path}")]
+
+    def health_check(self) -> HealthStatus:
+        if not self._directory.base.is_dir():
+            return HealthStatus.unhealthy(f"the directory {self._directory.base} is gone")
+        return HealthStatus.degraded(self._problem) if self._problem else HealthStatus.healthy()
+
+    def lag(self) -> int | None:
+        """Bytes of files that were found and are not planned yet."""
+        return self._behind
+
+    # -- ranges --------------------------------------------------------------------------------------------------
+
+    def latest(self, start: Inventoried, limit: ReadLimit) -> Inventoried:
+        """Bounded by files and bytes, since rows are not known before they are read; without `limit.rows`, all there is."""
+        inventory = self._load(start)
+        everything = limit.rows is None
+        if not inventory.files(start.records):
+            self._discover(inventory, everything)
+        files = inventory.files(start.records)
+        count = len(files) if everything else self._fitting(files)
+        behind = [*files[count:], *self._backlog, *(file for file, _ in self._directory.unsettled.values())]
+        self._behind = sum(file.size for file in behind)
+        ends = [at + 1 for at in range(start.records, len(inventory.records)) if "file" in inventory.records[at]]
+        return self._position(inventory, ends[count - 1]) if count else start
+
+    def split(self, start: Inventoried, end: Inventoried) -> Sequence[FileSplit]:
+        inventory = self._load(end)
+        self._schemas = self._schemas_at(inventory, end.records)
+        files = inventory.files(start.records, end.records)
+        return [piece for file in files for piece in self._pieces(self._split(file, self._schemas))]
+
+    def read(self, split: FileSplit) -> Iterator[SourceBatch | Note]:
+        bad, schema = BadRows(split.path), split.schema
+        try:
+            for batch in readers.read(split, bad):
+                schema = batch.schema
+                yield SourceBatch(batch, stream=split.stream)
+        except DataError as error:
+            error.count += bad.count
+            raise
+        if schema != split.schema:
+            yield Note({"stream": split.stream, "schema": encode(schema)})
+        if bad.count:
+            raise bad.error()
+
+    def advance(self, end: Inventoried, notes: Sequence[Json]) -> Inventoried:
+        """Remember columns that tasks met and planning did not; they are recorded with the next files."""
+        if notes != self._learned[0]:
+            learned: dict[str, pa.Schema] = {}
+            for note in notes:
+                stream, schema = note["stream"], decode(note["schema"])
+                learned[stream] = readers.merge(learned.get(stream), schema, widen=readers.fixed)
+            self._learned = (notes, learned)
+        return end
+
+    def earlier(self, a: Inventoried, b: Inventoried) -> Inventoried:
+        return b if b.records < a.records and a.listed[: b.records] == b.listed else a
+
+    # -- schemas -------------------------------------------------------------------------------------------------
+
+    def schema(self) -> Schemas:
+        return self._inferred({}, sorted(self._directory.walk())) if self._schemas is None else self._schemas
+
+    def provide_schema(self) -> dict[str, pa.Schema]:
+        return dict(self.schema())
+
+    def is_authoritative(self) -> bool:
+        return self.config.columns is not None
+
+    def sample_records(self, n: int) -> Sequence[SourceRecord]:
+        return self._samples(sorted(self._directory.walk()), n)
+
+    def infer_from_samples(self, samples: Sequence[SourceRecord]) -> dict[str, pa.Schema]:
+        """Every sample is the head of a file, named in its attributes."""
+        schemas: dict[str, pa.Schema] = {}
+        for sample in samples:
+            split = self._split(Found(0, sample.attributes["file"], 0), {})
+            found = readers.infer(split, sample.payload)
+            if found is not None:
+                widen = readers.widest_text if split.format == "csv" else readers.widest
+                schemas[sample.stream] = readers.merge(schemas.get(sample.stream), found, widen=widen)
+        return schemas
+
+    def _inferred(self, old: dict[str, pa.Schema], files: Sequence[Found]) -> dict[str, pa.Schema]:
+        """The old schemas, what tasks have learned, and what the heads of some of the files tell."""
+        if (columns := self._explicit()) is not None:
+            return self._each_stream(columns, files)
+        schemas = dict(old)
+        for more in (self._learned[1], self.infer_from_samples(self._samples(files, _SAMPLES))):
+            for stream, schema in more.items():
+                schemas[stream] = readers.merge(schemas.get(stream), schema, widen=readers.fixed)
+        return schemas
+
+    def _samples(self, files: Sequence[Found], count: int) -> list[SourceRecord]:
+        samples = []
+        for file in files[:: max(1, -(-len(files) // max(1, count)))]:
+            try:
+                head = readers.head(self._split(file, {}))
+            except (DataError, pa.ArrowInvalid):
+                continue  # the task that reads the file says what is wrong with it
+            samples.append(SourceRecord(self._stream(file), head, attributes={"file": file.file}))
+        return samples
+
+    def _schemas_at(self, inventory: Inventory, end: int) -> dict[str, pa.Schema]:
+        if (columns := self._explicit()) is not None:
+            return self._each_stream(columns, inventory.files(0, end))
+        return inventory.schemas(end)
+
+    def _each_stream(self, columns: pa.Schema, files: Sequence[Found]) -> dict[str, pa.Schema]:
+        one = "{" not in self.config.stream
+        return {self.config.stream: columns} if one else {self._stream(file): columns for file in files}
+
+    def _explicit(self) -> pa.Schema | None:
+        columns = self.config.columns
+        return None if columns is None else pa.schema([(name, arrow_type(text)) for name, text in columns.items()])
+
+    def _stream(self, file: Found) -> str:
+        if "{" not in self.config.stream:
+            return self.config.stream
+        path = self._directory.base / file.file
+        return self.config.stream.format(parent=path.parent.name, stem=path.name.partition(".")[0])
+
+    # -- splits --------------------------------------------------------------------------------------------------
+
+    def _split(self, file: Found, schemas: Mapping[str, pa.Schema]) -> FileSplit:
+        stream = self._stream(file)
+        format = self.config.format or readers.format_of(file.file)
+        if format is None:
+            raise ConfigError(
+                f"the ending of {file.file} tells no format",
+                code="PEN-1016",
+                hint="set `format`, or name the file in `ignore`",
+            )
+        return FileSplit(
+            path=os.path.join(self._directory.base, file.file),
+            size=file.size,
+            mtime_ns=file.mtime_ns,
+            format=format,
+            stream=stream,
+            schema=schemas.get(stream, self._explicit()),
+            explicit=self.config.columns is not None,
+            delimiter=self.config.delimiter,
+            header=self.config.header,
+        )
+
+    def _pieces(self, whole: FileSplit) -> Iterable[FileSplit]:
+        """A large file in parts of about `split_bytes`; they depend on nothing but the file."""
+        most = self.config.split_bytes
+        if whole.size <= most or whole.compression or whole.format == "csv":
+            return [whole]
+        if whole.format == "parquet":
+            edges = _runs(readers.row_groups(whole), most)
+        else:
+            count = -(-whole.size // most)
+            edges = [whole.size * each // count for each in range(count + 1)]
+        return [replace(whole, start=lo, end=hi) for lo, hi in pairwise(edges)] or [whole]
+
+    # -- the inventory -------------------------------------------------------------------------------------------
+
+    def _load(self, position: Inventoried) -> Inventory:
+        """The inventory that a position counts in; the beginning has a fresh one, so that a reset reads what is there now."""
+        place = self.config.inventory or self.state_dir
+        if position.listed or place is None:
+            inventory = Inventory("", position.listed)
+        elif self._inventory and (position.inventory or self._fresh) and position.inventory in ("", self._inventory.id):
+            inventory = self._inventory
+        else:
+            self._fresh = not position.inventory
+            inventory = Inventory.fresh(place) if self._fresh else Inventory.load(place, position.inventory)
+        if position.records > len(inventory.records):
+            raise FatalError(
+                f"the position counts {position.records} records, the inventory {position.inventory} has fewer",
+                code="PEN-5011",
+                hint="was it put back from an older copy? Put the newest back, or start over with `penstock offsets reset`",
+            )
+        if self._schemas is None and position.records:
+            self._schemas = self._schemas_at(inventory, position.records)
+        self._inventory = inventory
+        return inventory
+
+    def _position(self, inventory: Inventory, end: int) -> Inventoried:
+        listed = () if inventory.id else tuple(inventory.records[:end])
+        return Inventoried(inventory=inventory.id, records=end, listed=listed)
+
+    def _discover(self, inventory: Inventory, everything: bool) -> None:
+        """Add files that are complete and were never planned to the inventory, oldest first."""
+        self._backlog = [file for file in self._backlog if file.file not in inventory.known]
+        if everything or not self._backlog:
+            self._backlog, changed = self._directory.scan(inventory.known, everything)
+            self._report(changed)
+        count = len(self._backlog) if everything else self._fitting(self._backlog)
+        chosen = [file for file in self._backlog[:count] if self._directory.is_still(file)]
+        self._backlog = self._backlog[count:]
+        if not chosen:
+            return
+        records = [file.record() for file in chosen]
+        if self.config.columns is None:
+            old = inventory.schemas()
+            new = self._inferred(old, chosen)
+            if new != old:
+                records.insert(0, {"schemas": {stream: encode(schema) for stream, schema in new.items()}})
+        inventory.append(records)
+
+    def _fitting(self, files: Sequence[Found]) -> int:
+        """How many of the files, from the first on, one epoch may read."""
+        total = 0
+        for count, file in enumerate(files):
+            total += file.size
+            if count >= self.config.max_files_per_epoch or (count and total > self.config.max_bytes_per_epoch):
+                return count
+        return len(files)
+
+    def _report(self, changed: Sequence[Found]) -> None:
+        self._problem = ""
+        if changed:
+            many = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            self._problem = f"{changed[0].file}{many} changed after being planned"
+            if self.config.on_change == "stop":
+                raise DataError(
+                    self._problem,
+                    code="PEN-3004",
+                    hint='a file is read once: add the new rows as another file, or set `on_change = "ignore"`',
+                )
+
+
+_SAMPLES = 32
+
+
+def arrow_type(text: str) -> pa.DataType:
+    """The Arrow type that a text names, as Arrow itself prints it."""
+    text = text.strip()
+    if match := re.fullmatch(r"list<(?:item: )?(.+)>", text):
+        return pa.list_(arrow_type(match[1]))
+    if match := re.fullmatch(r"struct<(.+)>", text):
+        fields = (field.partition(":") for field in _top_level(match[1]))
+        return pa.struct([(name.strip(), arrow_type(kind)) for name, _, kind in fields])
+    if match := re.fullmatch(r"decimal(?:128)?\((\d+),\s*(\d+)\)", text):
+        return pa.decimal128(int(match[1]), int(match[2]))
+    if match := re.fullmatch(r"timestamp\[(s|ms|us|ns),\s*(?:tz=)?(.+)\]", text):
+        return pa.timestamp(match[1], match[2])
+    try:
+        return pa.type_for_alias(text)
+    except ValueError:
+        raise ValueError(
+            f"{text!r} is no Arrow type; examples: int64, float64, bool, string, date32, timestamp[us, UTC], "
+            "decimal128(12, 2), list<string>, struct<x: int64, y: string>"
+        ) from None
+
+
+def _top_level(text: str) -> Iterable[str]:
+    """The parts between commas that stand in no brackets."""
+    depth, start = 0, 0
+    for at, char in enumerate(text):
+        depth += (char in "<[(") - (char in ">])")
+        if char == "," and not depth:
+            yield text[start:at]
+            start = at + 1
+    yield text[start:]
+
+
+def _runs(sizes: Sequence[int], most: int) -> list[int]:
+    """Edges of runs of neighbours that are at most `most` together, or single."""
+    edges, filled = [0], 0
+    for at, size in enumerate(sizes):
+        if filled and filled + size > most:
+            edges.append(at)
+            filled = 0
+        filled += size
+    return [*edges, len(sizes)]

@@ -200,7 +200,7 @@ class Stage:
         self._count = 0
         self._held_bytes = 0
         self._open: OrderedDict[tuple[Topic, tuple[str | None, ...], pa.Schema], _Open] = OrderedDict()
-        self._staged: dict[Topic, StagedTopic] = Field(default_factory=dict)
+        self._staged: dict[Topic, StagedTopic] = {}
         self._schemas: dict[Topic, pa.Schema] = {}
         self._places: list[Path] = []
 

@@ -244,7 +244,7 @@ class Delta(TopicSink[DeltaConfig, StagedFiles]):
                 f"the Delta table {target} refused {TRIES} commits of {epoch}: {conflict}", code="PEN-2005"
             ) from conflict
         self._committed.add(topic)
-        staging.drop_lists(self._targets.root, epoch, [part.listed for part in parts])
+        staging.drop_lists(self._targets.root, epoch.pipeline, parts)
 
     def committed_epoch(self, pipeline: str, topic: Topic) -> CommittedEpoch | None:
         table = self._table(topic)
@@ -455,7 +455,8 @@ class _Table:
     def refuse_what_append_cannot_keep(self) -> None:
         """Tables with rules that only a full Delta writer applies: rows would break them unseen."""
         metadata, columns = self.delta.metadata(), self.delta.schema().fields
-        rules = [key for key in metadata.configuration if key.startswith("delta.constraints.")]
+        rules = [feature for feature in self.delta.protocol().writer_features or () if feature not in _FEATURES]
+        rules += [key for key in metadata.configuration if key.startswith("delta.constraints.")]
         rules += [key for key in ("delta.setTransactionRetentionDuration",) if key in metadata.configuration]
         if metadata.configuration.get("delta.columnMapping.mode", "none") != "none":
             rules.append("delta.columnMapping.mode")
@@ -512,6 +513,12 @@ class _StatsPart(staging.ParquetPart):
 _HOOKS = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False)
 """Checkpoints at the table's interval. Old entries stay: they may go only once the checkpoint is known to be on disk."""
 
+_FEATURES = {
+    *("appendOnly", "invariants", "checkConstraints", "changeDataFeed", "generatedColumns", "identityColumns"),
+    *("columnMapping", "timestampNtz", "deletionVectors", "v2Checkpoint", "variantType"),
+}
+"""Features of tables that the client can commit to; those that add rules are looked at where the rules stand."""
+
 _NO_RETRIES = 0
 """The client would put the commit on top of one whose marker nobody has looked at."""
 
@@ -559,16 +566,27 @@ def _unknown_feature(path: Path, error: DeltaProtocolError) -> SchemaError:
 
 
 def _read_metadata(log: Path) -> dict[str, Any] | None:
-    """The newest metadata in a table's log, or None; read without the client, whose threads do not survive a fork."""
+    """
+    The newest metadata in a table's log, read without the client, whose threads do not survive a fork.
+
+    None when there is no table, or when its checkpoints are of a kind that only the client reads: the commit tells then.
+    """
     names = sorted(os.listdir(log), reverse=True) if log.exists() else []
+    last: int | None = None
     for name in names:
-        if re.fullmatch(r"\d{20}\.json", name):
-            for line in (log / name).read_bytes().splitlines():
-                if b'"metaData"' in line and (found := json.loads(line).get("metaData")):
-                    return dict(found)
-        elif re.fullmatch(r"\d{20}\.checkpoint\.parquet", name):
-            for found in pq.read_table(log / name, columns=["metaData"]).column("metaData").drop_null().to_pylist():
-                return dict(found)
+        if not (found := re.fullmatch(r"(\d{20})\.(json|checkpoint\.parquet)", name)):
+            continue
+        version, kind = int(found[1]), found[2]
+        if last is not None and version < last - 1:
+            return None
+        last = version
+        if kind == "json":
+            actions = [json.loads(x) for x in (log / name).read_bytes().splitlines() if b'"metaData"' in x]
+        else:
+            actions = pq.read_table(log / name, columns=["metaData"]).drop_null().to_pylist()
+        for action in actions:
+            if action.get("metaData"):
+                return dict(action["metaData"])
     return None
 
 

@@ -187,7 +187,7 @@ class FilesSink(TopicSink[FilesSinkConfig, StagedFiles]):
                 code="PEN-2005",
             )
         self._record_schema(topic, ledger)
-        staging.drop_lists(self._targets.root, epoch, [part.listed for part in parts])
+        staging.drop_lists(self._targets.root, epoch.pipeline, parts)
 
     def committed_epoch(self, pipeline: str, topic: Topic) -> CommittedEpoch | None:
         newest = self._ledger(pipeline, topic).newest()

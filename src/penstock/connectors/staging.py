@@ -54,7 +54,7 @@ class StagedTopic(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     listed: str
-    """Name of the task's list of begun files, which is dropped once the topic is committed."""
+    """The task's list of begun files, which is dropped once the topic is committed."""
     columns: str
     """The schema of the topic's rows, partition columns included, as `pack_schema` writes it."""
     files: list[StagedFile] = []
@@ -255,12 +255,12 @@ class Stage:
             )
         self._schemas[topic] = follow(topic, self._schemas.get(topic, schema), schema)
         if topic not in self._staged:
-            listed = f"{self._stem}-{len(self._staged):03d}"
-            directory = _lists(self.targets.root, self.epoch)
+            listed = f"{self.epoch.stem()}/{self._stem}-{len(self._staged):03d}"
+            path = _lists(self.targets.root, self.epoch.pipeline) / listed
             durable.make_directory(self.targets.claim(topic))
             with durable.disk_errors():
-                directory.mkdir(parents=True, exist_ok=True)
-                (directory / listed).write_text(f"{topic}\n")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(f"{topic}\n")
             self._staged[topic] = StagedTopic(listed=listed, columns="")
 
     def _write(self, topic: Topic, values: tuple[str | None, ...], rows: pa.RecordBatch) -> None:
@@ -284,7 +284,7 @@ class Stage:
         path = "/".join([*hive(partition), f"{self._stem}-{self._count:04d}{self.suffix}"])
         self._count += 1
         place = self.place(self.targets.claim(topic), path)
-        with open(_lists(self.targets.root, self.epoch) / self._staged[topic].listed, "a") as listed:
+        with open(_lists(self.targets.root, self.epoch.pipeline) / self._staged[topic].listed, "a") as listed:
             listed.write(f"{place}\n")
         place.parent.mkdir(parents=True, exist_ok=True)
         self._open[key] = _Open(topic, place, self.begin(place, schema), path, partition)
@@ -358,17 +358,17 @@ def hive(partition: dict[str, str | None]) -> list[str]:
     ]
 
 
-def drop_lists(root: Path, epoch: Epoch, listed: Iterable[str]) -> None:
+def drop_lists(root: Path, pipeline: str, staged: Iterable[StagedTopic]) -> None:
     """Forget the begun files of tasks whose files are committed: from here on no sweep touches them."""
-    directory = _lists(root, epoch)
-    for name in listed:
-        (directory / name).unlink(missing_ok=True)
-    _remove_if_empty(directory)
+    for each in staged:
+        path = _lists(root, pipeline) / each.listed
+        path.unlink(missing_ok=True)
+        _remove_if_empty(path.parent)
 
 
 def sweep(root: Path, epoch: Epoch, keep: Callable[[Topic, Path], bool]) -> None:
     """Remove every file that this try began, unless `keep` says otherwise."""
-    directory = _lists(root, epoch)
+    directory = _lists(root, epoch.pipeline) / epoch.stem()
     for listed in sorted(directory.iterdir()) if directory.exists() else ():
         topic, *places = listed.read_text().splitlines()
         for place in map(Path, places):
@@ -378,8 +378,8 @@ def sweep(root: Path, epoch: Epoch, keep: Callable[[Topic, Path], bool]) -> None
     _remove_if_empty(directory)
 
 
-def _lists(root: Path, epoch: Epoch) -> Path:
-    return root / HIDDEN / ".begun" / quote(epoch.pipeline, safe="") / epoch.stem()
+def _lists(root: Path, pipeline: str) -> Path:
+    return root / HIDDEN / ".begun" / quote(pipeline, safe="")
 
 
 def _remove_if_empty(directory: Path) -> None:

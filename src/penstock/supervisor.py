@@ -241,8 +241,10 @@ class _Supervisor:
         )
         routes: list[tuple[Route, Topic, pa.Schema]] = []
         pairs: set[tuple[str, Topic]] = set()
-        for name, source in self.ranges.items():
-            for stream, schema in source.schema().items():
+        known = {name: source.schema() for name, source in self.ranges.items()}
+        self.pipeline.require_streams(known)
+        for name, schemas in known.items():
+            for stream, schema in schemas.items():
                 for target in self.pipeline.router.targets(name, stream):
                     pairs |= {(sink, target.topic) for sink in target.sinks}
                     routes.append((target.route, target.topic, schema))

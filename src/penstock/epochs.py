@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
+import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock import failpoints
 from penstock.durable import Json, canonical, disk_errors, make_directory, write_atomic
-from penstock.errors import ConfigError, ConnectorError, DataError, FatalError, RetryableError, StagingLost
-from penstock.job import Engine, Job, Part, Tally, TaskResult
+from penstock.errors import ConfigError, ConnectorError, DataError, FatalError, RetryableError, SchemaError, StagingLost
+from penstock.job import Engine, Job, Part, Tally, TaskResult, is_plain
 from penstock.routing import Router
+from penstock.schema import SchemaEvolvable
 from penstock.sink import CommittedEpoch, Epoch, SinkConnector, Topic, WriteResult
 from penstock.source import RangeSource, ReadLimit, Schemas
 from penstock.telemetry import EpochReport
@@ -246,6 +248,7 @@ class EpochLoop:
     _values: dict[str, dict[str, bytes]] = field(default_factory=dict)
     _unacked: dict[str, Any] = field(default_factory=dict)
     _checked: set[tuple[str, Topic]] = field(default_factory=set)
+    _evolved: dict[tuple[str, Topic], pa.Schema] = field(default_factory=dict)
     _abandoned_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -574,6 +577,7 @@ class EpochLoop:
             if start != end:
                 parts += [Part(len(parts) + i, name, split) for i, split in enumerate(source.split(start, end))]
                 schemas[name] = source.schema()
+        self._evolve(schemas)
         job = Job(
             epoch=self._epoch(manifest),
             parts=parts,
@@ -585,6 +589,30 @@ class EpochLoop:
             only=None if only is None else frozenset((sink, topic) for sink, topic in only),
         )
         return self.engine.run(job) if parts else ()
+
+    def _evolve(self, schemas: Mapping[str, Schemas]) -> None:
+        """Let sinks that can follow a schema do so before the rows that need it are staged."""
+        for source, streams in schemas.items():
+            for stream, new in streams.items():
+                for target in self.router.targets(source, stream):
+                    for name in target.sinks if is_plain(target.route) else ():
+                        sink, known = self.sinks[name], self._evolved.get((name, target.topic))
+                        if not isinstance(sink, SchemaEvolvable) or known == new:
+                            continue
+                        old = known or sink.schema(target.topic)
+                        changes = sink.diff_schemas(old, new) if old is not None else ()
+                        if not sink.evaluate_evolution(changes):
+                            retyped = ", ".join(
+                                f"{c.column} from {c.old} to {c.new}" for c in changes if c.old and c.new
+                            )
+                            raise SchemaError(
+                                f"sink {name!r} cannot follow {target.topic}: {retyped}",
+                                code="PEN-4001",
+                                hint="cast the column in the route's SQL, or write to a new target",
+                            )
+                        if changes:
+                            sink.apply_evolution(target.topic, changes)
+                        self._evolved[name, target.topic] = new
 
     def _sweep(self) -> None:
         """Remove what failed tries left behind, once no task of theirs can still write."""

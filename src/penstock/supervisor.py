@@ -7,8 +7,8 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,8 @@ from penstock.ingest import Ingest
 from penstock.job import Engine
 from penstock.journal import JournalPosition
 from penstock.pipeline import Pipeline, compare_shapes
-from penstock.routing import Route
+from penstock.routing import Route, Router
+from penstock.schema import discover
 from penstock.sink import SinkConnector, Topic
 from penstock.source import HealthState, HealthStatus, PollingSource, ProducerConfig, RangeSource, SourceConnector
 from penstock.telemetry import EpochReport, Telemetry
@@ -98,6 +99,10 @@ class _Supervisor:
     ingests: dict[str, Ingest] = field(default_factory=dict)
     ranges: dict[str, RangeSource[Any, Any]] = field(default_factory=dict)
     requests: list[threading.Event] = field(default_factory=list)
+    router: Router = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.router = self.pipeline.router
 
     def run(self, resources: contextlib.ExitStack, engine: Engine) -> Summary:
         began = time.monotonic()
@@ -163,14 +168,30 @@ class _Supervisor:
                 }
                 self._open_one(f"source:{name}", ingest, resources, lambda i=ingest, k=known: i.open(**k))  # type: ignore[misc]
                 self.ranges[name] = ingest.range_source
-            source.routed = tuple(source.producer_configs())
+            self._produce(name, source.producer_configs())
+
+    def _produce(self, source: str, configs: Sequence[ProducerConfig]) -> None:
+        """Take over what a source says of its topics: more ordered splits, or rows that must not bypass the journal."""
+        asked = {config.topic: config for config in configs}
+        self.router = replace(
+            self.router,
+            routes=tuple(
+                replace(
+                    route,
+                    partitions=asked[route.to].partitions,
+                    reliable_dispatch=route.reliable_dispatch or asked[route.to].reliable_dispatch,
+                )
+                if route.source in (None, source) and route.to in asked
+                else route
+                for route in self.router.effective
+            ),
+        )
 
     def _ingest(self, name: str, source: SourceConnector[Any], journal: Path) -> Ingest:
-        targets = self.pipeline.router.targets
-        direct = any(not route.reliable_dispatch for route in self.pipeline.router.effective)
+        direct = any(not route.reliable_dispatch for route in self.router.effective)
 
         def reliable(stream: str) -> bool:
-            return any(target.route.reliable_dispatch for target in targets(name, stream))
+            return any(target.route.reliable_dispatch for target in self.router.targets(name, stream))
 
         def unseeded() -> list[SnapshotTable]:
             assert isinstance(source, ChangeCapture)
@@ -188,7 +209,7 @@ class _Supervisor:
 
     def _lacking(self, source: str, stream: str) -> list[tuple[SinkConnector[Any, Any], Topic]]:
         """The sinks and topics of a stream whose first copy is not complete."""
-        targets = self.pipeline.router.targets(source, stream)
+        targets = self.router.targets(source, stream)
         pairs = [(self.pipeline.sinks[name], target.topic) for target in targets for name in target.sinks]
         return [(sink, topic) for sink, topic in pairs if not sink.is_seeded(topic)]
 
@@ -221,7 +242,7 @@ class _Supervisor:
     def _routed(self, source: str) -> tuple[ProducerConfig, ...]:
         return tuple(
             ProducerConfig(route.to, route.partitions, route.reliable_dispatch)
-            for route in self.pipeline.router.effective
+            for route in self.router.effective
             if route.source in (None, source)
         )
 
@@ -231,7 +252,7 @@ class _Supervisor:
             state,
             self.ranges,
             self.pipeline.sinks,
-            self.pipeline.router,
+            self.router,
             engine,
             max_epoch_rows=processing.max_epoch_rows,
             skip_bad=processing.on_error == "skip",
@@ -241,11 +262,11 @@ class _Supervisor:
         )
         routes: list[tuple[Route, Topic, pa.Schema]] = []
         pairs: set[tuple[str, Topic]] = set()
-        known = {name: source.schema() for name, source in self.ranges.items()}
+        known = {name: discover(source) for name, source in self.ranges.items()}
         self.pipeline.require_streams(known)
         for name, schemas in known.items():
             for stream, schema in schemas.items():
-                for target in self.pipeline.router.targets(name, stream):
+                for target in self.router.targets(name, stream):
                     pairs |= {(sink, target.topic) for sink in target.sinks}
                     routes.append((target.route, target.topic, schema))
         engine.check(routes)

@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
-from penstock.source import SourceRecord
+from penstock.source import Schemas, SourceConnector, SourceRecord
 
 _KEY = b"penstock.key"
 
@@ -81,3 +81,17 @@ class SchemaEvolvable(Protocol):
     def evaluate_evolution(self, changes: Sequence[SchemaChange]) -> bool: ...
 
     def apply_evolution(self, topic: str, changes: Sequence[SchemaChange]) -> None: ...
+
+
+SAMPLES = 1000
+"""Records that are looked at when a schema has to be inferred."""
+
+
+def discover(source: SourceConnector[Any]) -> Schemas:
+    """The schemas a pipeline starts with: an authoritative provider's, else what the source says, else inferred ones."""
+    if isinstance(source, SchemaProvider) and source.is_authoritative():
+        return source.provide_schema()
+    known = source.schema()
+    if not known and isinstance(source, SchemaInferable):
+        return source.infer_from_samples(source.sample_records(SAMPLES))
+    return known

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from penstock.connectors.files_source import Files, FilesConfig, Inventoried, readers
-from penstock.connectors.files_source.source import arrow_type
+from penstock.connectors.files_source.types import arrow_type, csv_misfits
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError
 from penstock.schema import SchemaInferable, SchemaProvider
 from penstock.source import HealthState, Note, ReadLimit, SourceBatch
@@ -463,7 +464,7 @@ def test_bad_lines_are_left_out_and_the_first_is_told_with_its_number(landing, t
     assert sum(error.count for error in errors) == 4
     assert errors[0].code == "PEN-3001"
     assert f"{path}, line 1,301:" in errors[0].message
-    assert "Column(/id)" in errors[0].message
+    assert "column 'id' is a str, not int64" in errors[0].message
     assert '\'{"id": "text"}\'' in errors[0].message
 
 
@@ -533,6 +534,64 @@ def test_bad_csv_rows_are_left_out_one_by_one(landing, tmp_path, monkeypatch):
     assert error.message.endswith("and 2 more")
 
 
+def converts(kind, text):
+    options = pa.csv.ConvertOptions(column_types={"x": kind})
+    try:
+        return pa.csv.read_csv(pa.BufferReader(b"y,x\n1," + text + b"\n"), convert_options=options).num_rows == 1
+    except pa.ArrowInvalid:
+        return False
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    kind=st.sampled_from(["int64", "uint8", "float64", "bool", "date32", "timestamp[us]", "decimal128(9, 2)"]).map(
+        arrow_type
+    ),
+    text=st.one_of(
+        st.text("0123456789+-.eExXfFaAnNtTrRuUlLiIsS: /#_", min_size=1, max_size=6).map(str.encode),
+        st.from_regex(rb"\A ?[-+]?[0-9]{0,4}[.-]?[0-9]{0,2}-?[0-9]{0,2}[T ]?\Z"),
+        st.sampled_from(
+            [b"NaN", b"-nan", b"#N/A", b"TRUE", b"inf", b"-Infinity", b"0x1f", b"1e3", b"2024-02-30", b" 7 "]
+        ),
+    ),
+)
+def test_only_values_that_arrow_refuses_are_called_misfits(kind, text):
+    misfits = csv_misfits(pa.RecordBatch.from_pydict({"x": pa.array([text])}), pa.schema([("x", kind)]))
+    assert not (misfits and converts(kind, text))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    kind=st.sampled_from(
+        [
+            "int64",
+            "float64",
+            "bool",
+            "string",
+            "date32",
+            "timestamp[us]",
+            "decimal128(9, 2)",
+            "list<int64>",
+            "struct<a: int64>",
+        ]
+    ).map(arrow_type),
+    value=st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers(-(2**65), 2**65)
+        | st.floats()
+        | st.sampled_from(["", "1", "2024-01-02", "x"]),
+        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+        max_leaves=3,
+    ),
+)
+def test_only_json_that_arrow_refuses_is_called_a_misfit(kind, value):
+    line, schema = json.dumps({"x": value}).encode(), pa.schema([("x", kind)])
+    if readers._misfit(line, schema):
+        with pytest.raises(pa.ArrowInvalid):
+            readers._parse_json(line, schema, "ignore")
+
+
 def arrow_schema(**columns):
     return pa.schema([(name, arrow_type(text)) for name, text in columns.items()])
 
@@ -544,7 +603,7 @@ def test_a_column_that_a_csv_file_lacks_is_null_also_beside_bad_rows(landing, tm
     assert found == [{"id": 1, "note": None}, {"id": 3, "note": None}]
     assert error.count == 1
     assert "a.csv, row 2: " in error.message
-    assert "int64: invalid value 'x'" in error.message
+    assert "column 'id' is not int64" in error.message
 
 
 def test_csv_without_a_header_takes_its_names_from_the_columns(landing, tmp_path):

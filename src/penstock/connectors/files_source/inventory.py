@@ -27,7 +27,7 @@ Record = dict[str, Any]
 _FORMAT = 1
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, order=True, slots=True)
 class Found:
     """A file as it was when it was found complete. Sorts by age, so that ranges follow the order of arrival."""
 
@@ -44,7 +44,7 @@ class Inventory:
 
     def __init__(self, id: str, records: Iterable[Record] = (), path: Path | None = None, length: int = 0) -> None:
         self.id = id
-        self.records: list[Record] = []
+        self._entries: list[Found | None] = []
         self.known: dict[str, Found] = {}
         self._path = path
         self._length = length
@@ -71,7 +71,7 @@ class Inventory:
             raise FatalError(
                 f"the inventory {path} is gone, so nobody knows which files were read",
                 code="PEN-5011",
-                hint="put it back from a copy, or start over with `penstock offsets reset` (all files are read again)",
+                hint="put it back from a copy, or start over with `penstock offsets FILE reset` (all files are read again)",
             ) from error
         except OSError as error:
             raise FatalError(f"cannot read the inventory {path}: {error.strerror}", code="PEN-5011") from error
@@ -104,9 +104,30 @@ class Inventory:
             self._length += len(data)
         self._remember(records)
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def records(self, end: int) -> tuple[Record, ...]:
+        """The first records, as they are stored."""
+        schemas = dict(self._schemas)
+        return tuple(
+            {"schemas": {stream: encode(schema) for stream, schema in schemas[at].items()}}
+            if file is None
+            else file.record()
+            for at, file in enumerate(self._entries[:end])
+        )
+
+    def end_of(self, start: int, count: int) -> int:
+        """The position behind the `count`th file after `start`."""
+        at = start
+        while count:
+            count -= self._entries[at] is not None
+            at += 1
+        return at
+
     def files(self, start: int, end: int | None = None) -> list[Found]:
         """The files between two positions, in the order of the range."""
-        return [self.known[record["file"]] for record in self.records[start:end] if "file" in record]
+        return [file for file in self._entries[start:end] if file is not None]
 
     def schemas(self, end: int | None = None) -> dict[str, pa.Schema]:
         """The schemas in force for a range that ends at `end`."""
@@ -123,10 +144,12 @@ class Inventory:
     def _remember(self, records: Iterable[Record]) -> None:
         for record in records:
             if "schemas" in record:
-                self._schemas.append((len(self.records), {s: decode(text) for s, text in record["schemas"].items()}))
+                self._schemas.append((len(self), {s: decode(text) for s, text in record["schemas"].items()}))
+                self._entries.append(None)
             else:
-                self.known[record["file"]] = Found(record["mtime_ns"], record["file"], record["size"])
-            self.records.append(record)
+                file = Found(record["mtime_ns"], record["file"], record["size"])
+                self.known[file.file] = file
+                self._entries.append(file)
 
 
 def encode(schema: pa.Schema) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,16 @@ import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet
 
+from penstock.connectors.files_source.types import (
+    csv_misfits,
+    fits,
+    fixed,
+    flat,
+    inferred_from_csv,
+    inferred_from_json,
+    merge,
+    widest,
+)
 from penstock.errors import DataError, FatalError, RetryableError
 
 Format = Literal["jsonl", "csv", "parquet"]
@@ -93,6 +104,12 @@ def read(split: FileSplit, bad: BadRows) -> Iterator[pa.RecordBatch]:
         try:
             yield from _READERS[split.format](split, file, bad)
             same = _is_planned(split, os.fstat(descriptor))
+        except pa.ArrowNotImplementedError as error:
+            raise DataError(
+                f"{split.path} cannot be read with the columns {_shown(split.schema)}: {error}",
+                code="PEN-3001",
+                hint="give other types in `columns`",
+            ) from error
         finally:
             os.close(descriptor)
     if not same:
@@ -114,12 +131,12 @@ def infer(split: FileSplit, data: bytes) -> pa.Schema | None:
     """The schema of a file with this head; None when it tells nothing."""
     try:
         if split.format == "parquet":
-            return _flat(pa.ipc.read_schema(pa.py_buffer(data)))
+            return flat(pa.ipc.read_schema(pa.py_buffer(data)))
         if not data.strip():
             return None
         if split.format == "csv":
             return _infer_csv(split, data)
-        return _text_times(_parse_json(data, None, "infer").schema)
+        return _infer_jsonl(data)
     except pa.ArrowInvalid:
         return None  # the task that reads the file says what is wrong with it
 
@@ -132,40 +149,6 @@ def row_groups(split: FileSplit) -> list[int]:
             return [about.row_group(group).total_byte_size for group in range(about.num_row_groups)]
     except (DataError, pa.ArrowInvalid):
         return []
-
-
-def merge(
-    old: pa.Schema | None, new: pa.Schema | None, *, widen: Callable[[pa.DataType, pa.DataType], pa.DataType]
-) -> pa.Schema:
-    """The old columns, in their order, and behind them those that only the new schema has."""
-    fields = {field.name: field.type for field in old or ()}
-    for field in new or ():
-        fields[field.name] = widen(fields[field.name], field.type) if field.name in fields else field.type
-    return pa.schema(list(fields.items()))
-
-
-def widest(old: pa.DataType, new: pa.DataType) -> pa.DataType:
-    """A type that holds both, if there is one: for files that are seen together before any row was read."""
-    try:
-        pair = [pa.schema([("x", each)]) for each in (old, new)]
-        return pa.unify_schemas(pair, promote_options="permissive").field("x").type
-    except (pa.ArrowTypeError, pa.ArrowInvalid):
-        return old
-
-
-def widest_text(old: pa.DataType, new: pa.DataType) -> pa.DataType:
-    """The same for CSV, where everything can be read as text."""
-    kind = widest(old, new)
-    return kind if kind != old or old == new or widest(new, old) == old else pa.string()
-
-
-def fixed(old: pa.DataType, new: pa.DataType) -> pa.DataType:
-    """The old type, which rows were already read as; only structs may gain fields."""
-    if pa.types.is_struct(old) and pa.types.is_struct(new):
-        return pa.struct(list(merge(pa.schema(list(old)), pa.schema(list(new)), widen=fixed)))
-    if pa.types.is_list(old) and pa.types.is_list(new):
-        return pa.list_(fixed(old.value_type, new.value_type))
-    return old
 
 
 # -- JSON lines ------------------------------------------------------------------------------------------------------
@@ -183,30 +166,72 @@ def _read_jsonl(split: FileSplit, file: pa.NativeFile, bad: BadRows) -> Iterator
             batches = _salvage_lines(split, offset, block, schema, bad)
         for batch in batches:
             if batch is not None:
-                schema = (
-                    schema if split.explicit else batch.schema
-                )  # a type that one block has chosen binds the next ones
+                if not split.explicit:
+                    schema = batch.schema  # a type that one block has chosen binds the next ones
                 yield batch
 
 
 def _salvage_lines(
     split: FileSplit, offset: int, block: bytes, schema: pa.Schema | None, bad: BadRows
 ) -> Iterator[pa.RecordBatch | None]:
-    lines = [(number, line) for number, line in enumerate(block.split(b"\n")) if line.strip()]
-    known = [schema]
+    lines, misfits = _sorted_out(block, schema)
+    known = schema
 
     def convert(lo: int, hi: int) -> pa.RecordBatch | None:
-        batch = _json_batch(b"\n".join(line for _, line in lines[lo:hi]), known[0], split.explicit)
+        nonlocal known
+        batch = _json_batch(b"\n".join(line for _, line in lines[lo:hi]), known, split.explicit)
         if batch is not None and not split.explicit:
-            known[0] = batch.schema
+            known = batch.schema
         return batch
 
-    def report(at: int, why: pa.ArrowInvalid) -> None:
-        number, line = lines[at]
+    yield from _salvage(len(lines), convert, lambda at, why: misfits.append((*lines[at], str(why))))
+    for number, line, why in sorted(misfits):
         where = "" if bad.count else f"line {_lines_before(split, offset) + number + 1:,}"
         bad.add(where, why, line.decode(errors="replace"))
 
-    return _salvage(len(lines), convert, report)
+
+def _sorted_out(block: bytes, schema: pa.Schema | None) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes, str]]]:
+    """The numbered lines that may be good, and those that are certainly bad, with the reason."""
+    good, misfits = [], []
+    for number, line in enumerate(block.split(b"\n")):
+        if line.strip():
+            why = _misfit(line, schema)
+            if why:
+                misfits.append((number, line, why))
+            else:
+                good.append((number, line))
+    return good, misfits
+
+
+def _misfit(line: bytes, schema: pa.Schema | None) -> str:
+    """Why a line certainly cannot be used; most bad lines are told so, long before halving would find them one by one."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return f"not JSON: {error}"
+    if not isinstance(row, dict):
+        return "not a JSON object"
+    for field in schema or ():
+        value = row.get(field.name)
+        if value is not None and not fits(value, field.type):
+            return f"column {field.name!r} is a {type(value).__name__}, not {field.type}"
+    return ""
+
+
+def _infer_jsonl(data: bytes) -> pa.Schema | None:
+    """The schema of the good lines; a bad one among the first must not hide it."""
+    try:
+        return inferred_from_json(_parse_json(data, None, "infer").schema)
+    except pa.ArrowInvalid:
+        lines, _ = _sorted_out(data, None)
+
+    def convert(lo: int, hi: int) -> pa.RecordBatch:
+        return _parse_json(b"\n".join(line for _, line in lines[lo:hi]), None, "infer")
+
+    schema = None
+    for batch in _salvage(len(lines), convert, lambda at, why: None):
+        schema = schema if batch is None else merge(schema, inferred_from_json(batch.schema), widen=widest)
+    return schema
 
 
 def _line_blocks(split: FileSplit, stream: pa.NativeFile) -> Iterator[tuple[int, bytes]]:
@@ -255,7 +280,7 @@ def _json_batch(data: bytes, schema: pa.Schema | None, explicit: bool) -> pa.Rec
     batch = _parse_json(data, schema, "infer")
     if schema is not None and batch.schema.equals(schema):
         return batch
-    wanted = merge(schema, _text_times(batch.schema), widen=fixed)
+    wanted = merge(schema, inferred_from_json(batch.schema), widen=fixed)
     if not len(wanted):
         return None
     if all(name in wanted.names and batch.schema.field(name).type == wanted.field(name).type for name in _typed(batch)):
@@ -293,28 +318,6 @@ def _typed(batch: pa.RecordBatch) -> list[str]:
     return [field.name for field in batch.schema if not pa.types.is_null(field.type)]
 
 
-def _text_times(schema: pa.Schema) -> pa.Schema:
-    """
-    An inferred JSON schema without guesses: text that looks like a time stays text, what was never filled is left out.
-    """
-    types = ((field.name, _text_time(field.type)) for field in schema)
-    return pa.schema([(name, kind) for name, kind in types if kind is not None])
-
-
-def _text_time(kind: pa.DataType) -> pa.DataType | None:
-    if pa.types.is_null(kind):
-        return None
-    if pa.types.is_timestamp(kind):
-        return pa.string()
-    if pa.types.is_list(kind):
-        inner = _text_time(kind.value_type)
-        return None if inner is None else pa.list_(inner)
-    if pa.types.is_struct(kind):
-        inside = _text_times(pa.schema(list(kind)))
-        return pa.struct(list(inside)) if len(inside) else None
-    return kind
-
-
 # -- CSV -------------------------------------------------------------------------------------------------------------
 
 
@@ -350,8 +353,9 @@ def _salvage_csv(
     at = 0
     try:
         for raw in _csv_batches(split, stream, pa.schema([(name, pa.binary()) for name in schema.names]), bad):
-            rows = raw.slice(max(0, done - at))
-            before = at + raw.num_rows - rows.num_rows
+            misfits = csv_misfits(raw, schema)
+            numbers = [number for number in range(max(0, done - at), raw.num_rows) if number not in misfits]
+            rows = raw.take(pa.array(numbers, pa.int64()))
 
             def convert(lo: int, hi: int, rows: pa.RecordBatch = rows) -> pa.RecordBatch:
                 text = io.BytesIO()
@@ -359,10 +363,13 @@ def _salvage_csv(
                 table = pa.Table.from_batches(_csv_batches(written, pa.BufferReader(text.getvalue()), schema, bad))
                 return table.combine_chunks().to_batches()[0]
 
-            def report(row: int, why: pa.ArrowInvalid, rows: pa.RecordBatch = rows, before: int = before) -> None:
-                bad.add(f"row {before + row + 1:,}", why, str(rows.slice(row, 1).to_pylist()[0]))
-
-            yield from _salvage(rows.num_rows, convert, report)
+            refused: dict[int, pa.ArrowInvalid] = {}
+            yield from _salvage(rows.num_rows, convert, refused.__setitem__)
+            misfits.update((numbers[row], str(why)) for row, why in refused.items())
+            for number, why in sorted(misfits.items()):
+                (row,) = raw.slice(number, 1).to_pylist()
+                text = {name: value.decode(errors="replace") for name, value in row.items()}
+                bad.add(f"row {at + number + 1:,}", why, str(text))
             at += raw.num_rows
     except pa.ArrowInvalid as error:
         bad.add(f"after row {at:,}", error)
@@ -400,14 +407,7 @@ def _infer_csv(split: FileSplit, data: bytes) -> pa.Schema:
     )
     if not split.header and split.schema is not None:
         return split.schema
-    return pa.schema([(field.name, _csv_type(field.type)) for field in reader.schema])
-
-
-def _csv_type(kind: pa.DataType) -> pa.DataType:
-    """What the first rows look like, wide enough for the others."""
-    if pa.types.is_null(kind):
-        return pa.string()
-    return pa.timestamp("us", kind.tz) if pa.types.is_timestamp(kind) else kind
+    return pa.schema([(field.name, inferred_from_csv(field.type)) for field in reader.schema])
 
 
 # -- Parquet ---------------------------------------------------------------------------------------------------------
@@ -416,7 +416,7 @@ def _csv_type(kind: pa.DataType) -> pa.DataType:
 def _read_parquet(split: FileSplit, file: pa.NativeFile, bad: BadRows) -> Iterator[pa.RecordBatch]:
     try:
         parquet = pa.parquet.ParquetFile(file)
-        own = _flat(parquet.schema_arrow)
+        own = flat(parquet.schema_arrow)
         schema = _schema_of_rows(split, own)
         names = [name for name in own.names if name in schema.names]
         groups = list(range(split.start, parquet.num_row_groups if split.end is None else split.end))
@@ -432,11 +432,9 @@ def _read_parquet(split: FileSplit, file: pa.NativeFile, bad: BadRows) -> Iterat
 
             yield from _salvage(batch.num_rows, convert, report)
             at += batch.num_rows
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+    except pa.ArrowInvalid as error:
         raise DataError(
-            f"{split.path} cannot be read as Parquet with the columns {_shown(split.schema)}: {error}",
-            code="PEN-3001",
-            hint="replace it under a new name, or give the right types in `columns`",
+            f"{split.path} cannot be read as Parquet: {error}", code="PEN-3001", hint="replace it under a new name"
         ) from error
 
 
@@ -456,12 +454,6 @@ def _cast(column: pa.Array, field: pa.Field) -> pa.Array:
         return column if column.type == field.type else column.cast(field.type)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise type(error)(f"column {field.name!r} is {column.type}, not {field.type}: {error}") from error
-
-
-def _flat(schema: pa.Schema) -> pa.Schema:
-    """A file's schema as rows carry it: without dictionaries, which differ from file to file, and without metadata."""
-    types = ((f.name, f.type.value_type if pa.types.is_dictionary(f.type) else f.type) for f in schema)
-    return pa.schema([(name, kind) for name, kind in types if not pa.types.is_null(kind)])
 
 
 def _schema_of_rows(split: FileSplit, own: pa.Schema) -> pa.Schema:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -20,6 +19,7 @@ from penstock.connectors.files_source import readers
 from penstock.connectors.files_source.directory import Directory
 from penstock.connectors.files_source.inventory import Found, Inventory, Record, decode, encode
 from penstock.connectors.files_source.readers import BadRows, FileSplit
+from penstock.connectors.files_source.types import arrow_type, fixed, merge, widest, widest_text
 from penstock.durable import Json
 from penstock.errors import ConfigError, DataError, FatalError
 from penstock.source import (
@@ -187,8 +187,7 @@ class Files(RangeSource[FilesConfig, Inventoried]):
         count = len(files) if everything else self._fitting(files)
         behind = [*files[count:], *self._backlog, *(file for file, _ in self._directory.unsettled.values())]
         self._behind = sum(file.size for file in behind)
-        ends = [at + 1 for at in range(start.records, len(inventory.records)) if "file" in inventory.records[at]]
-        return self._position(inventory, ends[count - 1]) if count else start
+        return self._position(inventory, inventory.end_of(start.records, count)) if count else start
 
     def split(self, start: Inventoried, end: Inventoried) -> Sequence[FileSplit]:
         inventory = self._load(end)
@@ -216,7 +215,7 @@ class Files(RangeSource[FilesConfig, Inventoried]):
             learned: dict[str, pa.Schema] = {}
             for note in notes:
                 stream, schema = note["stream"], decode(note["schema"])
-                learned[stream] = readers.merge(learned.get(stream), schema, widen=readers.fixed)
+                learned[stream] = merge(learned.get(stream), schema, widen=fixed)
             self._learned = (notes, learned)
         return end
 
@@ -244,8 +243,8 @@ class Files(RangeSource[FilesConfig, Inventoried]):
             split = self._split(Found(0, sample.attributes["file"], 0), {})
             found = readers.infer(split, sample.payload)
             if found is not None:
-                widen = readers.widest_text if split.format == "csv" else readers.widest
-                schemas[sample.stream] = readers.merge(schemas.get(sample.stream), found, widen=widen)
+                widen = widest_text if split.format == "csv" else widest
+                schemas[sample.stream] = merge(schemas.get(sample.stream), found, widen=widen)
         return schemas
 
     def _inferred(self, old: dict[str, pa.Schema], files: Sequence[Found]) -> dict[str, pa.Schema]:
@@ -255,7 +254,7 @@ class Files(RangeSource[FilesConfig, Inventoried]):
         schemas = dict(old)
         for more in (self._learned[1], self.infer_from_samples(self._samples(files, _SAMPLES))):
             for stream, schema in more.items():
-                schemas[stream] = readers.merge(schemas.get(stream), schema, widen=readers.fixed)
+                schemas[stream] = merge(schemas.get(stream), schema, widen=fixed)
         return schemas
 
     def _samples(self, files: Sequence[Found], count: int) -> list[SourceRecord]:
@@ -329,16 +328,20 @@ class Files(RangeSource[FilesConfig, Inventoried]):
         place = self.config.inventory or self.state_dir
         if position.listed or place is None:
             inventory = Inventory("", position.listed)
-        elif self._inventory and (position.inventory or self._fresh) and position.inventory in ("", self._inventory.id):
+        elif (
+            self._inventory is not None
+            and (position.inventory or self._fresh)
+            and position.inventory in ("", self._inventory.id)
+        ):
             inventory = self._inventory
         else:
             self._fresh = not position.inventory
             inventory = Inventory.fresh(place) if self._fresh else Inventory.load(place, position.inventory)
-        if position.records > len(inventory.records):
+        if position.records > len(inventory):
             raise FatalError(
                 f"the position counts {position.records} records, the inventory {position.inventory} has fewer",
                 code="PEN-5011",
-                hint="was it put back from an older copy? Put the newest back, or start over with `penstock offsets reset`",
+                hint="was it put back from an older copy? Put the newest back, or start over with `penstock offsets FILE reset`",
             )
         if self._schemas is None and position.records:
             self._schemas = self._schemas_at(inventory, position.records)
@@ -346,7 +349,7 @@ class Files(RangeSource[FilesConfig, Inventoried]):
         return inventory
 
     def _position(self, inventory: Inventory, end: int) -> Inventoried:
-        listed = () if inventory.id else tuple(inventory.records[:end])
+        listed = () if inventory.id else inventory.records(end)
         return Inventoried(inventory=inventory.id, records=end, listed=listed)
 
     def _discover(self, inventory: Inventory, everything: bool) -> None:
@@ -393,38 +396,6 @@ class Files(RangeSource[FilesConfig, Inventoried]):
 _SAMPLES = 32
 
 
-def arrow_type(text: str) -> pa.DataType:
-    """The Arrow type that a text names, as Arrow itself prints it."""
-    text = text.strip()
-    if match := re.fullmatch(r"list<(?:item: )?(.+)>", text):
-        return pa.list_(arrow_type(match[1]))
-    if match := re.fullmatch(r"struct<(.+)>", text):
-        fields = (field.partition(":") for field in _top_level(match[1]))
-        return pa.struct([(name.strip(), arrow_type(kind)) for name, _, kind in fields])
-    if match := re.fullmatch(r"decimal(?:128)?\((\d+),\s*(\d+)\)", text):
-        return pa.decimal128(int(match[1]), int(match[2]))
-    if match := re.fullmatch(r"timestamp\[(s|ms|us|ns),\s*(?:tz=)?(.+)\]", text):
-        return pa.timestamp(match[1], match[2])
-    try:
-        return pa.type_for_alias(text)
-    except ValueError:
-        raise ValueError(
-            f"{text!r} is no Arrow type; examples: int64, float64, bool, string, date32, timestamp[us, UTC], "
-            "decimal128(12, 2), list<string>, struct<x: int64, y: string>"
-        ) from None
-
-
-def _top_level(text: str) -> Iterable[str]:
-    """The parts between commas that stand in no brackets."""
-    depth, start = 0, 0
-    for at, char in enumerate(text):
-        depth += (char in "<[(") - (char in ">])")
-        if char == "," and not depth:
-            yield text[start:at]
-            start = at + 1
-    yield text[start:]
-
-
 def _runs(sizes: Sequence[int], most: int) -> list[int]:
     """Edges of runs of neighbours that are at most `most` together, or single."""
     edges, filled = [0], 0
@@ -433,4 +404,4 @@ def _runs(sizes: Sequence[int], most: int) -> list[int]:
             edges.append(at)
             filled = 0
         filled += size
-    return [*edges, len(sizes)]
+    return [*edges, len(sizes)] if sizes else []

@@ -1,0 +1,152 @@
+"""What types files have, how they come together, and which values certainly do not fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+
+
+def arrow_type(text: str) -> pa.DataType:
+    """The Arrow type that a text names, as Arrow itself prints it."""
+    text = text.strip()
+    if match := re.fullmatch(r"list<(?:item: )?(.+)>", text):
+        return pa.list_(arrow_type(match[1]))
+    if match := re.fullmatch(r"struct<(.+)>", text):
+        fields = (field.partition(":") for field in _top_level(match[1]))
+        return pa.struct([(name.strip(), arrow_type(kind)) for name, _, kind in fields])
+    if match := re.fullmatch(r"decimal(?:128)?\((\d+),\s*(\d+)\)", text):
+        return pa.decimal128(int(match[1]), int(match[2]))
+    if match := re.fullmatch(r"timestamp\[(s|ms|us|ns),\s*(?:tz=)?(.+)\]", text):
+        return pa.timestamp(match[1], match[2])
+    try:
+        return pa.type_for_alias(text)
+    except ValueError:
+        raise ValueError(
+            f"{text!r} is no Arrow type; examples: int64, float64, bool, string, date32, timestamp[us, UTC], "
+            "decimal128(12, 2), list<string>, struct<x: int64, y: string>"
+        ) from None
+
+
+def _top_level(text: str) -> Iterable[str]:
+    """The parts between commas that stand in no brackets."""
+    depth, start = 0, 0
+    for at, char in enumerate(text):
+        depth += (char in "<[(") - (char in ">])")
+        if char == "," and not depth:
+            yield text[start:at]
+            start = at + 1
+    yield text[start:]
+
+
+def merge(
+    old: pa.Schema | None, new: pa.Schema | None, *, widen: Callable[[pa.DataType, pa.DataType], pa.DataType]
+) -> pa.Schema:
+    """The old columns, in their order, and behind them those that only the new schema has."""
+    fields = {field.name: field.type for field in old or ()}
+    for field in new or ():
+        fields[field.name] = widen(fields[field.name], field.type) if field.name in fields else field.type
+    return pa.schema(list(fields.items()))
+
+
+def widest(old: pa.DataType, new: pa.DataType) -> pa.DataType:
+    """A type that holds both, if there is one: for files that are seen together before any row was read."""
+    try:
+        pair = [pa.schema([("x", each)]) for each in (old, new)]
+        return pa.unify_schemas(pair, promote_options="permissive").field("x").type
+    except (pa.ArrowTypeError, pa.ArrowInvalid):
+        return old
+
+
+def widest_text(old: pa.DataType, new: pa.DataType) -> pa.DataType:
+    """The same for CSV, where everything can be read as text."""
+    kind = widest(old, new)
+    return kind if kind != old or old == new or widest(new, old) == old else pa.string()
+
+
+def fixed(old: pa.DataType, new: pa.DataType) -> pa.DataType:
+    """The old type, which rows were already read as; only structs may gain fields."""
+    if pa.types.is_struct(old) and pa.types.is_struct(new):
+        return pa.struct(list(merge(pa.schema(list(old)), pa.schema(list(new)), widen=fixed)))
+    if pa.types.is_list(old) and pa.types.is_list(new):
+        return pa.list_(fixed(old.value_type, new.value_type))
+    return old
+
+
+def inferred_from_json(schema: pa.Schema) -> pa.Schema:
+    """
+    An inferred JSON schema without guesses: text that looks like a time stays text, what was never filled is left out.
+    """
+    types = ((field.name, _text_time(field.type)) for field in schema)
+    return pa.schema([(name, kind) for name, kind in types if kind is not None])
+
+
+def _text_time(kind: pa.DataType) -> pa.DataType | None:
+    if pa.types.is_null(kind):
+        return None
+    if pa.types.is_timestamp(kind):
+        return pa.string()
+    if pa.types.is_list(kind):
+        inner = _text_time(kind.value_type)
+        return None if inner is None else pa.list_(inner)
+    if pa.types.is_struct(kind):
+        inside = inferred_from_json(pa.schema(list(kind)))
+        return pa.struct(list(inside)) if len(inside) else None
+    return kind
+
+
+def inferred_from_csv(kind: pa.DataType) -> pa.DataType:
+    """What the first rows look like, wide enough for the others."""
+    if pa.types.is_null(kind):
+        return pa.string()
+    return pa.timestamp("us", kind.tz) if pa.types.is_timestamp(kind) else kind
+
+
+def flat(schema: pa.Schema) -> pa.Schema:
+    """A file's schema as rows carry it: without dictionaries, which differ from file to file, and without metadata."""
+    types = ((f.name, f.type.value_type if pa.types.is_dictionary(f.type) else f.type) for f in schema)
+    return pa.schema([(name, kind) for name, kind in types if not pa.types.is_null(kind)])
+
+
+def fits(value: Any, kind: pa.DataType) -> bool:
+    """False when Arrow certainly refuses to read a JSON value as `kind`."""
+    t = pa.types
+    if t.is_integer(kind):
+        return type(value) is int
+    if t.is_floating(kind):
+        return type(value) in (int, float)
+    if t.is_boolean(kind):
+        return isinstance(value, bool)
+    if t.is_string(kind) or t.is_binary(kind) or t.is_timestamp(kind) or t.is_date(kind) or t.is_time(kind):
+        return isinstance(value, str)
+    if t.is_list(kind):
+        return isinstance(value, list)
+    return isinstance(value, dict) if t.is_struct(kind) else True
+
+
+def csv_misfits(rows: pa.RecordBatch, schema: pa.Schema) -> dict[int, str]:
+    """Rows of CSV text that Arrow certainly refuses to convert, and why."""
+    misfits: dict[int, str] = {}
+    for field, column in zip(schema, rows.columns, strict=True):
+        shape = next((text for test, text in _CSV_SHAPES if test(field.type)), None)
+        if shape is not None:
+            good = pc.or_(pc.match_substring_regex(column, shape), pc.is_in(column, _CSV_NULLS))
+            for row in pc.indices_nonzero(pc.invert(good)).to_pylist():
+                misfits.setdefault(row, f"column {field.name!r} is not {field.type}")
+    return misfits
+
+
+_CSV_NULLS = pa.array([text.encode() for text in pyarrow.csv.ConvertOptions().null_values])
+_CSV_SHAPES: tuple[tuple[Callable[[pa.DataType], bool], str], ...] = (
+    (pa.types.is_integer, r"^\s*-?(\d+|0[xX][0-9a-fA-F]+)\s*$"),
+    (pa.types.is_floating, r"(?i)^\s*[-+]?(\d|\.\d|inf|nan)"),
+    (pa.types.is_decimal, r"^\s*[-+]?[.\d]"),
+    (pa.types.is_boolean, r"(?i)^\s*(0|1|true|false)\s*$"),
+    (pa.types.is_date, r"^\s*\d{4}-\d\d-\d\d"),
+    (pa.types.is_timestamp, r"^\s*\d{4}-\d\d-\d\d"),
+)
+"""What every convertible value looks like; some that look so are refused all the same."""

@@ -66,6 +66,7 @@ class SparkEngine:
         self._log = log
         self._ship = ship
         self._jvm_lock: Any = None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     def start(self) -> None:
         """Start Spark, or join the caller's session; takes seconds, so it runs while the connectors open."""
@@ -75,13 +76,11 @@ class SparkEngine:
                 raise problem
             self._spark = _session(self._master, self._name, self._log)
         self._context = self._spark.sparkContext
-        if not str(self._context.master).startswith("local["):
-            with tempfile.TemporaryDirectory() as scratch:
-                for path in (Path(penstock.__file__).parent, *self._ship):
-                    self._context.addPyFile(str(_archive(path, Path(scratch))))
-        else:
-            for path in self._ship:
-                self._context.addPyFile(str(path if path.is_file() else _archive(path, Path(tempfile.mkdtemp()))))
+        own = () if str(self._context.master).startswith("local[") else (Path(penstock.__file__).parent,)
+        for path in (*own, *self._ship):
+            if self._scratch is None:  # kept until the end: executors fetch from there when they start
+                self._scratch = tempfile.TemporaryDirectory(prefix="penstock-")
+            self._context.addPyFile(str(_archive(path, Path(self._scratch.name))))
 
     def hold(self, lock: Path) -> None:
         """Hold a lock inside the driver's JVM, which outlives a killed Python by seconds; waits for an older JVM to end."""
@@ -106,6 +105,9 @@ class SparkEngine:
         if self._own and self._spark is not None:
             self._spark.stop()
             self._spark = None
+        if self._scratch is not None:
+            self._scratch.cleanup()
+            self._scratch = None
 
     @property
     def parallelism(self) -> int:

@@ -78,7 +78,7 @@ class SparkEngine:
         self._context = self._spark.sparkContext
         own = () if str(self._context.master).startswith("local[") else (Path(penstock.__file__).parent,)
         for path in (*own, *self._ship):
-            if self._scratch is None:  # kept until the end: executors fetch from there when they start
+            if self._scratch is None:  # kept until this process ends: an executor that starts late fetches from there
                 self._scratch = tempfile.TemporaryDirectory(prefix="penstock-")
             self._context.addPyFile(str(_archive(path, Path(self._scratch.name))))
 
@@ -105,9 +105,6 @@ class SparkEngine:
         if self._own and self._spark is not None:
             self._spark.stop()
             self._spark = None
-        if self._scratch is not None:
-            self._scratch.cleanup()
-            self._scratch = None
 
     @property
     def parallelism(self) -> int:

@@ -25,7 +25,8 @@ END = {"source": {"offset": 7}}
 _COMMIT = """
 import json, os, pickle, signal, sys
 from penstock import durable
-from penstock.connectors import delta, files_sink
+from penstock.connectors import files_sink, staging
+from penstock.connectors.delta import table
 from penstock.connectors.staging import StagedFiles
 sink, epoch, receipts, end = pickle.loads(bytes.fromhex(sys.stdin.read()))
 exec(sys.argv[1])

@@ -191,6 +191,14 @@ def test_a_lost_sidecar_is_said_and_not_guessed_at(sink, make, target, number):
         make().committed_epoch("shop", ORDERS)
 
 
+def test_a_corrupt_sidecar_is_named(sink, make, target):
+    commit(sink, 1, rows(0))
+    (sidecar,) = (target / "_penstock/shop").iterdir()
+    sidecar.write_text("{")
+    with pytest.raises(FatalError, match=rf"PEN-5020 .*{sidecar.name} is corrupt"):
+        make().committed_epoch("shop", ORDERS)
+
+
 def test_a_created_table_without_a_commit_has_no_marker(sink, make, target):
     DeltaTable.create(str(target), rows(0).schema)
     assert make().committed_epoch("shop", ORDERS) is None
@@ -233,7 +241,7 @@ def test_an_entry_that_its_maker_did_not_live_to_sync_is_synced_before_the_epoch
     commit(sink, 1, rows(0))
     e = epoch(2)
     receipts = [stage(sink, e, rows(10))]
-    hook = "delta._Table.sync = lambda self, version: os.kill(os.getpid(), 9)"
+    hook = "table.Table.sync = lambda self, version: os.kill(os.getpid(), 9)"
     assert commit_in_a_process(sink, e, receipts, hook=hook) == -signal.SIGKILL
     synced = []
     fsync = os.fsync
@@ -246,7 +254,7 @@ def test_an_entry_that_its_maker_did_not_live_to_sync_is_synced_before_the_epoch
 def test_a_process_killed_after_the_table_was_created_or_widened_is_completed(sink, target):
     e = epoch(1)
     receipts = [stage(sink, e, rows(0))]
-    hook = "delta._Table.commit = lambda *_: os.kill(os.getpid(), 9)"
+    hook = "table.Table.commit = lambda *_: os.kill(os.getpid(), 9)"
     assert commit_in_a_process(sink, e, receipts, hook=hook) == -signal.SIGKILL
     assert DeltaTable(str(target)).version() == 0
     sink.commit_epoch(e, receipts, END)
@@ -261,7 +269,7 @@ def test_a_process_killed_after_the_table_was_created_or_widened_is_completed(si
 def test_a_file_of_the_table_is_never_swept(sink, target):
     e = epoch(1)
     receipts = [stage(sink, e, rows(0))]
-    hook = "delta.staging.drop_lists = lambda *_: os.kill(os.getpid(), 9)"
+    hook = "staging.drop_lists = lambda *_: os.kill(os.getpid(), 9)"
     assert commit_in_a_process(sink, e, receipts, hook=hook) == -signal.SIGKILL
     sink.sweep(e, [])
     assert read(target).num_rows == 10
@@ -438,6 +446,14 @@ def test_the_sink_can_follow_a_schema_on_request(sink, target):
     assert not sink.evaluate_evolution(sink.diff_schemas(sink.schema(ORDERS), pa.schema([("id", pa.string())])))
     commit(sink, 2, rows(10, note=pa.array(["x"] * 10)))
     assert read(target).num_rows == 20
+
+
+def test_a_table_whose_columns_another_writer_replaced_is_looked_at_again(sink, target):
+    commit(sink, 1, rows(0))
+    stage(sink, epoch(2), rows(10))
+    write_deltalake(str(target), pa.table({"id": ["text"]}), mode="overwrite", schema_mode="overwrite")
+    with pytest.raises(SchemaError, match=r"'id' .*string"):
+        stage(sink, epoch(2), rows(10))
 
 
 def test_a_column_without_time_zone_can_be_added_to_a_table_that_has_none(sink, target):

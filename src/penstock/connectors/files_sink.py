@@ -13,26 +13,23 @@ from urllib.parse import quote
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pydantic import PositiveInt, model_validator
+from pydantic import model_validator
 
 from penstock import durable, failpoints
-from penstock.config import Config
 from penstock.connectors import staging
-from penstock.connectors.staging import HIDDEN, StagedFile, StagedFiles, Targets, pack_schema, unpack_schema
+from penstock.connectors.staging import (
+    HIDDEN,
+    StagedFile,
+    StagedFiles,
+    StagingConfig,
+    StagingSink,
+    pack_schema,
+    unpack_schema,
+)
 from penstock.errors import ConfigError, FatalError, RetryableError, StagingLost
 from penstock.formats import jsonl
 from penstock.schema.evolution import follow
-from penstock.sink import (
-    CommittedEpoch,
-    Epoch,
-    Positions,
-    SinkConnectorCapabilities,
-    Task,
-    Topic,
-    TopicSink,
-    WriteResult,
-    is_committed,
-)
+from penstock.sink import CommittedEpoch, Epoch, Positions, Topic, WriteResult, is_committed
 
 FORMAT = 1
 """Version of the ledger; a newer one is refused."""
@@ -41,24 +38,12 @@ TRIES = 20
 """Commits of other writers that one commit gives way to before it fails for a while."""
 
 
-class FilesSinkConfig(Config):
-    path: str
-    """Directory of a topic, e.g. `lake/{topic}`, where `{topic}` is the topic without its leading slash."""
-
+class FilesSinkConfig(StagingConfig):
     format: Literal["parquet", "jsonl"] = "parquet"
     """What the files hold."""
 
-    partition_by: tuple[str, ...] = ()
-    """Columns whose values become directories (`day=2026-01-01`) and are left out of the files."""
-
     compression: Literal["zstd", "snappy", "gzip", "none"] | None = None
     """Default: zstd for Parquet, none for JSON lines, which take gzip or none."""
-
-    target_file_rows: PositiveInt = 5_000_000
-    """About how many rows a file holds at most; an epoch always begins new files."""
-
-    max_open_files: PositiveInt = 64
-    """How many partitions a task writes at once; rows of one more end the file that had none for longest."""
 
     @model_validator(mode="after")
     def _known_compression(self) -> FilesSinkConfig:
@@ -77,7 +62,7 @@ class Published(CommittedEpoch):
     files: list[StagedFile]
 
 
-class FilesSink(TopicSink[FilesSinkConfig, StagedFiles]):
+class FilesSink(StagingSink[FilesSinkConfig]):
     """
     Tasks write files under `_staging`; the driver commits an epoch of a topic by creating the next entry of the ledger
     (`_penstock/<pipeline>/<sequence>.json`), and then moves the files it names to their places.
@@ -87,49 +72,27 @@ class FilesSink(TopicSink[FilesSinkConfig, StagedFiles]):
     """
 
     name = "files"
-    capabilities = (
-        SinkConnectorCapabilities()
-        .with_exactly_once()
-        .with_two_phase_commit()
-        .with_schema_evolution()
-        .with_partitioned()
-    )
-
-    def __init__(self, config: FilesSinkConfig) -> None:
-        super().__init__(config)
-        self._path = os.path.abspath(config.path)  # here, since executors may stand in another directory
-        self.__setstate__(self.__getstate__())
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config, "_path": self._path}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._stage: staging.Stage | None = None
+        super().__setstate__(state)
         self._ledgers: dict[tuple[str, Topic], _Ledger] = {}
 
-    def open(self) -> None:
-        self._targets = Targets(self._path if "://" not in self.config.path else self.config.path)
-        durable.make_directory(self._targets.root)
-
     def close(self) -> None:
-        if self._stage is not None:
-            self._stage.abandon()
-            self._stage = None
+        super().close()
         self._ledgers.clear()
 
-    def begin_epoch(self, epoch: Epoch, task: Task) -> None:
-        self._stage = staging.Stage(
-            epoch,
-            task,
-            self._targets,
-            suffix=self._suffix,
-            begin=self._begin,
-            place=_staged,
-            partition_by=self.config.partition_by,
-            target_file_rows=self.config.target_file_rows,
-            max_open_files=self.config.max_open_files,
-        )
+    def suffix(self) -> str:
+        if self.config.format == "parquet":
+            return ".parquet"
+        return ".jsonl.gz" if self.config.compression == "gzip" else ".jsonl"
+
+    def place(self, target: Path, path: str) -> Path:
+        return _staged(target, path)
+
+    def begin_file(self, path: Path, schema: pa.Schema) -> staging.Part:
+        if self.config.format == "parquet":
+            return staging.ParquetPart(path, schema, self.config.compression or "zstd")
+        return _JsonLines(path, self.config.compression)
 
     def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
         assert self._stage is not None
@@ -138,16 +101,6 @@ class FilesSink(TopicSink[FilesSinkConfig, StagedFiles]):
             self._fit(topic, rows.schema)
         self._stage.write(topic, rows)
         return WriteResult(batch.num_rows, batch.nbytes)
-
-    def flush(self) -> None:
-        assert self._stage is not None
-        self._stage.flush()
-
-    def pre_commit(self, epoch: Epoch) -> StagedFiles:
-        assert self._stage is not None
-        staged = self._stage.finish()
-        self._stage = None
-        return StagedFiles(staged=staged)
 
     def commit_topic(self, epoch: Epoch, topic: Topic, receipts: Sequence[StagedFiles], end: Positions) -> None:
         parts = [receipt.staged[topic] for receipt in receipts]
@@ -159,7 +112,7 @@ class FilesSink(TopicSink[FilesSinkConfig, StagedFiles]):
             ledger.finish()  # the epoch that a crash interrupted: this one, or the last of a run that was taken over
             if committed:
                 break
-            lost = [file for file in files if not _is_there(_staged(ledger.target, file.path), file.bytes)]
+            lost = [file for file in files if not staging.is_there(_staged(ledger.target, file.path), file.bytes)]
             if lost:
                 if ledger.newest() != newest:
                     continue  # a twin of this process has committed them meanwhile
@@ -194,7 +147,7 @@ class FilesSink(TopicSink[FilesSinkConfig, StagedFiles]):
         return newest and CommittedEpoch(incarnation=newest.incarnation, number=newest.number, end=newest.end)
 
     def sweep(self, epoch: Epoch, keep: Sequence[StagedFiles]) -> None:
-        kept = {os.path.basename(f.path) for receipt in keep for topic in receipt.staged.values() for f in topic.files}
+        kept = staging.names(keep)
 
         def is_kept(topic: Topic, place: Path) -> bool:
             # What the ledger names is moved to its place first, so that it is not among the leftovers.
@@ -216,17 +169,6 @@ class FilesSink(TopicSink[FilesSinkConfig, StagedFiles]):
         with contextlib.suppress(FileNotFoundError):
             return unpack_schema((self._targets.claim(topic) / HIDDEN / _SCHEMA).read_text())
         return None
-
-    @property
-    def _suffix(self) -> str:
-        if self.config.format == "parquet":
-            return ".parquet"
-        return ".jsonl.gz" if self.config.compression == "gzip" else ".jsonl"
-
-    def _begin(self, path: Path, schema: pa.Schema) -> staging.Part:
-        if self.config.format == "parquet":
-            return staging.ParquetPart(path, schema, self.config.compression or "zstd")
-        return _JsonLines(path, self.config.compression)
 
     def _fit(self, topic: Topic, rows: pa.Schema) -> None:
         """Refuse rows that could never be committed, before the first of them is staged."""
@@ -366,13 +308,6 @@ _SEEDED = ".seeded"
 
 def _staged(target: Path, path: str) -> Path:
     return target / "_staging" / (os.path.basename(path) + _SUFFIX)
-
-
-def _is_there(path: Path, size: int) -> bool:
-    try:
-        return path.stat().st_size == size
-    except FileNotFoundError:
-        return False
 
 
 def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:

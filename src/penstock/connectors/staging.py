@@ -6,23 +6,23 @@ import base64
 import contextlib
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pyarrow import types
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from penstock import durable
+from penstock.config import Config, FilePath
+from penstock.connectors.partitions import hive, split
 from penstock.errors import ConfigError, SchemaError
 from penstock.schema.evolution import follow
-from penstock.sink import Epoch, Receipt, Task, Topic
+from penstock.sink import Epoch, Receipt, SinkConnectorCapabilities, Task, Topic, TopicSink
+from penstock.source import HealthStatus
 
 HIDDEN = "_penstock"
 """Directory in a target (and above all targets of a sink) for what is not rows; readers pass over names with `_`."""
@@ -31,7 +31,6 @@ ROW_GROUP_ROWS = 1 << 17
 BUFFER_BYTES = 64 << 20
 """What a task holds back, over all its files, to make row groups of a good size."""
 
-_NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 _RESERVED = {"", ".", "..", HIDDEN, "_staging", "_delta_log"}
 
 
@@ -305,57 +304,93 @@ class Stage:
         )
 
 
-def split(batch: pa.RecordBatch, columns: Sequence[str]) -> Iterator[tuple[tuple[str | None, ...], pa.RecordBatch]]:
-    """The batch's rows by the values of `columns`, as text and without them; order within a partition is kept."""
-    if not columns:
-        if batch.num_rows:
-            yield (), batch
-        return
-    codes = np.zeros(batch.num_rows, np.int64)
-    texts: list[list[str | None]] = []
-    for name in columns:
-        encoded = batch.column(name).dictionary_encode(null_encoding="encode")
-        texts.append(partition_text(name, encoded.dictionary))
-        codes = codes * len(texts[-1]) + encoded.indices.to_numpy()
-    rows = batch.drop_columns(list(columns))
-    found, starts = np.unique(np.sort(codes), return_index=True)
-    if len(found) > 1:
-        rows = rows.take(pa.array(np.argsort(codes, kind="stable")))
-    for code, start, end in zip(found.tolist(), starts, [*starts[1:], batch.num_rows], strict=True):
-        values: list[str | None] = []
-        for each in reversed(texts):
-            code, position = divmod(code, len(each))
-            values.append(each[position])
-        yield tuple(reversed(values)), rows.slice(start, end - start)
+class StagingConfig(Config):
+    path: FilePath
+    """Directory of a topic, e.g. `lake/{topic}`, where `{topic}` is the topic without its leading slash."""
+
+    partition_by: tuple[str, ...] = ()
+    """Columns whose values become directories (`day=2026-01-01`) and are left out of the files."""
+
+    target_file_rows: PositiveInt = 5_000_000
+    """About how many rows a file holds at most; an epoch always begins new files."""
+
+    max_open_files: PositiveInt = 64
+    """How many partitions a task writes at once; rows of one more end the file that had none for longest."""
 
 
-def partition_text(name: str, values: pa.Array) -> list[str | None]:
-    """Values of a partition column as text, from which `pc.cast` makes them again."""
-    kind = values.type
-    if types.is_dictionary(kind):
-        return partition_text(name, values.dictionary_decode())
-    if types.is_timestamp(kind):
-        if kind.tz is None:
-            return list(pc.cast(values, pa.string()).to_pylist())
-        utc = pc.cast(pc.cast(values, pa.timestamp(kind.unit, "UTC")), pa.string())
-        return list(pc.replace_substring(utc, " ", "T").to_pylist())
-    if any(is_kind(kind) for is_kind in (types.is_integer, types.is_boolean, types.is_date, types.is_string)) or any(
-        is_kind(kind) for is_kind in (types.is_large_string, types.is_string_view)
-    ):
-        return list(pc.cast(values, pa.string()).to_pylist())
-    raise SchemaError(
-        f"the column {name!r} is {kind}, and a partition column must be text, integer, boolean, date or timestamp",
-        code="PEN-4002",
-        hint="change `partition_by`, or cast the column in the route's SQL",
+S = TypeVar("S", bound=StagingConfig)
+
+
+class StagingSink(TopicSink[S, StagedFiles]):
+    """What sinks whose tasks write files have in common; they say how a file is written and how an epoch is committed."""
+
+    capabilities = (
+        SinkConnectorCapabilities()
+        .with_exactly_once()
+        .with_two_phase_commit()
+        .with_schema_evolution()
+        .with_partitioned()
     )
 
+    def __init__(self, config: S) -> None:
+        super().__init__(config)
+        # Here and not in `open`, since executors may stand in another directory.
+        self._path = config.path if "://" in config.path else os.path.abspath(config.path)
+        self.__setstate__(self.__getstate__())
 
-def hive(partition: dict[str, str | None]) -> list[str]:
-    """The directories of a partition: `day=2026-01-01`."""
-    return [
-        f"{quote(name, safe='')}={_NULL_PARTITION if value is None else quote(value, safe='')}"
-        for name, value in partition.items()
-    ]
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self.config, "_path": self._path}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._stage: Stage | None = None
+
+    def open(self) -> None:
+        self._targets = Targets(self._path)
+        durable.make_directory(self._targets.root)
+
+    def close(self) -> None:
+        if self._stage is not None:
+            self._stage.abandon()
+            self._stage = None
+
+    def begin_epoch(self, epoch: Epoch, task: Task) -> None:
+        self._stage = Stage(
+            epoch,
+            task,
+            self._targets,
+            suffix=self.suffix(),
+            begin=self.begin_file,
+            place=self.place,
+            partition_by=self.config.partition_by,
+            target_file_rows=self.config.target_file_rows,
+            max_open_files=self.config.max_open_files,
+        )
+
+    def flush(self) -> None:
+        assert self._stage is not None
+        self._stage.flush()
+
+    def pre_commit(self, epoch: Epoch) -> StagedFiles:
+        assert self._stage is not None
+        staged = self._stage.finish()
+        self._stage = None
+        return StagedFiles(staged=staged)
+
+    def health_check(self) -> HealthStatus:
+        root = self._targets.root
+        return HealthStatus.healthy() if os.access(root, os.W_OK) else HealthStatus.unhealthy(f"cannot write to {root}")
+
+    def suffix(self) -> str:
+        """How the names of files end."""
+        return ".parquet"
+
+    def place(self, target: Path, path: str) -> Path:
+        """Where the file with a given path below a target stands while it is staged."""
+        return target / path
+
+    def begin_file(self, path: Path, schema: pa.Schema) -> Part:
+        raise NotImplementedError
 
 
 def drop_lists(root: Path, pipeline: str, staged: Iterable[StagedTopic]) -> None:
@@ -376,6 +411,19 @@ def sweep(root: Path, epoch: Epoch, keep: Callable[[Topic, Path], bool]) -> None
                 place.unlink(missing_ok=True)
         listed.unlink(missing_ok=True)
     _remove_if_empty(directory)
+
+
+def names(receipts: Iterable[StagedFiles]) -> set[str]:
+    """The names of all files in the receipts."""
+    return {os.path.basename(f.path) for receipt in receipts for topic in receipt.staged.values() for f in topic.files}
+
+
+def is_there(path: Path, size: int) -> bool:
+    """True when the file is there and whole."""
+    try:
+        return path.stat().st_size == size
+    except FileNotFoundError:
+        return False
 
 
 def _lists(root: Path, pipeline: str) -> Path:

@@ -1,0 +1,277 @@
+"""A Delta table on a local disk: its log, the markers in it, and making both durable."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Transaction
+from deltalake import Schema as DeltaSchema
+from deltalake.exceptions import CommitFailedError, DeltaError, DeltaProtocolError, TableNotFoundError
+from deltalake.transaction import AddAction
+from pydantic import ValidationError
+
+from penstock import durable, failpoints
+from penstock.connectors.staging import HIDDEN, StagedFile
+from penstock.errors import FatalError, SchemaError
+from penstock.sink import CommittedEpoch, Epoch, Positions
+
+_HOOKS = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False)
+"""Checkpoints at the table's interval. Old entries stay: they may go only once the checkpoint is known to be on disk."""
+
+_FEATURES = {
+    *("appendOnly", "invariants", "checkConstraints", "changeDataFeed", "generatedColumns", "identityColumns"),
+    *("columnMapping", "timestampNtz", "deletionVectors", "v2Checkpoint", "variantType"),
+}
+"""Features of tables that the client can commit to; those that add rules are looked at where the rules stand."""
+
+_NO_RETRIES = 0
+"""The client would put the commit on top of one whose marker nobody has looked at."""
+
+
+class Sidecar(CommittedEpoch):
+    """The marker beside the log, which has no room for `end`; the log's transactions say which sidecar counts."""
+
+    version: int
+    """Version of the table that this commit makes."""
+
+
+@dataclass
+class Table:
+    """A Delta table on a local disk, and how far its log is known to be on it."""
+
+    path: Path
+    delta: DeltaTable
+    markers: dict[str, tuple[int, Sidecar]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._synced = self.delta.version() - 1
+        self._seen = self._newest()
+
+    def is_the_same(self) -> bool:
+        """False when the table was dropped, or dropped and made again: then the client would go on with the old one."""
+        return self._seen is not None and self._newest() == self._seen
+
+    def refresh(self) -> None:
+        self.delta.update_incremental()
+        self._seen = self._newest()
+
+    def columns(self) -> pa.Schema:
+        return pa.schema(self.delta.schema().to_arrow())
+
+    def partition_by(self) -> list[str]:
+        return list(self.delta.metadata().partition_columns)
+
+    def marker(self, pipeline: str) -> Sidecar | None:
+        """The sidecar that the newest transaction of the pipeline names."""
+        sequence = self.delta.transaction_version(_app(pipeline))
+        known = self.markers.get(pipeline)
+        if known is not None and known[0] == sequence:
+            return known[1]
+        if sequence is None:
+            if max(self._sidecars(pipeline), default=1) > 1:
+                raise FatalError(
+                    f"the log of {self.path} no longer holds the transactions of {pipeline}, but epochs were committed",
+                    code="PEN-5020",
+                    hint="they were removed from the log: restore the table, or write to a new one",
+                )
+            return None
+        for name in self._sidecars(pipeline).get(sequence, ()):
+            with contextlib.suppress(FileNotFoundError):
+                sidecar = _load(self._hidden(pipeline) / name)
+                if self.delta.transaction_version(_app(pipeline, sidecar.incarnation)) == sidecar.number:
+                    self.markers[pipeline] = (sequence, sidecar)
+                    return sidecar
+        self.refresh()
+        if self.delta.transaction_version(_app(pipeline)) != sequence:
+            return self.marker(pipeline)  # another process has committed, and dropped the old sidecar
+        raise FatalError(
+            f"{self._hidden(pipeline)} lacks the file of commit {sequence}, which says where the sources stood",
+            code="PEN-5020",
+            hint="restore the directory from a copy; or write to a new table",
+        )
+
+    def commit(self, epoch: Epoch, end: Positions, files: Sequence[StagedFile]) -> None:
+        """Make the version after the one that is loaded, or raise `CommitFailedError`."""
+        version = self.delta.version() + 1
+        sequence = (self.delta.transaction_version(_app(epoch.pipeline)) or 0) + 1
+        sidecar = Sidecar(incarnation=epoch.incarnation, number=epoch.number, end=dict(end), version=version)
+        hidden = self._hidden(epoch.pipeline)
+        durable.make_directory(hidden)
+        durable.write_atomic(
+            hidden / f"{sequence:012d}-{epoch.attempt}.json",
+            durable.canonical(sidecar.model_dump(mode="json")).encode(),
+        )
+        if not self.markers:
+            durable.fsync(hidden, hidden.parent)  # who made them may have died before the sync
+        now = int(time.time() * 1000)
+        failpoints.hit("commit.before")
+        self.delta.create_write_transaction(
+            [AddAction(f.path, f.bytes, f.partition, now, True, f.stats or "") for f in files],
+            "append",
+            self.delta.schema(),
+            self.partition_by(),
+            commit_properties=CommitProperties(
+                custom_metadata={"penstock": {"pipeline": epoch.pipeline, "epoch": epoch.number}},
+                max_commit_retries=_NO_RETRIES,
+                app_transactions=[
+                    Transaction(_app(epoch.pipeline), sequence),
+                    Transaction(_app(epoch.pipeline, epoch.incarnation), epoch.number),
+                ],
+            ),
+            post_commithook_properties=_HOOKS,
+        )
+        self.sync(version)
+        self.markers[epoch.pipeline] = (sequence, sidecar)
+        for old, names in self._sidecars(epoch.pipeline).items():
+            for name in names if old < sequence - 1 else ():  # one more is kept for who reads the previous version now
+                (hidden / name).unlink(missing_ok=True)
+
+    def add_columns(self, columns: pa.Schema) -> None:
+        self.delta.alter.add_columns(
+            list(DeltaSchema.from_arrow(columns).fields),
+            commit_properties=CommitProperties(max_commit_retries=_NO_RETRIES),
+            post_commithook_properties=_HOOKS,
+        )
+        self.refresh()
+        self.sync(self.delta.version())
+
+    def sync(self, version: int) -> None:
+        """Sync every entry of the log up to `version` that is not known to be, and the checkpoint made with it."""
+        versions = range(min(self._synced + 1, version), max(self.delta.version(), version) + 1)
+        names = [f"{v:020d}.json" for v in versions] + [f"{v:020d}.checkpoint.parquet" for v in versions]
+        log = self.path / "_delta_log"
+        found = [path for name in names if (path := log / name).exists()]
+        if any(path.suffix == ".parquet" for path in found):
+            durable.fsync(*found, log / "_last_checkpoint")
+            self._drop_old_entries()
+        else:
+            durable.fsync(*found)
+        self._synced = versions[-1]
+
+    def _drop_old_entries(self) -> None:
+        """Drop entries older than the table keeps: only now, since the checkpoint that stands for them is on disk."""
+        if self.delta.metadata().configuration.get("delta.enableExpiredLogCleanup", "true") == "true":
+            with contextlib.suppress(DeltaError):  # a later checkpoint does it
+                self.delta.cleanup_metadata()
+
+    def refuse_what_append_cannot_keep(self) -> None:
+        """Tables with rules that only a full Delta writer applies: rows would break them unseen."""
+        metadata, columns = self.delta.metadata(), self.delta.schema().fields
+        rules = [feature for feature in self.delta.protocol().writer_features or () if feature not in _FEATURES]
+        rules += [key for key in metadata.configuration if key.startswith("delta.constraints.")]
+        rules += [key for key in ("delta.setTransactionRetentionDuration",) if key in metadata.configuration]
+        if metadata.configuration.get("delta.columnMapping.mode", "none") != "none":
+            rules.append("delta.columnMapping.mode")
+        rules += [
+            f"{key} of {column.name}" for column in columns for key in column.metadata if key.startswith("delta.")
+        ]
+        if rules:
+            raise SchemaError(
+                f"the Delta table {self.path} has what cannot be kept to when rows are appended: {', '.join(rules)}",
+                code="PEN-4002",
+                hint="write to another table",
+            )
+
+    def _sidecars(self, pipeline: str) -> dict[int, list[str]]:
+        found: dict[int, list[str]] = {}
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(self._hidden(pipeline)):
+                if name[:1].isdigit():
+                    found.setdefault(int(name[:12]), []).append(name)
+        return found
+
+    def _hidden(self, pipeline: str) -> Path:
+        return self.path / HIDDEN / quote(pipeline, safe="")
+
+    def _newest(self) -> tuple[int, int] | None:
+        return _identity(self.path / "_delta_log" / f"{self.delta.version():020d}.json")
+
+
+@contextlib.contextmanager
+def delta_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (TableNotFoundError, CommitFailedError):
+        raise
+    except DeltaProtocolError as error:
+        raise unknown_feature(path, error) from error
+    except DeltaError as error:
+        raise FatalError(f"the Delta table {path} cannot be read: {error}", code="PEN-5001") from error
+
+
+def unknown_feature(path: Path, error: DeltaProtocolError) -> SchemaError:
+    return SchemaError(
+        f"the Delta table {path} uses a feature that this writer does not know: {error}",
+        code="PEN-4002",
+        hint="write to another table, or drop the feature from it",
+    )
+
+
+_read: dict[Path, tuple[str, tuple[int, int], dict[str, Any]]] = {}
+"""Per log: the newest entry that this process has read, what tells it from another of its name, the metadata as of it."""
+
+
+def read_metadata(log: Path) -> dict[str, Any] | None:
+    """
+    The newest metadata in a table's log, read without the client, whose threads do not survive a fork.
+
+    None when there is no table, or when its checkpoints are of a kind that only the client reads: the commit tells then.
+    """
+    names = sorted(os.listdir(log), reverse=True) if log.exists() else []
+    entries = [match for name in names if (match := re.fullmatch(r"(\d{20})\.(json|checkpoint\.parquet)", name))]
+    seen, identity, known = _read.get(log, ("", (0, 0), None))
+    for newer, entry in zip([None, *entries], entries, strict=False):
+        if newer is not None and int(entry[1]) < int(newer[1]) - 1:
+            return None  # entries are missing that only a checkpoint of another kind holds
+        path = log / entry[0]
+        metadata = known if entry[0] == seen and _identity(path) == identity else _metadata_in(path)
+        if metadata is not None:
+            newest = _identity(log / entries[0][0])
+            if newest is not None:
+                _read[log] = (entries[0][0], newest, metadata)
+            return metadata
+    return None
+
+
+def _metadata_in(entry: Path) -> dict[str, Any] | None:
+    try:
+        if entry.suffix == ".json":
+            lines = entry.read_bytes().splitlines()
+            actions = [json.loads(line) for line in lines if b'"metaData"' in line]
+        else:
+            actions = pq.read_table(entry, columns=["metaData"]).drop_null().to_pylist()
+    except FileNotFoundError:
+        return None  # another writer has just cleaned up the log
+    return next((dict(action["metaData"]) for action in actions if action.get("metaData")), None)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a file from another one with its name."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _app(pipeline: str, incarnation: str | None = None) -> str:
+    name = quote(pipeline, safe="")  # no colon, which would make one pipeline's name another's incarnation
+    return f"penstock:{name}" if incarnation is None else f"penstock:{name}:{incarnation}"
+
+
+def _load(path: Path) -> Sidecar:
+    try:
+        return Sidecar.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise FatalError(f"{path} is corrupt: {error}", code="PEN-5020", hint="restore the file from a copy") from error

@@ -245,6 +245,11 @@ class SinkProtocol:
             stage(sink, epoch(2), rows(10, price=pa.array(["1"] * 10)))
         assert ids() == list(range(10))
 
+    def test_a_column_of_another_type_is_refused_also_in_a_later_batch(self, sink):
+        sink.commit_epoch(epoch(1), [stage(sink, epoch(1), rows(0, price=pa.array([1.5] * 10)))], END)
+        with pytest.raises(SchemaError, match=r"PEN-4001 .*'price'"):
+            stage(sink, epoch(2), rows(10), rows(20, price=pa.array(["1"] * 10)))
+
     def test_tasks_that_disagree_about_a_type_are_refused_at_the_commit(self, sink, visible):
         e = epoch(1)
         receipts = [stage(sink, e, rows(0, x=pa.array([t] * 10)), task=i) for i, t in enumerate((1, "1"))]

@@ -97,7 +97,7 @@ class FilesSink(StagingSink[FilesSinkConfig]):
     def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
         assert self._stage is not None
         rows = _plain(batch)
-        if self._stage.schema(topic) is None:
+        if self._stage.schema(topic) != rows.schema:
             self._fit(topic, rows.schema)
         self._stage.write(topic, rows)
         return WriteResult(batch.num_rows, batch.nbytes)

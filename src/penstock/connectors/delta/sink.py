@@ -57,7 +57,7 @@ class Delta(StagingSink[DeltaConfig]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._required: dict[Topic, list[str]] = {}
+        self._required: dict[tuple[Topic, pa.Schema], list[str]] = {}
         self._tables: dict[Topic, Table] = {}
         self._committed: set[Topic] = set()
 
@@ -86,9 +86,10 @@ class Delta(StagingSink[DeltaConfig]):
     def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
         assert self._stage is not None
         rows = as_delta(topic, batch)
-        if topic not in self._required:
-            self._required[topic] = self._fit_before_writing(topic, rows.schema)
-        for name in self._required[topic]:
+        key = (topic, rows.schema)
+        if key not in self._required:
+            self._required[key] = self._fit_before_writing(topic, rows.schema)
+        for name in self._required[key]:
             if name not in rows.schema.names or rows.column(name).null_count:
                 raise SchemaError(
                     f"the column {name!r} of {topic} holds nulls, and the table forbids them", code="PEN-4001"

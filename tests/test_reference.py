@@ -156,8 +156,9 @@ class TestFleet:
 
     def test_every_option_is_read(self, entry):
         connector = registry.load(entry.kind, entry.name)
-        home = Path(inspect.getfile(connector))
-        own = list(home.parent.glob("*.py")) if home.parent.name != "connectors" else [home]
+        bases = [base for base in connector.__mro__ if base.__module__.startswith("penstock.connectors.")]
+        homes = {Path(inspect.getfile(base)) for base in bases}
+        own = [path for h in homes for path in (h.parent.glob("*.py") if h.parent.name != "connectors" else [h])]
         runtime = list(PACKAGE.glob("*.py"))
         read = {name for path in [*own, *runtime] for name in names_read_from("config", path)}
         read |= {name for path in own for name in names_read_by_own_methods(path)}

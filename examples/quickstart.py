@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -10,7 +11,6 @@ from pathlib import Path
 import numpy as np
 from deltalake import DeltaTable
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from penstock.cli import guarded, running
@@ -59,24 +59,27 @@ def _start_fresh(pipeline: Pipeline) -> None:
 
 
 def _summary(status: dict, table: Path) -> None:
-    console = Console(highlight=False)
-    here = os.path.relpath(table)
-    python = os.path.relpath(sys.executable) if sys.prefix != sys.base_prefix else sys.executable
-    show = os.path.relpath(Path(__file__).with_name("show.py"))
+    console = Console(highlight=False, soft_wrap=True)  # a command to be copied stays one line
     rows, working = status["rows"], status["working_secs"]
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    grid.add_row("rows in", f"{rows['in']:,}")
-    grid.add_row("rows out", f"{rows['out']:,}")
-    grid.add_row("epochs", f"{status['epochs']:,}")
-    grid.add_row("rows per second", f"{rows['out'] / working:,.0f} over {working:.1f} s of work")
-    grid.add_row("table", f"{here} ({size(status['bytes']['out'])}, Delta)")
+    command = [sys.executable, Path(__file__).with_name("show.py"), table]
+    lines = {
+        "rows in": f"{rows['in']:,}",
+        "rows out": f"{rows['out']:,}",
+        "epochs": f"{status['epochs']:,}",
+        "rows per second": f"{rows['out'] / working:,.0f}, over {working:.1f} s of work",
+        "table": f"{_near(table)} (Delta, {size(status['bytes']['out'])})",
+        "see its rows": " ".join(map(_near, command)),
+    }
     console.print()
-    console.print(grid)
-    console.print(Text("see its rows", style="dim"))
-    console.print(Text(f"  {python} {show} {here}", style="bold cyan"), soft_wrap=True)  # one line, to be copied
+    for label, text in lines.items():
+        console.print(Text.assemble((f"{label:<17}", "dim"), (text, "bold cyan" if label == "see its rows" else "")))
     console.print()
+
+
+def _near(path: str | Path) -> str:
+    """As it is reached from here, quoted for a shell; what lies elsewhere by its whole name."""
+    relative = os.path.relpath(path)
+    return shlex.quote(os.path.abspath(path) if relative.startswith("..") else relative)
 
 
 if __name__ == "__main__":

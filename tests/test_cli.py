@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from penstock import supervisor
+from penstock import __version__, supervisor
 from penstock.cli import main, running
 from penstock.cli.view import closing, duration, panel, size, sparkline
 from penstock.epochs import Manifest, Range, State
@@ -132,6 +132,9 @@ class TestErrors:
         assert "PEN-1014" in err
         assert not (tmp_path / "state").exists()
 
+    def test_the_version_is_told(self, cli):
+        assert cli("--version")[:2] == (0, f"penstock {__version__}\n")
+
     def test_help_waits_for_no_heavy_import(self):
         heavy = "{'pyspark', 'pyarrow', 'pandas', 'prometheus_client'}"
         code = (
@@ -174,7 +177,7 @@ class TestRun:
 # A pipeline that commits one epoch, says so, and then waits to be stopped; it lets itself be stopped or not.
 WAITING = """
     import sys, threading
-    from penstock import supervisor
+    from penstock import __version__, supervisor
     from penstock.cli import main
     from penstock.source import HealthStatus
     from penstock.telemetry import EpochReport

@@ -114,6 +114,11 @@ class TestStatus:
         assert telemetry.status()["state"] == "failed"
         assert "the disk broke" in telemetry.status()["reason"]
 
+    def test_an_ended_pipeline_has_no_lag(self, telemetry):
+        telemetry.lag("orders", 100)
+        telemetry.close()
+        assert telemetry.status()["sources"]["orders"]["lag"] is None
+
     def test_an_epoch_is_one_log_line(self, telemetry, caplog):
         with caplog.at_level(logging.INFO, "penstock"):
             telemetry.phase(3, "stage")

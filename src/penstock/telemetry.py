@@ -236,6 +236,7 @@ class Telemetry:
             if self._ended is None:
                 self._ended = ("failed", str(error)) if error else ("stopped", "")
                 self._in_hand = None
+                self._lag.clear()  # nobody asks for it any more
                 if error:
                     self._remember("pipeline", error)
         self._dirty.set()

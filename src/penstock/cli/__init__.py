@@ -75,14 +75,20 @@ def show(error: ConnectorError) -> None:
         console.print(Text.assemble(("  → ", "bold"), error.hint), soft_wrap=True)
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"penstock {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from; stands anywhere.")] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
 ) -> None:
-    if version:
-        print(f"penstock {__version__}")
-        raise typer.Exit
+    pass
 
 
 @app.command()

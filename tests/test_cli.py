@@ -425,6 +425,17 @@ class TestStatus:
         assert json.loads(out)["epochs"] == 0
         assert json.loads(out)["ok"] is True
 
+    def test_one_that_keeps_no_state_is_asked_on_its_port(self, cli, file):
+        from penstock import web
+
+        telemetry = Telemetry("orders")
+        telemetry.state("pipeline", HealthStatus.healthy())
+        with web.serve(telemetry, 0) as server:
+            file.write_text(PIPELINE.replace("[processing]", f"[processing]\nmetrics_port = {server.port}"))
+            code, out, _ = cli("status", file)
+        assert code == 0
+        assert "● running" in out
+
 
 class TestOffsets:
     @pytest.fixture

@@ -154,7 +154,10 @@ def status(
     from penstock.telemetry import ENDED, judge, read_status
 
     pipeline = load(file)
+    port = pipeline.processing.metrics_port
     found = read_status(pipeline.processing.state_dir)
+    if found is None and port:  # with `checkpoint = false` there is no state directory to look into
+        found = _fetch(f"http://127.0.0.1:{port}/api/status")
     if found is None:
         raise FatalError(
             f"{pipeline.name} has left no status in {pipeline.processing.state_dir}: it never ran",

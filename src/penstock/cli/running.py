@@ -128,7 +128,7 @@ def _live(telemetry: Telemetry, console: Console, log_level: str) -> Iterator[Li
     live = Live(
         view,
         console=console,
-        refresh_per_second=6,
+        refresh_per_second=4,
         redirect_stdout=sys.stdout.isatty(),
         vertical_overflow="crop",
     )

@@ -266,7 +266,12 @@ def test_a_repeated_key_is_dropped_and_still_called_back_after_its_original(tmp_
     assert rows(tmp_path) == {"s": [1, 4, 5, 7]}
 
 
-def test_a_key_whose_row_never_became_durable_is_not_remembered(tmp_path: Path) -> None:
+@pytest.mark.parametrize("segment_bytes", [1, 2000])
+def test_a_key_whose_row_never_became_durable_is_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, segment_bytes: int
+) -> None:
+    monkeypatch.setattr(journal, "SEGMENT_BYTES", segment_bytes)
+
     def dies() -> None:
         failpoints.arm("journal.data=kill@2")
         writer = Journal(tmp_path)

@@ -345,7 +345,7 @@ class EpochLoop:
             notes=about.get("notes", {}),
         )
         # One write for all: an incarnation that adopts the markers and does not go on from them would double everything.
-        replaces = [*about.get("replaces", []), (one.incarnation, one.number)]
+        replaces = [*((old, last) for old, last in about.get("replaces", ())), (one.incarnation, one.number)]
         self.state.save_identity(adopts=sorted(markers), replaces=replaces, resumes=manifest)
         self.state.save(manifest)
         if not missing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -42,7 +43,7 @@ class Keyed(RangeSource[KeyedConfig, Next]):
     def split(self, start: Next, end: Next) -> Sequence[tuple[int, int]]:
         count = self.config.splits
         edges = [start.row + (end.row - start.row) * i // count for i in range(count + 1)]
-        return [(a, b) for a, b in zip(edges, edges[1:], strict=False) if a < b]
+        return [(a, b) for a, b in itertools.pairwise(edges) if a < b]
 
     def read(self, split: tuple[int, int]) -> Iterator[SourceBatch | Note]:
         rows = range(*split)

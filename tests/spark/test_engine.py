@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from connectors import Keyed, KeyedConfig
 
 import penstock
+from connectors import Keyed, KeyedConfig
 from penstock.connectors.files_sink import FilesSink, FilesSinkConfig, read_published
 from penstock.connectors.generator import Generator, GeneratorConfig
 from penstock.errors import ConfigError, FatalError, RetryableError, SchemaError
@@ -154,7 +154,7 @@ def test_an_error_in_a_task_keeps_its_class_code_and_hint(drained: Any, route: R
 
 
 def test_a_bug_in_a_connector_stops_with_its_last_line(drained: Any) -> None:
-    with pytest.raises(FatalError, match="PEN-5012.*ZeroDivisionError: a bug in a connector"):
+    with pytest.raises(FatalError, match=r"PEN-5012.*ZeroDivisionError: a bug in a connector"):
         drained(Keyed(KeyedConfig(fail="bug")))
 
 

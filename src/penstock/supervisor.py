@@ -124,6 +124,7 @@ class _Supervisor:
         self._open(state, resources)
         starting.wait()
         loop = self._loop(state, engine)
+        self._mark_seeded(state)  # the last run may have died between a commit and this
         for ingest in self.ingests.values():
             ingest.start()
         if self.drain:

@@ -18,6 +18,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+PAGE = ROOT / "docs" / "performance.md"
 
 
 @dataclass
@@ -75,6 +76,7 @@ class Bench:
             ],
         }
         (RESULTS / f"{self.name}.json").write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+        PAGE.write_text(page())
         for claim in self.claims:
             print(claim)
 
@@ -101,3 +103,43 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: version(name) for name in packages},
     }
+
+
+def page() -> str:
+    """`docs/performance.md`, from all result files."""
+    lines = [
+        "<!-- Written by the benches from bench/results; run `make bench`. -->",
+        "",
+        "# Performance",
+        "",
+        "Every figure stands beside a peer or a limit that was measured in the same run, on the same data. A ratio is",
+        "ours to theirs. `make bench` measures again; `make soak` repeats the kills.",
+    ]
+    for file in sorted(RESULTS.glob("*.json")):
+        result = json.loads(file.read_text())
+        where = result["machine"]
+        if "bench" in result:
+            lines += ["", f"## {result['title']}", "", "| what | figure | |", "|---|---:|---|"]
+            lines += [f"| {what} | {figure} | {note} |" for what, figure, note in result["rows"]]
+            lines += ["", "| claim | ratio | target | met |", "|---|---:|---:|---|"]
+            lines += [
+                f"| {c['name']} | {c['ratio']:.2f} | {c['sense']} {c['target']:g} | {'yes' if c['met'] else 'no'} |"
+                for c in result["claims"]
+            ]
+        else:
+            kills = ", ".join(f"{count} × {kind}" for kind, count in sorted(result["kills"].items()))
+            lines += ["", f"## Soak: {result['soak']}", "", "| | |", "|---|---|", f"| kills | {kills} |"]
+            lines += [
+                f"| {name} | {result[name]:,} |" for name in ("restarts", "epochs", "rows", "lost", "doubled", "seed")
+            ]
+        machine_text = f"{where['cores']} cores, {where['memory_gib']} GiB, Python {where['python']}"
+        lines += [
+            "",
+            f"Commit {result['commit']}; {machine_text}, pyspark {where['pyspark']}, pyarrow {where['pyarrow']}.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    if PAGE.read_text() != page():
+        sys.exit(f"{PAGE.relative_to(ROOT)} is not what the result files say: run `make bench`")

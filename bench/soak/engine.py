@@ -22,7 +22,7 @@ import psutil
 from deltalake import DeltaTable
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from measure import RESULTS, commit, machine
+from measure import PAGE, RESULTS, commit, machine, page
 
 from penstock.epochs import State
 
@@ -130,6 +130,7 @@ def main() -> None:
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "soak-engine.json").write_text(json.dumps(result, indent=2) + "\n")
+    PAGE.write_text(page())
     print("\r" + json.dumps(result, indent=2))
     print(f"lost {lost} · doubled {doubled}")
     if lost or doubled or ended:

@@ -9,6 +9,8 @@ from penstock.testing.crash import CrashContract
 from penstock.testing.engine import ForkEngine
 from penstock.testing.faults import Fault, FaultySink, FaultySource
 from penstock.testing.memory import Crash, MemorySink, MemorySinkConfig, MemorySource, MemorySourceConfig, Pause
+from penstock.testing.sinks import SinkContract
+from penstock.testing.sources import RecordingSender, SourceContract
 
 __all__ = [
     "Crash",
@@ -22,4 +24,7 @@ __all__ = [
     "MemorySource",
     "MemorySourceConfig",
     "Pause",
+    "RecordingSender",
+    "SinkContract",
+    "SourceContract",
 ]

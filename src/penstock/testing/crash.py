@@ -457,7 +457,7 @@ def is_hidden(file: Path, below: Path) -> bool:
     return any(part.startswith(".") for part in file.relative_to(below).parts)
 
 
-def wait_until(condition: Callable[[], T], what: str) -> T:
+def wait_until(condition: Callable[[], T | None], what: str) -> T:
     """The first true value of `condition`, asked every few milliseconds."""
     until = time.monotonic() + PATIENCE_SECS
     while not (found := condition()):

@@ -170,10 +170,18 @@ class SparkEngine:
         packed = _pack(job)
         tallies = self._context.accumulator({}, _tally_param())
         session = _clone(self._spark)
-        rows = session.range(0, len(groups), 1, len(groups)).mapInArrow(
-            _read_task(packed, groups, target, schema, tallies), _spark_schema(schema, target.topic)
-        )
-        frame = _transformed(session, target.route, target.topic, rows)
+
+        known = frozenset(schema.names)
+
+        def transformed(schema: pa.Schema) -> Any:
+            seeds = session.range(0, len(groups), 1, len(groups))
+            task = _read_task(packed, groups, target, schema, known, tallies)
+            rows = seeds.mapInArrow(task, _spark_schema(schema, target.topic))
+            return _transformed(session, target.route, target.topic, rows)
+
+        frame = transformed(schema)
+        if target.route.sql is not None:
+            frame = _pruned(frame, schema, transformed)
         key = [column for column in key_of(schema) if column in frame.columns]
         written = frame.mapInArrow(_write_task(packed, target, key), _RESULT).collect()
         results = [pickle.loads(row.result) for row in written]
@@ -268,7 +276,7 @@ def _gather_task(packed: bytes, offset: int) -> Callable[[int, Iterable[tuple[Ke
 
 
 def _read_task(
-    packed: bytes, groups: list[list[Part]], wanted: Target, schema: pa.Schema, tallies: Any
+    packed: bytes, groups: list[list[Part]], wanted: Target, schema: pa.Schema, known: frozenset[str], tallies: Any
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def task(ids: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         job: Job = pickle.loads(packed)
@@ -276,7 +284,7 @@ def _read_task(
             for index in batch.column(0).to_pylist():
                 found: dict[int, Tally] = {}
                 for _, rows in read_parts(job, groups[index], found, lambda target: _same(target, wanted)):
-                    yield _conform(rows, schema, wanted.topic)
+                    yield _conform(rows, schema, known, wanted.topic)
                 tallies.add(found)
 
     return task
@@ -304,9 +312,9 @@ def _write_task(
     return task
 
 
-def _conform(batch: pa.RecordBatch, schema: pa.Schema, topic: Topic) -> pa.RecordBatch:
-    """The batch with exactly the columns that the epoch's SQL was analysed with."""
-    unknown = [name for name in batch.schema.names if name not in schema.names]
+def _conform(batch: pa.RecordBatch, schema: pa.Schema, known: frozenset[str], topic: Topic) -> pa.RecordBatch:
+    """The batch with exactly the columns that the epoch's SQL uses; a column that its analysis did not know is refused."""
+    unknown = [name for name in batch.schema.names if name not in known]
     if unknown:
         raise SchemaError(
             f"rows of {topic} have columns that its schema does not know: {', '.join(unknown)}",
@@ -443,6 +451,47 @@ def _transformed(session: Any, route: Route, topic: Topic, rows: Any) -> Any:
         ) from error
 
 
+def _pruned(frame: Any, schema: pa.Schema, again: Callable[[pa.Schema], Any]) -> Any:
+    """
+    The same query over the columns that it uses: Spark cannot prune what Python hands it, and every column that crosses
+    into the JVM costs about as much as the query does.
+    """
+    from pyspark.errors import PySparkException
+
+    used = _used_columns(frame._jdf.queryExecution().optimizedPlan())
+    kept = [column for column in schema if column.name in used] or list(schema)[:1]  # one column, to count rows by
+    if len(kept) == len(schema):
+        return frame
+    try:
+        pruned = again(pa.schema(kept, metadata=schema.metadata))
+    except (PySparkException, ConfigError):
+        return frame  # it names a column only to leave it out
+    return pruned if pruned.schema == frame.schema else frame
+
+
+def _used_columns(plan: Any) -> set[str]:
+    """The columns of the input that anything above it refers to."""
+    inputs: dict[int, str] = {}
+    used: set[int] = set(_ids(plan.output()))
+
+    def walk(node: Any) -> None:
+        if str(node.nodeName()) == "MapInArrow":
+            inputs.update(_ids(node.output()))
+            return
+        used.update(_ids(node.references().toSeq()))
+        for children in (node.children(), node.subqueries()):
+            for index in range(children.size()):
+                walk(children.apply(index))
+
+    walk(plan)
+    return {name for number, name in inputs.items() if number in used}
+
+
+def _ids(attributes: Any) -> dict[int, str]:
+    found = (attributes.apply(index) for index in range(attributes.size()))
+    return {int(attribute.exprId().id()): str(attribute.name()) for attribute in found}
+
+
 def _name(route: Route, topic: Topic) -> str:
     return f"the {'SQL' if route.sql is not None else 'transform'} of the route from {route.stream!r} to {topic!r}"
 
@@ -558,7 +607,7 @@ def register(spark: Any) -> None:
             with opened(self._source):
                 for item in self._source.read(partition.value):
                     if isinstance(item, SourceBatch) and item.stream == self._stream:
-                        yield _conform(item.records, self._schema, self._stream)
+                        yield _conform(item.records, self._schema, frozenset(self._schema.names), self._stream)
 
     class BatchReader(Ranges, DataSourceReader):  # type: ignore[misc]
         def partitions(self) -> list[InputPartition]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -72,33 +70,13 @@ class Keyed(RangeSource[KeyedConfig, Next]):
                     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Signalled(RangeSource[KeyedConfig, Next]):
-    """Rows that appear when the test says so, and events that tell the runtime."""
-
-    name = "signalled"
-    ready: threading.Event
-    request: threading.Event
-    available = 0
-    looked = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config}
+class Wide(Keyed):
+    """The same rows with one column more."""
 
     def schema(self) -> Schemas:
-        return {"rows": pa.schema([("row", pa.int64())])}
-
-    def latest(self, start: Next, limit: ReadLimit) -> Next:
-        self.looked += 1
-        return Next(row=max(start.row, self.available))
-
-    def split(self, start: Next, end: Next) -> Sequence[tuple[int, int]]:
-        return [(start.row, end.row)]
+        return {"rows": pa.schema([("key", pa.string()), ("row", pa.int64()), ("heavy", pa.binary())])}
 
     def read(self, split: tuple[int, int]) -> Iterator[SourceBatch]:
-        yield SourceBatch(pa.record_batch([pa.array(range(*split), pa.int64())], names=["row"]), stream="rows")
-
-    def data_ready_notify(self) -> threading.Event | None:
-        return getattr(self, "ready", None)
-
-    def checkpoint_requested(self) -> threading.Event | None:
-        return getattr(self, "request", None)
+        rows = range(*split)
+        columns = [[f"key-{row % self.config.keys}" for row in rows], list(rows), [b"x"] * len(rows)]
+        yield SourceBatch(pa.record_batch([pa.array(c) for c in columns], schema=self.schema()["rows"]), stream="rows")

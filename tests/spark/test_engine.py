@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import penstock
-from connectors import Keyed, KeyedConfig
+from connectors import Keyed, KeyedConfig, Wide
 from penstock.connectors.files_sink import FilesSink, FilesSinkConfig, read_published
 from penstock.connectors.generator import Generator, GeneratorConfig
 from penstock.errors import ConfigError, FatalError, RetryableError, SchemaError
@@ -230,3 +230,25 @@ class TestReaders:
     def test_an_unknown_connector_is_named(self, spark: Any) -> None:
         with pytest.raises(Exception, match="PEN-1006"):
             spark.read.format("penstock").option("connector", "generatr").load()
+
+
+@pytest.mark.parametrize(
+    ("sql", "columns"),
+    [
+        ("SELECT row FROM input WHERE key <> 'key-1'", ["row"]),
+        ("SELECT * FROM input", ["key", "row", "heavy"]),
+        ("SELECT * EXCEPT (heavy) FROM input", ["key", "row"]),
+        ("SELECT 1 AS one FROM input", ["one"]),
+        (
+            "SELECT length(heavy) AS n, i.row FROM input i WHERE i.row IN (SELECT row FROM input WHERE key = 'key-0')",
+            ["n", "row"],
+        ),
+    ],
+)
+def test_a_query_sees_the_columns_it_uses_and_answers_the_same(
+    drained: Any, tmp_path: Path, sql: str, columns: list[str]
+) -> None:
+    drained(Wide(KeyedConfig(rows=70, keys=7)), Route(sql=sql, per_epoch=True))
+    table = rows(tmp_path)
+    assert table.column_names == columns
+    assert table.num_rows == {"row": 60, "n": 10}.get(columns[0], 70)

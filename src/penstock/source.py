@@ -205,7 +205,7 @@ class ReadLimit:
 
 def type_argument(cls: type, bound: type) -> Any:
     """The class among the type arguments of `cls`'s generic bases that derives from `bound`."""
-    for base in getattr(cls, "__orig_bases__", ()):
+    for base in vars(cls).get("__orig_bases__", ()):  # its own: what a parent's say, it inherits or overrides
         if get_origin(base) is not None:
             for argument in get_args(base):
                 if isinstance(argument, type) and issubclass(argument, bound):

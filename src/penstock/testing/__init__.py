@@ -5,12 +5,16 @@ A source's test is a subclass of `SourceContract` with a fixture `source`, a sin
 fixtures `sink` and `visible`; an exactly-once sink adds a `CrashContract`. Needs pytest.
 """
 
-from penstock.testing.crash import CrashContract
-from penstock.testing.engine import ForkEngine
-from penstock.testing.faults import Fault, FaultySink, FaultySource
-from penstock.testing.memory import Crash, MemorySink, MemorySinkConfig, MemorySource, MemorySourceConfig, Pause
-from penstock.testing.sinks import SinkContract
-from penstock.testing.sources import RecordingSender, SourceContract
+import pytest
+
+pytest.register_assert_rewrite(*(f"penstock.testing.{module}" for module in ("crash", "sinks", "sources")))
+
+from penstock.testing.crash import CrashContract  # noqa: E402 - asserts tell what they compared only if pytest sees them first
+from penstock.testing.engine import ForkEngine  # noqa: E402
+from penstock.testing.faults import Fault, FaultySink, FaultySource  # noqa: E402
+from penstock.testing.memory import Crash, MemorySink, MemorySinkConfig, MemorySource, MemorySourceConfig, Pause  # noqa: E402
+from penstock.testing.sinks import SinkContract  # noqa: E402
+from penstock.testing.sources import RecordingSender, SourceContract  # noqa: E402
 
 __all__ = [
     "Crash",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import shutil
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -51,9 +53,9 @@ STEPS = [
 """Every failpoint of the protocol; `@n` is its nth pass in one epoch of two topics and two sinks."""
 
 
-def elsewhere(function: Callable[..., T], *args: Any) -> T:
+def elsewhere(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function in a fresh process: one that has nothing open and shares nothing with this one but the disk."""
-    return _elsewhere().submit(_in_fork, function, args).result(timeout=4 * PATIENCE_SECS)
+    return _submit(_in_fork, function, args)
 
 
 @dataclass(frozen=True)
@@ -283,7 +285,7 @@ class CrashContract:
 
     def _play(self, scenario: Callable[..., None], path: Path, *args: Any) -> None:
         """Play a scenario in a process that has no threads and nothing open, so that it can fork."""
-        _elsewhere().submit(_scenario, type(self), path, scenario, args).result(timeout=4 * PATIENCE_SECS)
+        _submit(_scenario, type(self), path, scenario, args)
 
     def _skip_unreachable(self, step: str, path: Path) -> None:
         if step.startswith("commit.topic") and not isinstance(self.make_sink(path), TopicSink):
@@ -471,6 +473,18 @@ def wait_until(condition: Callable[[], T | None], what: str) -> T:
 def _elsewhere() -> ProcessPoolExecutor:
     # Spawned, not forked: the test's own process may have threads and clients that no fork survives.
     return ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn"), initializer=_warm_up)
+
+
+def _submit(function: Callable[..., Any], *args: Any) -> Any:
+    # Pickled here and not by the pool: the other process must know where to look before it unpickles a test's classes.
+    work = pickle.dumps((function, args))
+    return _elsewhere().submit(_work, sys.path, work).result(timeout=4 * PATIENCE_SECS)
+
+
+def _work(path: list[str], work: bytes) -> Any:
+    sys.path[:] = path
+    function, args = pickle.loads(work)
+    return function(*args)
 
 
 def _warm_up() -> None:

@@ -322,8 +322,7 @@ class EpochLoop:
         # Every epoch before `one` was committed everywhere. Of `one` itself some topics may be missing.
         markers, missing = {(each.incarnation, each.number) for each in foreign.values()}, []
         for name, written in about.get("topics", {}).items():
-            can = self.sinks[name].capabilities if name in self.sinks else None
-            for each in written if can and (can.exactly_once or can.two_phase_commit) else ():
+            for each in written if name in self.sinks else ():  # one without markers gets it again: at least once
                 marker = self.sinks[name].committed_epoch(self.state.pipeline, each)
                 if marker is not None:
                     markers.add((marker.incarnation, marker.number))

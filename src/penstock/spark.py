@@ -114,6 +114,10 @@ class SparkEngine:
     def version(self) -> str:
         return f"Spark {self._spark.version} on {self._context.master}"
 
+    def busy(self) -> bool:
+        """True while tasks run."""
+        return bool(self._context.statusTracker().getActiveStageIds())
+
     def check(self, routes: Sequence[tuple[Route, Topic, pa.Schema]]) -> None:
         """Analyse the SQL of each route against its topic's schema; refuse what is wrong or works per epoch unasked."""
         for route, topic, schema in routes:

@@ -89,6 +89,13 @@ def _spark_engine(pipeline: Pipeline, spark: Any, master: str | None) -> Engine:
 
 
 @dataclass
+class _Step:
+    began: float
+    number: int = 0
+    phase: str = ""
+
+
+@dataclass
 class _Supervisor:
     pipeline: Pipeline
     telemetry: Telemetry
@@ -100,6 +107,8 @@ class _Supervisor:
     ranges: dict[str, RangeSource[Any, Any]] = field(default_factory=dict)
     requests: list[threading.Event] = field(default_factory=list)
     router: Router = field(init=False)
+    step: _Step | None = None
+    """The step in hand, for the monitor."""
 
     def __post_init__(self) -> None:
         self.router = self.pipeline.router
@@ -132,7 +141,7 @@ class _Supervisor:
             loop.freeze()
         waker = _Waker(self.stop)
         resources.callback(waker.close)
-        monitor = _Monitor(self)
+        monitor = _Monitor(self, engine)
         resources.callback(monitor.close)
         self._drive(loop, waker, began)
         for ingest in self.ingests.values():
@@ -299,11 +308,13 @@ class _Supervisor:
                 waker.wait(early)
                 continue
             last = time.monotonic()
+            self.step = _Step(last)
             try:
                 report = loop.step()
             except ConnectorError as error:
                 self._failed(error, retry)
                 continue
+            self.step = None
             retry.reset()
             self.telemetry.state("pipeline", HealthStatus.healthy())
             if report is not None:
@@ -322,6 +333,8 @@ class _Supervisor:
         if phase == "stage":  # the epoch is bound to its ranges: what was asked for is cut
             for event in self.requests:
                 event.clear()
+        if self.step is not None:
+            self.step.number, self.step.phase = number, phase
         self.telemetry.phase(number, phase)
 
     def _failed(self, error: ConnectorError, retry: Backoff) -> None:
@@ -437,8 +450,9 @@ class _Waker:
 class _Monitor:
     """Asks the connectors how they are, and the sources how far behind, in a thread of its own."""
 
-    def __init__(self, supervisor: _Supervisor) -> None:
+    def __init__(self, supervisor: _Supervisor, engine: Any) -> None:
         self._supervisor = supervisor
+        self._engine = engine
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="penstock-monitor", daemon=True)
         self._thread.start()
@@ -457,10 +471,25 @@ class _Monitor:
                     health = _asked(ingest.health if ingest else connector.health_check, HealthStatus.degraded)
                     if health.state is not HealthState.UNKNOWN:
                         telemetry.state(f"{kind}:{name}", health)
+            self._watch_step()
             if time.monotonic() - sampled >= pipeline.processing.lag_interval_secs:
                 sampled = time.monotonic()
                 for name, source in pipeline.sources.items():
                     telemetry.lag(name, _asked(source.lag, lambda reason: None))
+
+    def _watch_step(self) -> None:
+        """Tell a long stage, whose tasks run, from a source that does not answer."""
+        step, telemetry = self._supervisor.step, self._supervisor.telemetry
+        if step is None:
+            return
+        if step.phase == "stage":
+            if getattr(self._engine, "busy", bool)():
+                telemetry.phase(step.number, step.phase)
+        elif (
+            not step.phase and time.monotonic() - step.began > self._supervisor.pipeline.processing.health_timeout_secs
+        ):
+            waited = time.monotonic() - step.began
+            telemetry.state("pipeline", HealthStatus.unhealthy(f"no source has answered for {waited:.0f} s"))
 
 
 def _asked(question: Callable[[], Any], otherwise: Callable[[str], Any]) -> Any:

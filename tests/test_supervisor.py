@@ -298,6 +298,32 @@ def test_a_connector_that_cannot_travel_to_tasks_is_refused_by_name(build: Any) 
     assert "source 'source' cannot be pickled" in str(running.error)
 
 
+def test_a_failed_open_is_told_without_waiting_for_the_engine(build: Any) -> None:
+    class SlowEngine(ForkEngine):
+        stopped = threading.Event()
+        let_go = threading.Event()
+
+        def start(self) -> None:
+            self.let_go.wait(20)
+
+        def hold(self, lock: Path) -> None:
+            pass
+
+        def stop(self) -> None:
+            self.stopped.set()
+
+    class Refusing(Tap):
+        def open(self) -> None:
+            raise ConfigError("no such thing")
+
+    engine = SlowEngine(2)
+    with pytest.raises(ConfigError, match="no such thing"):
+        supervisor.run(build(Refusing()), engine=engine)
+    assert not engine.stopped.is_set()
+    engine.let_go.set()
+    assert engine.stopped.wait(10), "an engine that is no longer wanted stops itself"
+
+
 def test_two_runs_at_once_are_refused_and_the_first_is_named(build: Any) -> None:
     first = Running(build(Tap()))
     until(lambda: first.telemetry.status()["state"] == "running")
@@ -394,6 +420,39 @@ def test_messages_of_a_callback_client_reach_the_sink_through_bridge_and_journal
     assert [int(payload) for payload in read_published(target)["payload"].to_pylist()] == list(range(1, 26))
     assert client.committed[-1] == 25
     running.stopped()
+
+
+class Backlog(PollingSource[NoOptions]):
+    """Has a thousand rows for each of forty polls, and then nothing more."""
+
+    name = "backlog"
+
+    def __init__(self) -> None:
+        super().__init__(NoOptions())
+        self.polled = 0
+
+    def schema(self) -> Schemas:
+        return {"rows": pa.schema([("row", pa.int64())])}
+
+    def poll_batch(self, max_records: int) -> SourceBatch | None:
+        if self.polled == 40:
+            return None
+        first, self.polled = self.polled * 1000, self.polled + 1
+        rows = pa.record_batch([pa.array(range(first, first + 1000), pa.int64())], names=["row"])
+        return SourceBatch(rows, stream="rows")
+
+    def checkpoint(self) -> SourceCheckpoint:
+        return SourceCheckpoint(offsets={"rows": self.polled})
+
+    def restore(self, checkpoint: SourceCheckpoint) -> None:
+        self.polled = checkpoint.offsets["rows"]
+
+
+def test_drain_reads_a_backlog_that_is_larger_than_the_journal(build: Any, rows: Any) -> None:
+    running = Running(build(Backlog(), journal_max_bytes=50_000, epoch_interval_ms=0), drain=True)
+    running.ends()
+    assert running.error is None
+    assert rows() == list(range(40_000))
 
 
 IDLE = """

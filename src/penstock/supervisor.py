@@ -107,6 +107,7 @@ class _Supervisor:
     ranges: dict[str, RangeSource[Any, Any]] = field(default_factory=dict)
     requests: list[threading.Event] = field(default_factory=list)
     router: Router = field(init=False)
+    skipped: int = 0
     step: _Step | None = None
     """The step in hand, for the monitor."""
 
@@ -131,14 +132,12 @@ class _Supervisor:
         starting = _Starting(engine, directory / "lock.jvm", self.telemetry)
         resources.callback(starting.stop)
         self._open(state, resources)
-        starting.wait()
+        if not starting.wait(self.stop):
+            return self.summary
         loop = self._loop(state, engine)
         self._mark_seeded(state)  # the last run may have died between a commit and this
         for ingest in self.ingests.values():
             ingest.start()
-        if self.drain:
-            self._await_ingests()
-            loop.freeze()
         waker = _Waker(self.stop)
         resources.callback(waker.close)
         monitor = _Monitor(self, engine)
@@ -232,12 +231,9 @@ class _Supervisor:
                     for sink, topic in self._lacking(name, stream):
                         sink.mark_seeded(topic)
 
-    def _await_ingests(self) -> None:
-        """For `--drain`: let polling sources come to the end of what they have."""
-        for ingest in self.ingests.values():
-            while isinstance(ingest.source, PollingSource) and not ingest.idle.wait(0.05):
-                if ingest.failure is not None or self.stop.is_set():
-                    return
+    def _caught_up(self) -> bool:
+        """For `--drain`: True once every polling source has come to the end of what it has."""
+        return all(ingest.idle.is_set() for ingest in self.ingests.values() if isinstance(ingest.source, PollingSource))
 
     def _open_one(
         self, label: str, connector: Any, resources: contextlib.ExitStack, opening: Callable[[], None]
@@ -303,6 +299,8 @@ class _Supervisor:
             for ingest in self.ingests.values():
                 if ingest.failure is not None:
                     raise ingest.failure
+            if self.drain and loop.frozen is None and self._caught_up():
+                loop.freeze()
             early = last + interval - time.monotonic()
             if early > 0 and not self.drain and not any(event.is_set() for event in self.requests):
                 waker.wait(early)
@@ -318,16 +316,24 @@ class _Supervisor:
             retry.reset()
             self.telemetry.state("pipeline", HealthStatus.healthy())
             if report is not None:
+                report = replace(report, skipped=report.skipped + self._newly_skipped())
                 self.summary.add(report, began)
                 self.telemetry.epoch(report)
                 self._mark_seeded(loop.state)
                 waker.cut()
-            elif self.drain and not loop.unacked:
+            elif self.drain and loop.frozen is not None and not loop.unacked:
                 return
+            elif self.drain and loop.frozen is None:
+                waker.wait(0.05)  # a journal that is full is emptied by epochs, so they go on meanwhile
             else:
                 if loop.unacked:
                     loop.ack()
                 waker.wait(processing.max_backoff_ms / 1000 if loop.unacked and timer is None else timer)
+
+    def _newly_skipped(self) -> int:
+        """Bad records that the ingests left out since this was last asked."""
+        before, self.skipped = self.skipped, sum(ingest.skipped for ingest in self.ingests.values())
+        return self.skipped - before
 
     def _phase(self, number: int, phase: str) -> None:
         if phase == "stage":  # the epoch is bound to its ranges: what was asked for is cut
@@ -339,19 +345,21 @@ class _Supervisor:
 
     def _failed(self, error: ConnectorError, retry: Backoff) -> None:
         """Wait and go on if the error may pass; raise it if not."""
-        if action(error) not in (Action.RETRY, Action.RESTAGE):
-            raise error
-        pause = retry.next(error)
-        self.telemetry.retry("pipeline", error, pause)
-        self.telemetry.state("pipeline", HealthStatus.degraded(f"retrying after {error.message}"))
-        if self.stop.wait(pause):
-            return
-        try:  # a broken connection is mended by opening it anew; connectors have no retry loops of their own
-            for connector in (*self.ranges.values(), *self.pipeline.sinks.values()):
-                connector.close()
-                connector.open()
-        except ConnectorError as again:
-            self._failed(again, retry)
+        while True:
+            if action(error) not in (Action.RETRY, Action.RESTAGE):
+                raise error
+            pause = retry.next(error)
+            self.telemetry.retry("pipeline", error, pause)
+            self.telemetry.state("pipeline", HealthStatus.degraded(f"retrying after {error.message}"))
+            if self.stop.wait(pause):
+                return
+            try:  # a broken connection is mended by opening it anew; connectors have no retry loops of their own
+                for connector in (*self.ranges.values(), *self.pipeline.sinks.values()):
+                    connector.close()
+                    connector.open()
+                return
+            except ConnectorError as again:
+                error = again
 
 
 class Backoff:
@@ -385,6 +393,8 @@ class _Starting:
         self._lock = lock
         self._telemetry = telemetry
         self._error: BaseException | None = None
+        self._abandoned = self._started = False
+        self._done = threading.Lock()
         self._thread = threading.Thread(target=self._start, name="penstock-engine", daemon=True)
         self._thread.start()
 
@@ -397,14 +407,31 @@ class _Starting:
                 self._telemetry.engine(self._engine.version)
         except BaseException as error:  # noqa: BLE001 (raised again where the engine is needed)
             self._error = error
+        with self._done:
+            self._started = True
+            abandoned = self._abandoned
+        if abandoned:
+            self._stop()
 
-    def wait(self) -> None:
-        self._thread.join()
+    def wait(self, stop: threading.Event) -> bool:
+        """True once the engine runs; False when it is no longer wanted."""
+        while self._thread.is_alive():
+            self._thread.join(0.05)
+            if stop.is_set():
+                return False
         if self._error is not None:
             raise self._error
+        return True
 
     def stop(self) -> None:
-        self._thread.join()
+        """Stop the engine; one that is still starting stops itself, since nobody should wait for it to say why it failed."""
+        with self._done:
+            self._abandoned = True
+            started = self._started
+        if started:
+            self._stop()
+
+    def _stop(self) -> None:
         if hasattr(self._engine, "stop"):
             self._engine.stop()
 

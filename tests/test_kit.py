@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import random
+import re
 import signal
 import threading
 from dataclasses import fields, replace
@@ -785,6 +786,15 @@ def test_a_sink_that_breaks_in_a_crash_is_caught(contract, scenario, args, messa
 def test_the_crash_suite_passes_every_failpoint_of_the_protocol():
     protocol = {name for name in failpoints.NAMES if not name.startswith("journal.")}
     assert {step.partition("@")[0] for step in crash.STEPS} == protocol
+
+
+def test_the_crash_matrix_of_the_spec_names_every_step_and_every_test_it_claims():
+    page = (Path(__file__).parents[1] / "docs" / "spec" / "epochs.md").read_text()
+    assert {step.partition("@")[0] for step in crash.STEPS} <= set(re.findall(r"`([a-z]+\.[a-z]+)(?:@\d)?`", page))
+    claimed = set(re.findall(r"`(?:CrashContract\.)?(test_[a-z_]+)…?`", page))
+    assert len(claimed) >= 10
+    for name in claimed:
+        assert any(test.startswith(name) for test in dir(CrashContract)), name
 
 
 def test_a_failpoint_that_is_never_passed_is_not_taken_for_a_success(tmp_path):

@@ -25,6 +25,7 @@ check: $(SET_UP_DEV)  ## style, types, and generated pages that match the code
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m penstock.reference docs --check
+	@$(BIN)/python bench/measure.py
 
 bench: $(SET_UP_DEV) java  ## all benches, or NAME= one
 	@set -e; for script in $(if $(NAME),bench/$(NAME).py,$(sort $(wildcard bench/[a-z]*.py))); do $(BIN)/python $$script; done

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ def spark(java: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]
     """A session on two threads. Tests share it: they must not stop it, nor leave views or settings behind."""
     from penstock.spark import _session
 
+    here = str(Path(__file__).parent)  # so that workers find `connectors.py`
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
     session = _session("local[2]", "penstock-tests", tmp_path_factory.mktemp("spark") / "spark.log")
     yield session
     session.stop()

@@ -94,7 +94,11 @@ def is_plain(route: Route) -> bool:
 
 
 def read_parts(
-    job: Job, parts: Sequence[Part], tallies: dict[int, Tally], wanted: Callable[[Target], bool] = lambda _: True
+    job: Job,
+    parts: Sequence[Part],
+    tallies: dict[int, Tally],
+    wanted: Callable[[Target], bool] = lambda _: True,
+    columns: frozenset[str] | None = None,
 ) -> Iterator[tuple[Target, pa.RecordBatch]]:
     """Read the parts in order and yield their rows by target, counting into `tallies`; in a task."""
     opened: dict[str, RangeSource[Any, Any]] = {}
@@ -102,6 +106,7 @@ def read_parts(
         for part in parts:
             if part.source not in opened:
                 source = job.sources[part.source]
+                source.columns = columns
                 source.open()
                 opened[part.source] = source
             tally = tallies[part.number] = Tally(part.source)

@@ -261,6 +261,9 @@ class SourceConnector(Connector[C]):
     state_dir: Path | None = None
     """A directory of the source's own inside the pipeline's state directory; set by the runtime before `open`."""
 
+    columns: frozenset[str] | None = None
+    """In a task: the columns that anything downstream uses; None: all. A source may hand over more."""
+
     def schema(self) -> Schemas:
         """Schema of each stream as of now; on the driver, after `open` and again for each epoch."""
         raise NotImplementedError

@@ -284,10 +284,11 @@ def _read_task(
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def task(ids: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         job: Job = pickle.loads(packed)
+        columns = frozenset(schema.names) if len(schema) < len(known) else None
         for batch in ids:
             for index in batch.column(0).to_pylist():
                 found: dict[int, Tally] = {}
-                for _, rows in read_parts(job, groups[index], found, lambda target: _same(target, wanted)):
+                for _, rows in read_parts(job, groups[index], found, lambda target: _same(target, wanted), columns):
                     yield _conform(rows, schema, known, wanted.topic)
                 tallies.add(found)
 

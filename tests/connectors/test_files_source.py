@@ -779,3 +779,22 @@ def test_a_source_travels_without_its_inventory(source, landing):
     drained(source)
     source.latest(Inventoried(), LIMIT)
     assert len(pickle.dumps(source)) == empty
+
+
+@pytest.mark.parametrize("format", ["jsonl", "csv", "parquet"])
+def test_a_task_that_needs_few_columns_reads_few(tmp_path, format):
+    table = pa.table({"id": [1, 2], "note": ["a", "b"], "extra": [1.5, 2.5]})
+    if format == "parquet":
+        pq.write_table(table, tmp_path / "a.parquet")
+    else:
+        lines = {
+            "jsonl": [json.dumps(row) for row in table.to_pylist()],
+            "csv": ["id,note,extra", "1,a,1.5", "2,b,2.5"],
+        }[format]
+        (tmp_path / f"a.{format}").write_text("\n".join(lines))
+    source = Files(FilesConfig(path=tmp_path, settle_ms=0))
+    source.open()
+    splits = source.split(source.initial(), source.latest(source.initial(), ReadLimit()))
+    source.columns = frozenset({"id", "extra"})
+    items = [item.records for split in splits for item in source.read(split)]
+    assert pa.Table.from_batches(items).to_pydict() == {"id": [1, 2], "extra": [1.5, 2.5]}

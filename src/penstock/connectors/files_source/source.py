@@ -196,6 +196,9 @@ class Files(RangeSource[FilesConfig, Inventoried]):
         return [piece for file in files for piece in self._pieces(self._split(file, self._schemas))]
 
     def read(self, split: FileSplit) -> Iterator[SourceBatch | Note]:
+        if self.columns is not None and split.schema is not None:
+            few = pa.schema([field for field in split.schema if field.name in self.columns], split.schema.metadata)
+            split = replace(split, schema=few, explicit=True)
         bad, schema = BadRows(split.path), split.schema
         try:
             for batch in readers.read(split, bad):

@@ -75,6 +75,12 @@ class SparkEngine:
             if problem:
                 raise problem
             self._spark = _session(self._master, self._name, self._log)
+        elif not hasattr(self._spark, "_jsparkSession"):
+            raise ConfigError(
+                "the session is a Spark Connect one, and tasks need the driver's own SparkContext",
+                code="PEN-1009",
+                hint="make it with SparkSession.builder.master(…), not with remote(…)",
+            )
         self._context = self._spark.sparkContext
         own = () if str(self._context.master).startswith("local[") else (Path(penstock.__file__).parent,)
         for path in (*own, *self._ship):
@@ -354,7 +360,9 @@ def _to_ipc(batch: pa.RecordBatch) -> bytes:
 def _session(master: str | None, name: str, log: Path | None) -> Any:
     os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
-    if (master or "local").startswith("local"):
+    if master is None and "--master" not in os.environ.get("PYSPARK_SUBMIT_ARGS", ""):
+        master = "local[*]"
+    if master is not None and master.startswith("local"):
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     from pyspark.sql import SparkSession
 
@@ -365,13 +373,11 @@ def _session(master: str | None, name: str, log: Path | None) -> Any:
         # A task answers over a Unix socket 40 ms sooner than over loopback TCP, where its small writes wait for an ACK.
         "spark.python.unix.domain.socket.enabled": "true",
     }
-    if (master or "local").startswith("local["):
+    if master is not None and master.startswith("local["):
         settings["spark.ui.enabled"] = "false"  # a second of the start, for a page that few open on a laptop
     builder = SparkSession.builder.appName(name)
-    if master:
+    if master is not None:
         builder = builder.master(master)
-    elif "SPARK_MASTER" not in os.environ and "spark.master" not in os.environ.get("PYSPARK_SUBMIT_ARGS", ""):
-        builder = builder.master("local[*]")
     for option, value in settings.items():
         builder = builder.config(option, value)
     with _stderr_to(log):

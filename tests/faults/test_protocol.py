@@ -135,6 +135,34 @@ def test_what_a_try_staged_and_lost_in_part_is_swept_in_the_end(run, monkeypatch
     assert len(list((run.path / "lake").glob("*/rows/*"))) == 4
 
 
+def test_every_try_at_an_epoch_has_a_name_of_its_own_that_is_durable_before_its_files(run, monkeypatch):
+    staged = []
+
+    def pre_commit(self, epoch):
+        staged.append((epoch.attempt, State(run.path / "state", "orders").peek().newest.attempts))
+        return real(self, epoch)
+
+    real = MemorySink.pre_commit
+    monkeypatch.setattr(MemorySink, "pre_commit", pre_commit)
+    for _ in range(2):
+        assert run.step("stage.after=fail") is not None
+    run.step()
+    names = [name for name, _ in staged]
+    assert len(set(names)) == 3
+    assert [known for _, known in staged] == [names[:1], names[:2], names]
+
+
+def test_a_source_is_told_only_what_a_manifest_says_is_committed(run, monkeypatch):
+    said = []
+    monkeypatch.setattr(
+        MemorySource, "ack", lambda self, end: said.append(State(run.path / "state", "orders").peek().newest.state)
+    )
+    assert run.step("commit.after=fail") is not None
+    assert said == []
+    run.step(count=2)
+    assert said == ["committed"] * 2
+
+
 def test_a_sweep_that_fails_does_not_fail_the_epoch(run, monkeypatch):
     assert run.step("stage.after=fail") is not None
     monkeypatch.setattr(epochs, "SWEEP_AFTER_SECS", 0)

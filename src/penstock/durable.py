@@ -33,7 +33,7 @@ def fsync(*paths: str | os.PathLike[str]) -> None:
 
 def make_directory(path: Path) -> None:
     """Make a directory and its parents, each entry synced in the directory above it."""
-    with disk_errors():
+    with disk_errors(path):
         missing = [p for p in (path, *path.parents) if not p.exists()]
         path.mkdir(parents=True, exist_ok=True)
         for made in reversed(missing):
@@ -43,7 +43,7 @@ def make_directory(path: Path) -> None:
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace `path` by `data`: after a crash it holds the old bytes or the new ones, synced, never a mixture."""
     temporary = path.with_name(f".{path.name}.{uuid4().hex[:8]}")
-    with disk_errors():
+    with disk_errors(path):
         try:
             _write_synced(temporary, data)
             os.replace(temporary, path)
@@ -60,7 +60,7 @@ def publish_once(path: Path, data: bytes) -> bool:
     A link and not a rename: a rename would replace what another process published first.
     """
     temporary = path.with_name(f".{path.name}.{uuid4().hex[:8]}")
-    with disk_errors():
+    with disk_errors(path):
         try:
             _write_synced(temporary, data)
             os.link(temporary, path)
@@ -73,8 +73,12 @@ def publish_once(path: Path, data: bytes) -> bool:
 
 
 @contextlib.contextmanager
-def disk_errors() -> Iterator[None]:
-    """Turn the disk's refusals into a `FatalError` that says what to do. A failed fsync is never tried again."""
+def disk_errors(path: str | os.PathLike[str] | None = None) -> Iterator[None]:
+    """
+    Turn the disk's refusals into a `FatalError` that says what to do. A failed fsync is never tried again.
+
+    `path` is named when the error names none: a write knows only its descriptor.
+    """
     try:
         yield
     except OSError as error:
@@ -85,10 +89,12 @@ def disk_errors() -> Iterator[None]:
             errno.EDQUOT: "raise the quota and start again; nothing that was committed is lost",
             errno.EACCES: "give this user write permission there, or choose another directory",
             errno.EROFS: "choose a directory that can be written",
+            errno.ENOTDIR: "a file stands where a directory should be: choose another path",
+            errno.ENAMETOOLONG: "choose a shorter name",
         }
-        where = f" {error.filename}" if error.filename else ""
+        where = error.filename or path
         raise FatalError(
-            f"cannot write{where}: {error.strerror}",
+            f"cannot write{f' {where}' if where else ''}: {os.strerror(error.errno) if error.errno else error}",
             code="PEN-5009",
             hint=hints.get(error.errno or 0, "check the disk"),
         ) from error

@@ -756,6 +756,12 @@ def _take_lock(path: Path, pipeline: str) -> int:
             hint="wait until it has ended or stop it; two runs of one pipeline never share a state directory",
         ) from None
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} ({pipeline}, since {since})".encode(), 0)
+    holder = f"process {os.getpid()} on {socket.gethostname()} ({pipeline}, since {since})"
+    try:
+        with disk_errors(path):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, holder.encode(), 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
     return descriptor

@@ -209,19 +209,19 @@ class Stage:
     def write(self, topic: Topic, batch: pa.RecordBatch) -> None:
         if self._schemas.get(topic) != batch.schema:
             self._meet(topic, batch.schema)
-        with durable.disk_errors():
+        with durable.disk_errors(self.targets.claim(topic)):
             for values, rows in split(batch, self.partition_by):
                 self._write(topic, values, rows)
 
     def flush(self) -> None:
-        with durable.disk_errors():
+        with durable.disk_errors(self.targets.root):
             for each in self._open.values():
                 each.flush()
         self._held_bytes = 0
 
     def finish(self) -> dict[Topic, StagedTopic]:
         """End every file and make all of them durable, with every directory that leads to one."""
-        with durable.disk_errors():
+        with durable.disk_errors(self.targets.root):
             for each in list(self._open.values()):
                 self._end(each)
         self._open.clear()
@@ -236,7 +236,8 @@ class Stage:
     def abandon(self) -> None:
         """Let go of files that were not finished; `sweep` removes them."""
         for each in self._open.values():
-            with contextlib.suppress(OSError):  # a full disk has been reported where it was met
+            # What a full disk refused has been told where it was met; pyarrow then has no metadata to hand out either.
+            with contextlib.suppress(OSError, RuntimeError):
                 each.part.close()
         self._open.clear()
 
@@ -257,7 +258,7 @@ class Stage:
             listed = f"{self.epoch.stem()}/{self._stem}-{len(self._staged):03d}"
             path = _lists(self.targets.root, self.epoch.pipeline) / listed
             durable.make_directory(self.targets.claim(topic))
-            with durable.disk_errors():
+            with durable.disk_errors(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(f"{topic}\n")
             self._staged[topic] = StagedTopic(listed=listed, columns="")

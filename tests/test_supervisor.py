@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from penstock.connectors.generator import Generator, GeneratorConfig
 from penstock.epochs import State, reset
 from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError
 from penstock.pipeline import Pipeline, Processing
-from penstock.routing import Router
+from penstock.routing import Route, Router
 from penstock.sink import DeliveryGuarantee
 from penstock.source import (
     BufferedBridge,
@@ -493,3 +494,19 @@ def test_an_idle_pipeline_uses_next_to_no_cpu(tmp_path: Path) -> None:
 def cpu_secs(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_the_same_pipeline_again_is_told_no_change(build: Any, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="penstock"):
+            supervisor.run(build(Tap()), engine=ForkEngine(1), drain=True)
+    assert "from now on" not in caplog.text
+
+
+def test_a_change_that_was_refused_can_be_taken_back(build: Any) -> None:
+    supervisor.run(build(Tap()), engine=ForkEngine(1), drain=True)
+    wrong = replace(build(Tap()), router=Router((Route("#", "/{stream}"), Route("rows", "/x", sql="?")), ("lake",)))
+    with pytest.raises(ConfigError):
+        supervisor.run(wrong, engine=ForkEngine(1), drain=True)
+    supervisor.run(build(Tap()), engine=ForkEngine(1), drain=True)

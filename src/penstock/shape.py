@@ -7,7 +7,6 @@ What a pipeline looked like when it last ran, and which changes of its file are 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ def shape_of(
             "match": dict(route.match),
             "to": "/" + route.to.lstrip("/"),
             "sinks": sorted(route.sinks or router.sinks),
-            "work": {key: value for key, value in asdict(route).items() if key in ("sql", "transform", "key")},
+            "work": {"sql": route.sql, "transform": route.transform, "key": list(route.key)},
         }
         for route in router.effective
     ]

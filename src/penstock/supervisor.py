@@ -15,6 +15,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from penstock.capture import ChangeCapture, SnapshotTable
+from penstock.durable import Json
 from penstock.epochs import EpochLoop, State
 from penstock.errors import Action, ConnectorError, FatalError, RetryableError, action
 from penstock.ingest import Ingest
@@ -123,7 +124,7 @@ class _Supervisor:
         state = State(directory, self.pipeline.name)
         state.open()
         resources.callback(state.close)
-        self._compare(state)
+        shape = self._compare(state)
         self.telemetry.publish(directory)
         if processing.metrics_port is not None:
             from penstock import web
@@ -135,6 +136,8 @@ class _Supervisor:
         if not starting.wait(self.stop):
             return self.summary
         loop = self._loop(state, engine)
+        if state.identity.shape != shape:  # not before everything was accepted: a refused change may be taken back
+            state.save_identity(shape=shape)
         self._mark_seeded(state)  # the last run may have died between a commit and this
         for ingest in self.ingests.values():
             ingest.start()
@@ -152,13 +155,12 @@ class _Supervisor:
 
     # -- before the first epoch ----------------------------------------------------------------------------------
 
-    def _compare(self, state: State) -> None:
+    def _compare(self, state: State) -> Json:
         shape = self.pipeline.shape()
         if not state.fresh and state.identity.shape is not None:
             for notice in compare_shapes(state.identity.shape, shape):
                 self.telemetry.message("info", notice)
-        if state.identity.shape != shape:
-            state.save_identity(shape=shape)
+        return shape
 
     def _open(self, state: State, resources: contextlib.ExitStack) -> None:
         """Open every connector once; the first open is never retried. Sinks first: a capture asks them what is seeded."""

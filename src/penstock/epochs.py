@@ -48,6 +48,8 @@ _EPOCH = "@epoch"
 """Beside the sources' ends a marker holds where the epoch began, what it wrote, its notes and which incarnations came before
 its own: enough to go on from a lost state."""
 
+_PUT_BACK = "put the target back as it was; or read everything again with `penstock offsets FILE reset`"
+
 _ANY = 2**63 - 1
 """Stands for the last epoch of an incarnation that was ended without knowing it."""
 
@@ -99,6 +101,8 @@ class Identity(BaseModel):
     """Incarnations that this one follows, each with its last epoch: their markers are adopted when they are met."""
     resumes: Manifest | None = None
     """The first epoch of an incarnation that goes on from a lost state, until it is in a file of its own."""
+    topics: dict[str, list[Topic]] = {}
+    """What each sink has held at least once; a target that holds nothing of it any more was dropped."""
     shape: Json = None
     """What the pipeline looked like, to tell which changes of its file are safe."""
 
@@ -164,7 +168,7 @@ class State:
         old, last = self.identity.incarnation, self.newest.number if self.newest else 0
         replaces = [*self.identity.replaces, (old, last)]
         # Identity first: after a crash in between, the manifests of another incarnation are set aside when read.
-        self.save_identity(incarnation=str(uuid4()), replaces=replaces, adopts=[], resumes=None, shape=None)
+        self.save_identity(incarnation=str(uuid4()), replaces=replaces, adopts=[], resumes=None, topics={}, shape=None)
         self._set_aside(old)
         self.newest = None
 
@@ -270,6 +274,7 @@ class EpochLoop:
         elif newest is not None:
             unswept = sorted({*newest.unswept, newest.number})
             self.state.newest = newest.model_copy(update={"unswept": unswept})
+        self._check_kept()
         foreign = {pair: marker for pair in topics if (marker := self._foreign(*pair))}
         if foreign:
             self._take_over(foreign, on_lost)
@@ -345,10 +350,36 @@ class EpochLoop:
         )
         # One write for all: an incarnation that adopts the markers and does not go on from them would double everything.
         replaces = [*((old, last) for old, last in about.get("replaces", ())), (one.incarnation, one.number)]
-        self.state.save_identity(adopts=sorted(markers), replaces=replaces, resumes=manifest)
+        held: dict[str, list[Topic]] = {}
+        for name, topic in sorted(foreign):
+            held.setdefault(name, []).append(topic)
+        self.state.save_identity(adopts=sorted(markers), replaces=replaces, resumes=manifest, topics=held)
         self.state.save(manifest)
         if not missing:
             self._unacked = self._ends(manifest)
+
+    def _check_kept(self) -> None:
+        """A target that was committed to holds something, wherever a crash has left the epoch in hand."""
+        for name, topics in self.state.identity.topics.items():
+            for topic in topics if name in self.sinks else ():
+                if self.sinks[name].committed_epoch(self.state.pipeline, topic) is None:
+                    raise FatalError(
+                        f"sink {name!r} holds nothing of {topic}, to which epochs were committed: the target was dropped",
+                        code="PEN-5010",
+                        hint=_PUT_BACK,
+                    )
+
+    def _remember(self, manifest: Manifest) -> None:
+        """Record what was committed to for the first time, before the manifest says so."""
+        known = self.state.identity.topics
+        added = {
+            name: [*known.get(name, []), *new]
+            for name, topics in manifest.rows_out.items()
+            if self.sinks[name].capabilities.exactly_once
+            and (new := sorted(set(topics).difference(known.get(name, ()))))
+        }
+        if added:
+            self.state.save_identity(topics={**known, **added})
 
     def _check_targets(self, newest: Manifest) -> None:
         """A target that no longer holds the last committed epoch has lost rows; going on would hide it."""
@@ -361,7 +392,7 @@ class EpochLoop:
                         f"epoch {newest.number} of {topic} is committed, and sink {name!r} holds {found}: "
                         "the target was dropped or put back from a copy",
                         code="PEN-5010",
-                        hint="put the target back as it was; or read everything again with `penstock offsets FILE reset`",
+                        hint=_PUT_BACK,
                     )
 
     # -- one epoch -----------------------------------------------------------------------------------------------
@@ -529,6 +560,7 @@ class EpochLoop:
                 self._commit_sink(manifest, name)
             failpoints.hit("commit.sink")
         failpoints.hit("commit.after")
+        self._remember(manifest)
         self.state.save(manifest.model_copy(update={"state": "committed"}))
         failpoints.hit("committed.after")
         assert self.state.newest is not None

@@ -218,6 +218,15 @@ def test_a_table_that_is_dropped_while_the_pipeline_runs_stops_it(sink, target, 
         commit(sink, 3, rows(30))
 
 
+def test_a_table_that_is_dropped_before_the_first_commit_of_a_run_stops_it(sink, make, target):
+    commit(sink, 1, rows(0))
+    next_run = make()
+    assert next_run.committed_epoch("shop", ORDERS).number == 1
+    shutil.rmtree(target)
+    with pytest.raises(FatalError, match="PEN-5010"):
+        commit(next_run, 2, rows(10))
+
+
 def test_the_entry_and_the_sidecar_are_synced_before_the_commit_returns(sink, target, monkeypatch):
     commit(sink, 1, rows(0))
     e = epoch(2)

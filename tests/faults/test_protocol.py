@@ -327,3 +327,31 @@ def test_a_target_that_was_put_back_from_a_copy_stops_the_run(run):
     newest.unlink()
     with pytest.raises(FatalError, match="PEN-5010"):
         run.step()
+
+
+def test_a_dropped_target_that_the_last_epoch_did_not_write_to_stops_the_run(tmp_path):
+    run = Run(tmp_path, items_of_b=1)
+    run.step(count=3)
+    assert run.ids("/b") == [0]
+    shutil.rmtree(run.path / "lake" / "b")
+    with pytest.raises(FatalError, match="PEN-5010 sink 'lake' holds nothing of /b"):
+        run.step()
+
+
+@pytest.mark.parametrize("failpoint", ["plan.after=fail", "prepare.after=fail"])
+def test_a_target_that_was_dropped_while_an_epoch_was_in_hand_stops_the_run(run, failpoint):
+    run.step(count=2)
+    run.step(failpoint)
+    shutil.rmtree(run.path / "lake" / "a")
+    for _ in range(2):  # a service starts again and again
+        with pytest.raises(FatalError, match="PEN-5010 sink 'lake' holds nothing of /a"):
+            run.step()
+
+
+def test_after_a_reset_a_target_may_be_empty(run):
+    run.step(count=2)
+    shutil.rmtree(run.path / "lake")
+    shutil.rmtree(run.path / "source")  # which knows what was acknowledged
+    epochs.reset(run.path / "state", "orders")
+    assert run.step(count=2) is None
+    assert run.ids("/a") == [0, 1]

@@ -177,6 +177,8 @@ class Delta(StagingSink[DeltaConfig]):
     def committed_epoch(self, pipeline: str, topic: Topic) -> CommittedEpoch | None:
         table = self._table(topic)
         marker = table.marker(pipeline) if table else None
+        if marker is not None:
+            self._committed.add(topic)
         return marker and CommittedEpoch(incarnation=marker.incarnation, number=marker.number, end=marker.end)
 
     def sweep(self, epoch: Epoch, keep: Sequence[StagedFiles]) -> None:

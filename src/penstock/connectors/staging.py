@@ -406,7 +406,7 @@ def sweep(root: Path, epoch: Epoch, keep: Callable[[Topic, Path], bool]) -> None
     """Remove every file that this try began, unless `keep` says otherwise."""
     directory = _lists(root, epoch.pipeline) / epoch.stem()
     for listed in sorted(directory.iterdir()) if directory.exists() else ():
-        topic, *places = listed.read_text().splitlines()
+        topic, *places = listed.read_text().splitlines() or [""]  # empty: its task died before it had begun a file
         for place in map(Path, places):
             if place.name.startswith(epoch.stem()) and not keep(topic, place):
                 place.unlink(missing_ok=True)

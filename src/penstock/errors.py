@@ -66,6 +66,7 @@ CODES: dict[str, str] = {
     "PEN-5011": "the source cannot go back to the recorded position",
     "PEN-5012": "an unexpected failure",
     "PEN-5013": "too many retries",
+    "PEN-5014": "Spark is gone",
     "PEN-5020": "a target's own record of its epochs is lost or corrupt",
 }
 """What each code means, for people; `docs/errors.md` is generated from it. The first digit names the class."""

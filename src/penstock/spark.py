@@ -10,7 +10,9 @@ import os
 import pickle
 import sys
 import tempfile
+import threading
 import time
+import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +22,7 @@ import pyarrow as pa
 
 import penstock
 from penstock.durable import canonical, disk_errors
-from penstock.errors import ConfigError, FatalError, RetryableError, SchemaError, from_text
+from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError, SchemaError, from_text
 from penstock.java import java_problem
 from penstock.job import Job, Part, Tally, TaskResult, Writer, is_plain, read_parts, run_task
 from penstock.routing import Route, Target, partition_of, split_by
@@ -46,6 +48,10 @@ _JVM_LOCK_WAIT_SECS = 30.0
 
 _RESULT = "result binary"
 
+_SESSION = threading.Lock()
+_users = 0
+"""Engines that use the session which the first of them started; the last one ends it. Guarded by `_SESSION`."""
+
 
 class SparkEngine:
     """Runs jobs in a Spark session: its own, or the caller's."""
@@ -60,7 +66,8 @@ class SparkEngine:
         ship: Sequence[Path] = (),
     ) -> None:
         self._spark = spark
-        self._own = spark is None
+        self._given = spark is not None
+        self._shared = False
         self._master = master
         self._name = name
         self._log = log
@@ -70,11 +77,11 @@ class SparkEngine:
 
     def start(self) -> None:
         """Start Spark, or join the caller's session; takes seconds, so it runs while the connectors open."""
-        if self._own:
+        if not self._given:
             problem = java_problem()
             if problem:
                 raise problem
-            self._spark = _session(self._master, self._name, self._log)
+            self._join()
         elif not hasattr(self._spark, "_jsparkSession"):
             raise ConfigError(
                 "the session is a Spark Connect one, and tasks need the driver's own SparkContext",
@@ -87,6 +94,18 @@ class SparkEngine:
             if self._scratch is None:  # kept until this process ends: an executor that starts late fetches from there
                 self._scratch = tempfile.TemporaryDirectory(prefix="penstock-")
             self._context.addPyFile(str(_archive(path, Path(self._scratch.name))))
+
+    def _join(self) -> None:
+        """Start a session, or share the one that this process has: there can be only one."""
+        global _users
+        from pyspark import SparkContext
+
+        with _SESSION:
+            strangers = SparkContext._active_spark_context is not None and not _users
+            self._spark = _session(self._master, self._name, self._log)
+            if not strangers:
+                self._shared = True
+                _users += 1
 
     def hold(self, lock: Path) -> None:
         """Hold a lock inside the driver's JVM, which outlives a killed Python by seconds; waits for an older JVM to end."""
@@ -103,18 +122,25 @@ class SparkEngine:
         self._jvm_lock = (channel, held)
 
     def stop(self) -> None:
-        """Let go of the lock, and end the session if it is ours."""
+        """Let go of the lock, and end the session if it is ours and nobody else's."""
+        global _users
         if self._jvm_lock:
             with contextlib.suppress(Exception):  # the JVM may be gone already, and the lock with it
                 self._jvm_lock[0].close()
             self._jvm_lock = None
-        if self._own and self._spark is not None:
-            self._spark.stop()
+        if self._shared:
+            with _SESSION:
+                self._shared = False
+                _users -= 1
+                if not _users:
+                    _end(self._spark)
+        if not self._given:
             self._spark = None
 
     @property
     def parallelism(self) -> int:
-        return max(1, int(self._context.defaultParallelism))
+        with _driver_errors():
+            return max(1, int(self._context.defaultParallelism))
 
     @property
     def version(self) -> str:
@@ -122,7 +148,11 @@ class SparkEngine:
 
     def busy(self) -> bool:
         """True while tasks run."""
-        return bool(self._context.statusTracker().getActiveStageIds())
+        try:
+            with _driver_errors():
+                return bool(self._context.statusTracker().getActiveStageIds())
+        except ConnectorError:  # the job tells it better
+            return False
 
     def check(self, routes: Sequence[tuple[Route, Topic, pa.Schema]]) -> None:
         """Analyse the SQL of each route against its topic's schema; refuse what is wrong or works per epoch unasked."""
@@ -149,10 +179,10 @@ class SparkEngine:
 
     def run(self, job: Job) -> Sequence[TaskResult]:
         """Stage one epoch: one Spark job for all passthrough routes, and one for each topic that SQL makes."""
-        self._context.setJobGroup(job.epoch.pipeline, str(job.epoch), False)
         routes = job.router.effective
         results: list[TaskResult] = []
         with _driver_errors():
+            self._context.setJobGroup(job.epoch.pipeline, str(job.epoch), False)
             if any(is_plain(route) for route in routes):
                 results += self._passthrough(job)
             for target, schema in _sql_targets(job):
@@ -390,7 +420,25 @@ def _session(master: str | None, name: str, log: Path | None) -> Any:
                 hint=f"its log is {log}" if log else "",
             ) from error
         session.sparkContext.setLogLevel("ERROR")
+        # They would print the traces of connections that broke because the JVM was killed, which we say in a line.
+        logging.getLogger("py4j").setLevel(logging.CRITICAL)
+        session.sparkContext._accumulatorServer.handle_error = lambda *_: None
     return session
+
+
+def _end(session: Any) -> None:
+    """End a session; one whose JVM was killed is forgotten, so that the next run in this process can start another."""
+    from py4j.protocol import Py4JError
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a JVM that cannot be stopped because it is gone
+            session.stop()
+    except (Py4JError, ConnectionError):
+        SparkContext._gateway = SparkContext._jvm = SparkContext._active_spark_context = None
+        SparkSession._instantiatedSession = None
 
 
 @contextlib.contextmanager
@@ -563,11 +611,17 @@ def _tally_param() -> Any:
 @contextlib.contextmanager
 def _driver_errors() -> Iterator[None]:
     """Give a worker's exception, which reaches the driver as text, its class back."""
-    from py4j.protocol import Py4JError
+    from py4j.protocol import Py4JError, Py4JNetworkError
     from pyspark.errors import PySparkException
 
     try:
         yield
+    except (Py4JNetworkError, ConnectionError) as error:
+        raise FatalError(
+            "the JVM that runs Spark is gone",
+            code="PEN-5014",
+            hint="start again, nothing is lost; if it happens again: did memory run out, and what does Spark's log say?",
+        ) from error
     except (Py4JError, PySparkException) as error:
         text = str(error)
         known = from_text(text)

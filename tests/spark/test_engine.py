@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -19,6 +20,7 @@ from penstock.errors import ConfigError, FatalError, RetryableError, SchemaError
 from penstock.pipeline import Pipeline, Processing
 from penstock.routing import Route, Router
 from penstock.sink import DeliveryGuarantee
+from penstock.spark import SparkEngine
 from penstock.supervisor import Summary
 
 
@@ -252,3 +254,24 @@ def test_a_query_sees_the_columns_it_uses_and_answers_the_same(
     table = rows(tmp_path)
     assert table.column_names == columns
     assert table.num_rows == {"row": 60, "n": 10}.get(columns[0], 70)
+
+
+def test_a_session_that_was_there_already_is_joined_and_left_running(build: Any, spark: Any, tmp_path: Path) -> None:
+    assert build(Keyed(KeyedConfig(rows=10))).run(drain=True).rows_out == 10
+    assert spark.range(3).count() == 3
+
+
+def test_of_two_pipelines_in_one_session_of_our_own_the_last_one_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Any] = []
+    session = SimpleNamespace(sparkContext=SimpleNamespace(master="local[2]"))
+    monkeypatch.setattr("pyspark.SparkContext._active_spark_context", None)
+    monkeypatch.setattr("penstock.spark._session", lambda *_: session)
+    monkeypatch.setattr("penstock.spark._end", ended.append)
+    first, second = SparkEngine(), SparkEngine()
+    first.start()
+    second.start()
+    first.stop()
+    first.stop()
+    assert ended == []
+    second.stop()
+    assert ended == [session]

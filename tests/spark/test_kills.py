@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 
@@ -45,23 +46,37 @@ def newest_epoch(home: Path) -> int:
     return max((int(file.stem) for file in (home / "state" / "epochs").glob("[0-9]*.json")), default=0)
 
 
+def command_for(home: Path, route: str = 'to = "/{stream}"') -> list[str]:
+    (home / "pipeline.toml").write_text(PIPELINE.format(rows=ROWS, route=route))
+    return [
+        *(sys.executable, "-m", "penstock", "run", str(home / "pipeline.toml")),
+        *("--drain", "--master", "local[2]"),
+    ]
+
+
+def test_a_jvm_that_is_killed_ends_the_run_with_a_clear_word_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    run = subprocess.Popen(command_for(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while newest_epoch(tmp_path) < 2:
+        assert run.poll() is None
+        time.sleep(0.01)
+    (jvm,) = (child for child in psutil.Process(run.pid).children() if child.name() == "java")
+    jvm.kill()
+    _, told = run.communicate(timeout=30)
+    assert run.returncode == 1
+    assert "PEN-5014 the JVM that runs Spark is gone" in told
+    assert "Traceback" not in told
+    done = subprocess.run(command_for(tmp_path), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(read_published(tmp_path / "lake" / "rows")["id"].to_pylist()) == list(range(ROWS))
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("sql", [False, True], ids=["passthrough", "sql"])
 def test_random_kills_lose_nothing_and_double_nothing(tmp_path: Path, sql: bool) -> None:
     seed = int(os.environ.get("SEED", time.time_ns() % 10**6))
     choice = random.Random(seed)
     route = 'sql = "SELECT id, upper(name) AS name FROM input"' if sql else 'to = "/{stream}"'
-    (tmp_path / "pipeline.toml").write_text(PIPELINE.format(rows=ROWS, route=route))
-    command = [
-        sys.executable,
-        "-m",
-        "penstock",
-        "run",
-        str(tmp_path / "pipeline.toml"),
-        "--drain",
-        "--master",
-        "local[2]",
-    ]
+    command = command_for(tmp_path, route)
     for _ in range(KILLS):
         with open(tmp_path / "log", "ab") as log:
             run = subprocess.Popen(command, stdout=log, stderr=log)

@@ -106,6 +106,16 @@ class Growing(Tap):
         return Next(row=min(self.available, start.row + (limit.rows or self.available)))
 
 
+class Behind(Tap):
+    """Counts how often it is asked for its lag."""
+
+    asked = 0
+
+    def lag(self) -> int:
+        self.asked += 1
+        return 7
+
+
 class Running:
     """A pipeline in a thread, stopped at the end of the test."""
 
@@ -494,6 +504,15 @@ def test_an_idle_pipeline_uses_next_to_no_cpu(tmp_path: Path) -> None:
 def cpu_secs(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_lag_is_sampled_as_often_as_the_file_says(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "HEALTH_SECS", 3600.0)
+    behind = Behind()
+    running = Running(build(behind, lag_interval_secs=1))
+    until(lambda: behind.asked >= 3)
+    running.stopped()
+    assert running.telemetry.status()["sources"]["source"]["lag"] == 7
 
 
 def test_the_same_pipeline_again_is_told_no_change(build: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -492,8 +492,16 @@ class _Monitor:
 
     def _watch(self) -> None:
         pipeline, telemetry = self._supervisor.pipeline, self._supervisor.telemetry
-        sampled = float("-inf")
-        while not self._closed.wait(HEALTH_SECS if sampled > 0 else 0.2):
+        interval = pipeline.processing.lag_interval_secs
+        asked = sampled = float("-inf")
+        while not self._closed.wait(min(HEALTH_SECS, interval) if sampled > 0 else 0.2):
+            if time.monotonic() - sampled >= interval:
+                sampled = time.monotonic()
+                for name, source in pipeline.sources.items():
+                    telemetry.lag(name, _asked(source.lag, lambda reason: None))
+            if time.monotonic() - asked < HEALTH_SECS:
+                continue
+            asked = time.monotonic()
             for kind, connectors in (("source", pipeline.sources), ("sink", pipeline.sinks)):
                 for name, connector in connectors.items():
                     ingest = self._supervisor.ingests.get(name) if kind == "source" else None
@@ -501,10 +509,6 @@ class _Monitor:
                     if health.state is not HealthState.UNKNOWN:
                         telemetry.state(f"{kind}:{name}", health)
             self._watch_step()
-            if time.monotonic() - sampled >= pipeline.processing.lag_interval_secs:
-                sampled = time.monotonic()
-                for name, source in pipeline.sources.items():
-                    telemetry.lag(name, _asked(source.lag, lambda reason: None))
 
     def _watch_step(self) -> None:
         """Tell a long stage, whose tasks run, from a source that does not answer."""

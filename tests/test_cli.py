@@ -489,6 +489,16 @@ class TestConnectors:
         assert "rows_per_sec" in out
         assert "65536" in out
 
+    def test_options_are_shown_as_the_file_writes_them(self, cli):
+        _, out, _ = cli("connectors", "files")
+        shown = " ".join(out.split())
+        assert '[".*", "_*", "*.tmp", "*.part"]' in shown
+        assert 'at = "timestamp[us, UTC]"' in shown
+
+    def test_the_list_and_the_page_describe_a_connector_alike(self, cli):
+        _, out, _ = cli("connectors")
+        assert "Read files as they land in a directory" in out
+
     def test_an_unknown_one_is_refused(self, cli):
         code, _, err = cli("connectors", "nope")
         assert code == 2

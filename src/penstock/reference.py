@@ -236,7 +236,12 @@ def _section(title: str, model: type[Config]) -> list[str]:
 
 def _options(model: type[BaseModel]) -> list[str]:
     rows = [
-        (name, type_text(info.annotation, info.metadata), _default(info), " ".join((info.description or "").split()))
+        (
+            name,
+            type_text(info.annotation, info.metadata),
+            _quoted(default_of(info)),
+            " ".join((info.description or "").split()),
+        )
         for name, info in options_of(model).items()
     ]
     return _table(rows) if rows else ["It has no options."]
@@ -247,13 +252,18 @@ def _table(rows: Iterable[tuple[str, str, str, str]]) -> list[str]:
     return ["| option | type | default | meaning |", "|---|---|---|---|", *lines]
 
 
-def _default(info: FieldInfo) -> str:
+def default_of(info: FieldInfo) -> str:
+    """An option's default as the file would write it, `none`, or `required`."""
     if info.is_required():
         return "required"
     value = info.get_default(call_default_factory=True)
     if value is None or value in ([], {}, ()):
         return "none"
-    return f"`{_toml(value)}`"
+    return _toml(value)
+
+
+def _quoted(default: str) -> str:
+    return default if default in ("none", "required") else f"`{default}`"
 
 
 def _toml(value: Any) -> str:

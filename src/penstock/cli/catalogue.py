@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import sys
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock import registry
+from penstock import reference, registry
 from penstock.config import type_text
 from penstock.errors import ConfigError, ConnectorError
 from penstock.sink import SinkConnector
@@ -26,7 +27,7 @@ def show_all(console: Console) -> None:
             continue
         try:
             connector = registry.load(entry.kind or "source", entry.name)
-            what = _first_line(inspect.getmodule(connector))
+            what = Text(_first_line(sys.modules.get(entry.target.partition(":")[0], connector)))
             table.add_row(entry.name, entry.kind or "?", Text("yes", style="green"), what)
         except ConnectorError as error:
             table.add_row(entry.name, entry.kind or "?", Text("no", style="red"), error.message)
@@ -43,33 +44,21 @@ def show(name: str, console: Console) -> None:
         kind = entry.kind or "source"
         connector = registry.load(kind, name)
         console.print(Text.assemble((name, "bold"), (f" {kind}", "dim")))
-        if connector.__doc__:
-            console.print(Text(inspect.cleandoc(connector.__doc__)))
+        for paragraph in (inspect.getdoc(connector) or "").split("\n\n"):
+            console.print(Text(" ".join(paragraph.split())))
         if issubclass(connector, SinkConnector):
             console.print(Text.assemble(("capabilities ", "dim"), str(connector.capabilities)))
         table = Table("option", "type", "default", "", box=None, header_style="dim", padding=(0, 2, 0, 0))
-        for option, field in registry.config_of(connector).model_fields.items():
-            default = (
-                Text("required", style="yellow")
-                if field.is_required()
-                else Text(_value(field.get_default(call_default_factory=True)))
-            )
+        for option, field in reference.options_of(registry.config_of(connector)).items():
+            default = reference.default_of(field)
             table.add_row(
                 option,
-                type_text(field.annotation, field.metadata),
-                default,
-                " ".join((field.description or "").split()),
+                Text(type_text(field.annotation, field.metadata)),
+                Text(default, style="yellow" if default == "required" else ""),
+                Text(" ".join((field.description or "").split())),  # as it is: a type such as list[x] is no markup
             )
         console.print(table)
 
 
 def _first_line(thing: object) -> str:
     return (inspect.getdoc(thing) or "").partition("\n")[0]
-
-
-def _value(value: object) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value) if value != "" else '""'

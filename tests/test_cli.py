@@ -470,6 +470,9 @@ class TestOffsets:
         assert cli("offsets", file, "reset")[0] == 1
         assert State(file.parent / "state", "orders").peek().newest is not None
 
+    def test_file_and_word_come_in_any_order(self, cli, file, state):
+        assert cli("offsets", "show", file) == cli("offsets", file, "show")
+
     def test_another_word_is_refused(self, cli, file):
         code, _, err = cli("offsets", file, "rewind")
         assert code == 2

@@ -48,7 +48,7 @@ _EPOCH = "@epoch"
 """Beside the sources' ends a marker holds where the epoch began, what it wrote, its notes and which incarnations came before
 its own: enough to go on from a lost state."""
 
-_PUT_BACK = "put the target back as it was; or read everything again with `penstock offsets FILE reset`"
+_PUT_BACK = "put the target back as it was; or read everything again with `penstock offsets reset FILE`"
 
 _ANY = 2**63 - 1
 """Stands for the last epoch of an incarnation that was ended without knowing it."""

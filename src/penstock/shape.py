@@ -20,7 +20,7 @@ from penstock.tomlfile import without_password
 
 VERSION = 1
 
-_RESET = "undo the change, or give up the recorded positions: penstock offsets FILE reset"
+_RESET = "undo the change, or give up the recorded positions: penstock offsets reset FILE"
 
 
 def shape_of(

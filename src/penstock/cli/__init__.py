@@ -181,18 +181,20 @@ def status(
 
 @app.command()
 def offsets(
-    words: Annotated[list[str], typer.Argument(metavar="[FILE] show|reset", show_default=False)],
+    words: Annotated[list[str], typer.Argument(metavar="show|reset [FILE]", show_default=False)],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before a reset.")] = False,
 ) -> None:
     """Show where the sources stand, or have the next run start over."""
     from penstock import epochs
 
-    action = words[-1]
-    if action not in ("show", "reset") or len(words) > 2:
+    actions = [word for word in words if word in ("show", "reset")]
+    files = [word for word in words if word not in actions]
+    if len(actions) != 1 or len(files) > 1:
         raise ConfigError(
-            f"offsets {' '.join(words)}", hint="penstock offsets FILE show, or penstock offsets FILE reset"
+            f"offsets {' '.join(words)}", hint="penstock offsets show FILE, or penstock offsets reset FILE"
         )
-    pipeline = load(Path(words[0]) if len(words) == 2 else None)
+    (action,) = actions
+    pipeline = load(Path(files[0]) if files else None)
     directory = pipeline.processing.state_dir
     if action == "reset":
         question = f"The next run of {pipeline.name} will read every source from its beginning. Go on?"

@@ -230,7 +230,7 @@ class _Ledger:
             raise FatalError(
                 f"{self._entry(self._last)} is gone: {self.target} was dropped while the pipeline ran",
                 code="PEN-5010",
-                hint="put it back; or stop, and `penstock offsets FILE reset` to begin anew",
+                hint="put it back; or stop, and `penstock offsets reset FILE` to begin anew",
             )
         while self._entry(self._last + 1).exists():
             self._last += 1

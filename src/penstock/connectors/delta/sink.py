@@ -145,7 +145,7 @@ class Delta(StagingSink[DeltaConfig]):
                 raise FatalError(
                     f"the Delta table {target} was dropped or replaced while the pipeline ran",
                     code="PEN-5010",
-                    hint="put it back; or stop, and `penstock offsets FILE reset` to begin anew",
+                    hint="put it back; or stop, and `penstock offsets reset FILE` to begin anew",
                 )
             if is_committed(marker, epoch):
                 assert table is not None

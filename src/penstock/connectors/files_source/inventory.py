@@ -71,7 +71,7 @@ class Inventory:
             raise FatalError(
                 f"the inventory {path} is gone, so nobody knows which files were read",
                 code="PEN-5011",
-                hint="put it back from a copy, or start over with `penstock offsets FILE reset` (all files are read again)",
+                hint="put it back from a copy, or start over with `penstock offsets reset FILE` (all files are read again)",
             ) from error
         except OSError as error:
             raise FatalError(f"cannot read the inventory {path}: {error.strerror}", code="PEN-5011") from error

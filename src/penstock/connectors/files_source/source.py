@@ -344,7 +344,7 @@ class Files(RangeSource[FilesConfig, Inventoried]):
             raise FatalError(
                 f"the position counts {position.records} records, the inventory {position.inventory} has fewer",
                 code="PEN-5011",
-                hint="was it put back from an older copy? Put the newest back, or start over with `penstock offsets FILE reset`",
+                hint="was it put back from an older copy? Put the newest back, or start over with `penstock offsets reset FILE`",
             )
         if self._schemas is None and position.records:
             self._schemas = self._schemas_at(inventory, position.records)

@@ -27,6 +27,7 @@ from penstock.routing import Route, Router
 from penstock.sink import DeliveryGuarantee
 from penstock.source import (
     BufferedBridge,
+    HealthStatus,
     PollingSource,
     Position,
     RangeSource,
@@ -529,3 +530,80 @@ def test_a_change_that_was_refused_can_be_taken_back(build: Any) -> None:
     with pytest.raises(ConfigError):
         supervisor.run(wrong, engine=ForkEngine(1), drain=True)
     supervisor.run(build(Tap()), engine=ForkEngine(1), drain=True)
+
+
+class Moody(Tap):
+    """Answers questions about itself in the way that the test wants."""
+
+    def __init__(self, health: Callable[[], HealthStatus] = HealthStatus.healthy) -> None:
+        super().__init__()
+        self.health = health
+        self.lag_asked = 0
+
+    def health_check(self) -> HealthStatus:
+        return self.health()
+
+    def lag(self) -> int | None:
+        self.lag_asked += 1
+        return 0
+
+
+def health_of(running: Running) -> str:
+    part = running.telemetry.status()["sources"]["source"]
+    return f"{part['state']} {part['reason']}"
+
+
+def test_a_health_check_that_never_returns_is_told_and_does_not_hold_up_the_end(build: Any) -> None:
+    answer = threading.Event()
+
+    def silent() -> HealthStatus:
+        answer.wait()
+        return HealthStatus.healthy()
+
+    running = Running(build(Moody(silent), health_timeout_secs=1))
+    until(lambda: health_of(running).startswith("unhealthy asked, it says nothing"))
+    running.stopped()
+    answer.set()
+
+
+def test_a_bug_in_a_health_check_is_told_and_silences_nobody(build: Any) -> None:
+    def broken() -> HealthStatus:
+        raise KeyError("size")
+
+    moody = Moody(broken)
+    running = Running(build(moody, lag_interval_secs=1))
+    until(lambda: health_of(running) == "degraded KeyError: 'size'")
+    asked = moody.lag_asked
+    until(lambda: moody.lag_asked > asked)
+    running.stopped()
+
+
+def test_the_lag_is_sampled_as_often_as_asked_for(build: Any) -> None:
+    moody = Moody()
+    running = Running(build(moody, lag_interval_secs=1))
+    until(lambda: moody.lag_asked >= 3, seconds=4.5)
+    running.stopped()
+
+
+def test_a_drain_waits_out_what_passes_from_its_first_look_on(build: Any, rows: Any) -> None:
+    tap = Tap()
+    tap.available = 3
+    tap.failures = [RetryableError("not now")]
+    supervisor.run(build(tap), engine=ForkEngine(1), drain=True)
+    assert rows() == [0, 1, 2]
+
+
+def test_without_manifests_every_run_begins_anew(build: Any, rows: Any) -> None:
+    for _ in range(2):
+        tap = Tap()
+        tap.available = 2
+        pipeline = replace(build(tap, checkpoint=False), delivery=DeliveryGuarantee.AT_LEAST_ONCE)
+        assert supervisor.run(pipeline, engine=ForkEngine(1), drain=True).rows_out == 2
+    assert rows() == [0, 0, 1, 1]
+
+
+def test_rows_that_no_route_takes_are_no_errors(build: Any) -> None:
+    two = Generator(GeneratorConfig(rows=10, streams=("a", "b")))
+    pipeline = build(two, unrouted="skip", max_error_rate=0.0)
+    pipeline = replace(pipeline, router=Router((Route("a", "/a"),), ("lake",), "skip"))
+    assert supervisor.run(pipeline, engine=ForkEngine(1), drain=True).skipped == 10

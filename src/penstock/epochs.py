@@ -403,10 +403,8 @@ class EpochLoop:
 
     def freeze(self) -> None:
         """Plan nothing beyond what the sources hold now."""
-        self.frozen = {}
-        for name, source in self.sources.items():
-            start = self._start(name)
-            self.frozen[name] = source.latest(start, ReadLimit(parallelism=self.engine.parallelism))
+        limit = ReadLimit(parallelism=self.engine.parallelism)
+        self.frozen = {name: source.latest(self._start(name), limit) for name, source in self.sources.items()}
 
     def step(self) -> EpochReport | None:
         """Carry one epoch through to its acks; None when the sources have nothing new."""
@@ -495,9 +493,10 @@ class EpochLoop:
             rows_in[tally.source] += tally.rows
             notes.setdefault(tally.source, []).extend(tally.notes)
         skipped = sum(tally.skipped for tally in tallies.values())
-        if skipped > self.max_error_rate * (skipped + sum(rows_in.values())):
+        bad = skipped - sum(tally.unrouted for tally in tallies.values())
+        if bad > self.max_error_rate * (bad + sum(rows_in.values())):
             raise DataError(
-                f"{skipped} of {skipped + sum(rows_in.values())} records of epoch {manifest.number} had to be skipped",
+                f"{bad} of {bad + sum(rows_in.values())} records of epoch {manifest.number} had to be skipped",
                 code="PEN-3002",
                 hint="mend the data, or raise `max_error_rate`",
             )

@@ -60,6 +60,8 @@ class Tally:
     source: str
     rows: int = 0
     skipped: int = 0
+    unrouted: int = 0
+    """How many of those skipped were good rows that no route takes."""
     notes: list[Json] = field(default_factory=list)
 
 
@@ -119,6 +121,7 @@ def read_parts(
                     for target, rows in job.router.route(part.source, item):
                         if target is None:
                             tally.skipped += rows.num_rows
+                            tally.unrouted += rows.num_rows
                         elif wanted(target):
                             yield target, rows
             except DataError as error:

@@ -84,7 +84,7 @@ class Processing(Config):
     """What to do with bad records: stop, or skip and count them."""
 
     max_error_rate: float = Field(default=1.0, ge=0, le=1)
-    """Share of an epoch's records that may be skipped before the pipeline stops."""
+    """Share of an epoch's records that may be bad, and skipped, before the pipeline stops."""
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port for metrics, health and status over HTTP, on 127.0.0.1; 0 chooses a free one, none serves nothing."""

@@ -7,8 +7,9 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -121,6 +122,7 @@ class _Supervisor:
         directory = processing.state_dir
         if not processing.checkpoint:
             directory = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="penstock-")))
+            self.lost_state = "start-over"  # what the targets hold of earlier runs is no news
         state = State(directory, self.pipeline.name)
         state.open()
         resources.callback(state.close)
@@ -301,8 +303,6 @@ class _Supervisor:
             for ingest in self.ingests.values():
                 if ingest.failure is not None:
                     raise ingest.failure
-            if self.drain and loop.frozen is None and self._caught_up():
-                loop.freeze()
             early = last + interval - time.monotonic()
             if early > 0 and not self.drain and not any(event.is_set() for event in self.requests):
                 waker.wait(early)
@@ -310,6 +310,8 @@ class _Supervisor:
             last = time.monotonic()
             self.step = _Step(last)
             try:
+                if self.drain and loop.frozen is None and self._caught_up():
+                    loop.freeze()
                 report = loop.step()
             except ConnectorError as error:
                 self._failed(error, retry)
@@ -483,32 +485,49 @@ class _Monitor:
         self._supervisor = supervisor
         self._engine = engine
         self._closed = threading.Event()
+        self._questions: list[_Question] = []
         self._thread = threading.Thread(target=self._watch, name="penstock-monitor", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         self._closed.set()
         self._thread.join()
+        for question in self._questions:
+            question.end()
 
     def _watch(self) -> None:
-        pipeline, telemetry = self._supervisor.pipeline, self._supervisor.telemetry
-        interval = pipeline.processing.lag_interval_secs
-        asked = sampled = float("-inf")
-        while not self._closed.wait(min(HEALTH_SECS, interval) if sampled > 0 else 0.2):
-            if time.monotonic() - sampled >= interval:
-                sampled = time.monotonic()
-                for name, source in pipeline.sources.items():
-                    telemetry.lag(name, _asked(source.lag, lambda reason: None))
-            if time.monotonic() - asked < HEALTH_SECS:
-                continue
-            asked = time.monotonic()
-            for kind, connectors in (("source", pipeline.sources), ("sink", pipeline.sinks)):
-                for name, connector in connectors.items():
-                    ingest = self._supervisor.ingests.get(name) if kind == "source" else None
-                    health = _asked(ingest.health if ingest else connector.health_check, HealthStatus.degraded)
-                    if health.state is not HealthState.UNKNOWN:
-                        telemetry.state(f"{kind}:{name}", health)
+        processing = self._supervisor.pipeline.processing
+        pause = min(HEALTH_SECS, processing.lag_interval_secs, processing.health_timeout_secs)
+        while not self._closed.wait(pause if self._questions else 0.2):
+            self._questions = self._questions or list(self._asked_of_all())
+            for question in self._questions:
+                if question.put() > processing.health_timeout_secs:
+                    silent = HealthStatus.unhealthy(f"asked, it says nothing for {processing.health_timeout_secs} s")
+                    self._supervisor.telemetry.state(question.component, silent)
             self._watch_step()
+
+    def _asked_of_all(self) -> Iterator[_Question]:
+        pipeline, telemetry = self._supervisor.pipeline, self._supervisor.telemetry
+
+        def tell_health(component: str, ask: Callable[[], HealthStatus]) -> None:
+            health = _asked(ask, HealthStatus.degraded)
+            if health.state is not HealthState.UNKNOWN and not self._closed.is_set():
+                telemetry.state(component, health)
+
+        def tell_lag(name: str, ask: Callable[[], int | None]) -> None:
+            lag = _asked(ask, lambda reason: None)
+            if not self._closed.is_set():
+                telemetry.lag(name, lag)
+
+        for name, source in pipeline.sources.items():
+            ingest = self._supervisor.ingests.get(name)
+            ask = ingest.health if ingest else source.health_check
+            yield _Question(f"source:{name}", HEALTH_SECS, partial(tell_health, f"source:{name}", ask))
+            yield _Question(
+                f"source:{name}", pipeline.processing.lag_interval_secs, partial(tell_lag, name, source.lag)
+            )
+        for name, sink in pipeline.sinks.items():
+            yield _Question(f"sink:{name}", HEALTH_SECS, partial(tell_health, f"sink:{name}", sink.health_check))
 
     def _watch_step(self) -> None:
         """Tell a long stage, whose tasks run, from a source that does not answer."""
@@ -525,8 +544,37 @@ class _Monitor:
             telemetry.state("pipeline", HealthStatus.unhealthy(f"no source has answered for {waited:.0f} s"))
 
 
+class _Question:
+    """Something that a connector is asked again and again, each time in a thread of its own: the answer may never come."""
+
+    def __init__(self, component: str, every_secs: float, ask: Callable[[], None]) -> None:
+        self.component = component
+        self._every = every_secs
+        self._ask = ask
+        self._since = float("-inf")
+        self._thread: threading.Thread | None = None
+
+    def put(self) -> float:
+        """Ask when it is time; gives how long the answer has been waited for."""
+        now = time.monotonic()
+        if self._thread is not None and self._thread.is_alive():
+            return now - self._since
+        if now - self._since >= self._every:
+            self._since = now
+            self._thread = threading.Thread(target=self._ask, name=f"penstock-ask-{self.component}", daemon=True)
+            self._thread.start()
+        return 0.0
+
+    def end(self) -> None:
+        """Let an answer that is on its way come in before the connector closes."""
+        if self._thread is not None:
+            self._thread.join(1.0)
+
+
 def _asked(question: Callable[[], Any], otherwise: Callable[[str], Any]) -> Any:
     try:
         return question()
     except ConnectorError as error:
         return otherwise(error.message)
+    except Exception as error:  # noqa: BLE001 (a bug in a connector is told, and must not silence all others)
+        return otherwise(f"{type(error).__name__}: {error}")

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 
 from penstock import supervisor
-from penstock.config import Config
+from penstock.config import Config, Secret
 from penstock.connectors.files_sink import FilesSink, FilesSinkConfig, read_published
 from penstock.connectors.generator import Generator, GeneratorConfig
 from penstock.epochs import State, reset
@@ -607,3 +607,42 @@ def test_rows_that_no_route_takes_are_no_errors(build: Any) -> None:
     pipeline = build(two, unrouted="skip", max_error_rate=0.0)
     pipeline = replace(pipeline, router=Router((Route("a", "/a"),), ("lake",), "skip"))
     assert supervisor.run(pipeline, engine=ForkEngine(1), drain=True).skipped == 10
+
+
+class Locked(Config):
+    password: Secret
+
+
+class Talkative(RangeSource[Locked, Next]):
+    """Its client puts the password into what it complains of."""
+
+    name = "talkative"
+
+    def schema(self) -> Schemas:
+        return {"rows": pa.schema([("row", pa.int64())])}
+
+    def latest(self, start: Next, limit: ReadLimit) -> Next:
+        return Next(row=1)
+
+    def split(self, start: Next, end: Next) -> Sequence[int]:
+        return [end.row]
+
+    def read(self, split: int) -> Iterator[SourceBatch]:
+        raise ValueError(f"no access with {self.config.password.reveal()}")
+
+    def open(self) -> None:
+        self.config.password.reveal()
+
+
+def test_a_secret_in_the_message_of_a_client_is_shown_nowhere(
+    build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("penstock.errors._secrets", set())
+    monkeypatch.setenv("TALKATIVE", "swordfish")
+    pipeline = build(Talkative(Locked(password=Secret(env="TALKATIVE"))))
+    with pytest.raises(ValueError, match="swordfish"):  # for who debugs it; the command line says it as a FatalError
+        supervisor.run(pipeline, engine=ForkEngine(1), drain=True)
+    assert str(FatalError("no access with swordfish", hint="not swordfish")) == "PEN-5000 no access with …\n  → not …"
+    written = [file for file in tmp_path.rglob("*") if file.is_file() and b"swordfish" in file.read_bytes()]
+    assert written == []
+    assert "swordfish" not in caplog.text

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, model_validator
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, keep_secret
 
 
 def beside(base: Path | None, path: str) -> str:
@@ -97,7 +97,12 @@ class Secret(BaseModel):
         return self
 
     def reveal(self) -> str:
-        """The secret's text; called where it is used, and kept nowhere."""
+        """The secret's text; called where it is used, and kept nowhere but in the list of what no error may show."""
+        text = self._read()
+        keep_secret(text)
+        return text
+
+    def _read(self) -> str:
         if self.env is not None:
             value = os.environ.get(self.env)
             if value is None:

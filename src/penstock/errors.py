@@ -73,6 +73,21 @@ CODES: dict[str, str] = {
 
 _CODE = re.compile(r"PEN-\d{4}")
 
+_secrets: set[str] = set()
+
+
+def keep_secret(text: str) -> None:
+    """No error shows `text` from now on: a client's own message may well hold the password that it was given."""
+    if len(text) > 3:  # a shorter one would tear every message apart
+        _secrets.add(text)
+
+
+def without_secrets(text: str) -> str:
+    """The text with every secret that this process has revealed left out."""
+    for secret in _secrets:
+        text = text.replace(secret, "…")
+    return text
+
 
 class Action(StrEnum):
     """What the runtime does about an error."""
@@ -92,9 +107,9 @@ class ConnectorError(Exception):
     def __init__(self, message: str, *, code: str | None = None, hint: str = "") -> None:
         self.code = code or self.default_code
         assert self.code in CODES, f"{self.code} is not in errors.CODES"
-        self.message = message
-        self.hint = hint
-        super().__init__(f"{self.code} {message}" + (f"\n  → {hint}" if hint else ""))
+        self.message = without_secrets(message)
+        self.hint = without_secrets(hint)
+        super().__init__(f"{self.code} {self.message}" + (f"\n  → {self.hint}" if self.hint else ""))
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.message, self.code, self.hint)

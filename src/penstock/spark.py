@@ -421,9 +421,13 @@ def _session(master: str | None, name: str, log: Path | None) -> Any:
             ) from error
         session.sparkContext.setLogLevel("ERROR")
         # They would print the traces of connections that broke because the JVM was killed, which we say in a line.
-        logging.getLogger("py4j").setLevel(logging.CRITICAL)
+        logging.getLogger().addFilter(_not_of_py4j)
         session.sparkContext._accumulatorServer.handle_error = lambda *_: None
     return session
+
+
+def _not_of_py4j(record: logging.LogRecord) -> bool:
+    return f"{os.sep}py4j{os.sep}" not in record.pathname
 
 
 def _end(session: Any) -> None:
@@ -611,18 +615,18 @@ def _tally_param() -> Any:
 @contextlib.contextmanager
 def _driver_errors() -> Iterator[None]:
     """Give a worker's exception, which reaches the driver as text, its class back."""
-    from py4j.protocol import Py4JError, Py4JNetworkError
+    from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
 
     try:
         yield
-    except (Py4JNetworkError, ConnectionError) as error:
-        raise FatalError(
-            "the JVM that runs Spark is gone",
-            code="PEN-5014",
-            hint="start again, nothing is lost; if it happens again: did memory run out, and what does Spark's log say?",
-        ) from error
-    except (Py4JError, PySparkException) as error:
+    except (Py4JError, PySparkException, ConnectionError) as error:
+        if _is_gone(error):
+            raise FatalError(
+                "the JVM that runs Spark is gone",
+                code="PEN-5014",
+                hint="start again, nothing is lost; if it happens again: did memory run out, and what does Spark's log say?",
+            ) from error
         text = str(error)
         known = from_text(text)
         if known is not None:
@@ -630,6 +634,15 @@ def _driver_errors() -> Iterator[None]:
         if any(sign in text for sign in ("exited unexpectedly", "ExecutorLostFailure", "Connection reset", "crashed")):
             raise RetryableError(f"Spark lost a task: {_last_line(text)}", code="PEN-2006") from error
         raise FatalError(_last_line(text), code="PEN-5012", hint="the whole trace is in Spark's log") from error
+
+
+def _is_gone(error: Exception) -> bool:
+    """Whether the JVM did not answer; an answer that tells of an error has a trace."""
+    from py4j.protocol import Py4JError, Py4JNetworkError
+
+    return isinstance(error, Py4JNetworkError | ConnectionError) or (
+        type(error) is Py4JError and "Trace:" not in str(error)
+    )
 
 
 def _last_line(text: str) -> str:

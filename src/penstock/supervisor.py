@@ -18,7 +18,7 @@ import pyarrow as pa
 from penstock.capture import ChangeCapture, SnapshotTable
 from penstock.durable import Json
 from penstock.epochs import EpochLoop, State
-from penstock.errors import Action, ConnectorError, FatalError, RetryableError, action
+from penstock.errors import Action, ConnectorError, FatalError, RetryableError, action, without_secrets
 from penstock.ingest import Ingest
 from penstock.job import Engine
 from penstock.journal import JournalPosition
@@ -577,4 +577,4 @@ def _asked(question: Callable[[], Any], otherwise: Callable[[str], Any]) -> Any:
     except ConnectorError as error:
         return otherwise(error.message)
     except Exception as error:  # noqa: BLE001 (a bug in a connector is told, and must not silence all others)
-        return otherwise(f"{type(error).__name__}: {error}")
+        return otherwise(without_secrets(f"{type(error).__name__}: {error}"))

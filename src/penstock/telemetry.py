@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from penstock import __version__
 from penstock.durable import Json
-from penstock.errors import ConnectorError, from_text
+from penstock.errors import ConnectorError, from_text, without_secrets
 from penstock.sink import Topic, WriteResult
 from penstock.source import Connector, ConnectorMetrics, HealthState, HealthStatus
 
@@ -234,7 +234,7 @@ class Telemetry:
         """The pipeline has ended, by itself or by `error`; the first call counts."""
         with self._lock:
             if self._ended is None:
-                self._ended = ("failed", str(error)) if error else ("stopped", "")
+                self._ended = ("failed", without_secrets(str(error))) if error else ("stopped", "")
                 self._in_hand = None
                 self._lag.clear()  # nobody asks for it any more
                 if error:
@@ -352,7 +352,9 @@ class Telemetry:
 
     def _remember(self, component: str, error: BaseException | str) -> None:
         code = error.code if isinstance(error, ConnectorError) else "PEN-5012"
-        text = error.message if isinstance(error, ConnectorError) else str(error) or type(error).__name__
+        text = (
+            error.message if isinstance(error, ConnectorError) else without_secrets(str(error)) or type(error).__name__
+        )
         self._codes[code] += 1
         self._errors.append({"at": _iso(time.time()), "component": component, "code": code, "text": text})
 

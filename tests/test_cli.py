@@ -341,8 +341,9 @@ class TestCheck:
     def test_it_shows_where_rows_would_go(self, cli, file):
         code, out, _ = cli("check", file)
         assert code == 0
-        assert "generator:orders → /orders → out" in out
-        assert "generator:clicks → /clicks → out" in out
+        assert "generator:orders (id int64, " in out
+        assert "→ /orders → out" in out
+        assert "→ /clicks → out" in out
         assert "ready to run" in out
 
     def test_a_connectors_finding_is_shown_with_its_fix(self, cli, file):
@@ -374,6 +375,32 @@ class TestCheck:
         assert code == 1
         assert "PEN-5001 no one answers" in out
         assert "✓ sink out" in out
+
+    def test_a_change_that_a_run_would_refuse_is_to_fix(self, cli, file):
+        state = State(file.parent / "state", "orders")
+        state.open()
+        state.save_identity(shape=Pipeline.from_toml(file).shape())
+        state.close()
+        assert "since the last run" not in cli("check", file)[1]
+        file.write_text(PIPELINE.replace("out/{topic}", "elsewhere/{topic}"))
+        code, out, _ = cli("check", file)
+        assert code == 1
+        assert "PEN-1013 since the last run `path` of sink 'out' changed" in out
+        assert "→ undo the change" in out
+
+    def test_it_says_that_only_spark_can_analyse_sql(self, cli, file):
+        assert "Spark" not in cli("check", file)[1]
+        file.write_text(PIPELINE + '\n[[routes]]\nsql = "SELECT nope FROM input"\n')
+        assert "analysed by Spark when the run starts" in cli("check", file)[1]
+
+    def test_a_stream_that_is_skipped_is_told(self, cli, file):
+        file.write_text(
+            PIPELINE.replace("[processing]", '[processing]\nunrouted = "skip"') + '\n[[routes]]\nfrom = "orders"\n'
+        )
+        code, out, _ = cli("check", file)
+        assert code == 0
+        assert "generator:clicks" in out
+        assert "→ nowhere" in out
 
     def test_a_stream_without_a_route_is_to_fix(self, cli, file):
         file.write_text(PIPELINE + '\n[[routes]]\nfrom = "orders"\n')

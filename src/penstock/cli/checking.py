@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from penstock.epochs import State
 from penstock.errors import ConnectorError
 from penstock.pipeline import Pipeline
-from penstock.source import Connector, Finding, SourceConnector
+from penstock.schema import discover
+from penstock.shape import changes_between
+from penstock.source import Connector, Finding, Schemas, SourceConnector
 
 
 def check(pipeline: Pipeline, console: Console) -> bool:
@@ -21,7 +24,7 @@ def check(pipeline: Pipeline, console: Console) -> bool:
     )
     for notice in pipeline.notices:
         console.print(Text(f"! {notice}", style="yellow"), soft_wrap=True)
-    streams: dict[str, list[str]] = {}
+    streams: dict[str, Schemas] = {}
     faults = 0
     for kind, connectors in (("source", pipeline.sources), ("sink", pipeline.sinks)):
         for name, connector in connectors.items():
@@ -34,6 +37,13 @@ def check(pipeline: Pipeline, console: Console) -> bool:
         console.print(Text(f"  {problem.code} {problem.what}", style="red"), soft_wrap=True)
         if problem.hint:
             console.print(Text(f"    → {problem.hint}"), soft_wrap=True)
+    for finding in _since_the_last_run(pipeline):
+        faults += not finding.ok
+        console.print(Text(f"  {finding.what}", style="" if finding.ok else "red"), soft_wrap=True)
+        if not finding.ok:
+            console.print(Text(f"    → {finding.fix}"), soft_wrap=True)
+    if any(route.sql or route.transform for route in pipeline.router.routes):
+        console.print(Text("  SQL and transforms are analysed by Spark when the run starts", style="dim"))
     if faults:
         console.print(Text(f"{faults} to fix", style="bold red"))
     else:
@@ -41,16 +51,30 @@ def check(pipeline: Pipeline, console: Console) -> bool:
     return not faults
 
 
-def _examine(name: str, connector: Connector[Any], streams: dict[str, list[str]]) -> Iterator[Finding]:
+def _examine(name: str, connector: Connector[Any], streams: dict[str, Schemas]) -> Iterator[Finding]:
     try:
         connector.open()
         yield from connector.check()
         if isinstance(connector, SourceConnector):
-            streams[name] = sorted(connector.schema())
+            streams[name] = discover(connector)
     except ConnectorError as error:
         yield Finding(False, f"{error.code} {error.message}", error.hint)
     finally:
         connector.close()
+
+
+def _since_the_last_run(pipeline: Pipeline) -> Iterator[Finding]:
+    """What a run would say of the changes in the file, see docs/spec/changes.md."""
+    directory = pipeline.processing.state_dir
+    if not pipeline.processing.checkpoint or not directory.exists():
+        return
+    try:
+        state = State(directory, pipeline.name).peek()
+        if not state.fresh and state.identity.shape is not None:
+            for each in changes_between(state.identity.shape, pipeline.shape()):
+                yield Finding(each.ok, f"{'' if each.ok else 'PEN-1013 '}since the last run {each.what}", each.fix)
+    except ConnectorError as error:
+        yield Finding(False, f"{error.code} {error.message}", error.hint)
 
 
 def _show(kind: str, name: str, connector: Connector[Any], findings: list[Finding], console: Console) -> None:
@@ -64,16 +88,21 @@ def _show(kind: str, name: str, connector: Connector[Any], findings: list[Findin
             console.print(Text(f"    → {finding.fix}"), soft_wrap=True)
 
 
-def _routes(pipeline: Pipeline, streams: Mapping[str, list[str]], console: Console) -> None:
-    for source, names in streams.items():
-        for stream in names:
-            for target in pipeline.router.targets(source, stream):
+def _routes(pipeline: Pipeline, streams: dict[str, Schemas], console: Console) -> None:
+    for source, schemas in streams.items():
+        for stream, schema in sorted(schemas.items()):
+            columns = ", ".join(f"{column.name} {column.type}" for column in schema)
+            console.print(
+                Text.assemble(("  ", ""), (f"{source}:", "dim"), stream, (f" ({columns})", "dim")), soft_wrap=True
+            )
+            targets = pipeline.router.targets(source, stream)
+            if not targets and pipeline.processing.unrouted == "skip":
+                console.print(Text("    → nowhere: no route takes it, and its rows are skipped", style="yellow"))
+            for target in targets:
                 how = " through SQL" if target.route.sql else f" through {target.route.transform}"
                 console.print(
                     Text.assemble(
-                        ("  ", ""),
-                        (f"{source}:", "dim"),
-                        f"{stream} → ",
+                        "    → ",
                         (target.topic, "cyan"),
                         how if target.route.sql or target.route.transform else "",
                         f" → {', '.join(target.sinks)}",

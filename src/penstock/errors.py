@@ -47,6 +47,7 @@ CODES: dict[str, str] = {
     "PEN-3000": "bad data",
     "PEN-3001": "a record cannot be decoded",
     "PEN-3002": "more records failed than max_error_rate allows",
+    "PEN-3003": "a route's SQL failed on a row",
     "PEN-3004": "a file changed after it was planned",
     "PEN-3005": "a file is gone before it was read",
     "PEN-4000": "a schema does not fit",

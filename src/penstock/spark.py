@@ -22,7 +22,7 @@ import pyarrow as pa
 
 import penstock
 from penstock.durable import canonical, disk_errors
-from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError, SchemaError, from_text
+from penstock.errors import ConfigError, ConnectorError, DataError, FatalError, RetryableError, SchemaError, from_text
 from penstock.java import java_problem
 from penstock.job import Job, Part, Tally, TaskResult, Writer, is_plain, read_parts, run_task
 from penstock.routing import Route, Target, partition_of, split_by
@@ -168,6 +168,13 @@ class SparkEngine:
                     code="PEN-1017",
                     hint="set `per_epoch = true` on the route if that is what you want",
                 )
+            twice = sorted({column for column in frame.columns if frame.columns.count(column) > 1})
+            if twice:
+                raise ConfigError(
+                    f"{_name(route, topic)} makes two columns named {', '.join(twice)}",
+                    code="PEN-1012",
+                    hint="give one of them another name with AS",
+                )
             if "_op" in schema.names:
                 lost = [c for c in (*key_of(schema), "_op", "_position") if c not in frame.columns]
                 if lost:
@@ -186,7 +193,8 @@ class SparkEngine:
             if any(is_plain(route) for route in routes):
                 results += self._passthrough(job)
             for target, schema in _sql_targets(job):
-                results += self._sql(job, target, schema)
+                with _row_errors(target):
+                    results += self._sql(job, target, schema)
         return results
 
     def _passthrough(self, job: Job) -> list[TaskResult]:
@@ -369,7 +377,7 @@ def _conform(batch: pa.RecordBatch, schema: pa.Schema, known: frozenset[str], to
             continue
         try:
             columns.append(batch.column(index).cast(column.type))
-        except pa.ArrowInvalid as error:
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise SchemaError(
                 f"column {column.name} of {topic} holds {batch.schema.field(index).type}, not {column.type}: {error}",
                 code="PEN-4001",
@@ -501,17 +509,55 @@ def _transformed(session: Any, route: Route, topic: Topic, rows: Any) -> Any:
     )  # it prints the trace of what we say in a line
     try:
         if route.sql is not None:
+            _require_query(session, route, topic)
             rows.createOrReplaceTempView("input")
             return session.sql(route.sql)
-        assert route.transform is not None
-        module, _, function = route.transform.partition(":")
-        return getattr(importlib.import_module(module), function)(rows)
+        return _called(route, topic, rows)
     except PySparkException as error:
         raise ConfigError(
-            f"{_name(route, topic)}: {str(error).strip().partition(chr(10))[0]}",
+            f"{_name(route, topic)}: {_first_line(error)}",
             code="PEN-1012",
             hint="`input` holds the rows of the topic; `penstock check` shows its columns",
         ) from error
+
+
+def _require_query(session: Any, route: Route, topic: Topic) -> None:
+    """Refuse a statement that does something: it would do so at every look and again with every epoch."""
+    catalyst = "org.apache.spark.sql.catalyst.plans.logical"
+    commands = [session._jvm.java.lang.Class.forName(f"{catalyst}.{name}") for name in ("Command", "ParsedStatement")]
+
+    def does_something(plan: Any) -> bool:
+        children = plan.children()
+        return any(kind.isInstance(plan) for kind in commands) or any(
+            does_something(children.apply(index)) for index in range(children.size())
+        )
+
+    if does_something(session._jsparkSession.sessionState().sqlParser().parsePlan(route.sql)):
+        raise ConfigError(
+            f"{_name(route, topic)} is a statement, not a query", code="PEN-1012", hint="write a SELECT over `input`"
+        )
+
+
+def _called(route: Route, topic: Topic, rows: Any) -> Any:
+    from pyspark.errors import PySparkException
+    from pyspark.sql import DataFrame
+
+    assert route.transform is not None
+    module, _, function = route.transform.partition(":")
+    try:
+        frame = getattr(importlib.import_module(module), function)(rows)
+    except PySparkException:
+        raise
+    except Exception as error:  # somebody else's code may fail in any way, and its user must know which
+        raise ConfigError(
+            f"{_name(route, topic)}: {route.transform} raised {type(error).__name__}: {error}", code="PEN-1012"
+        ) from error
+    if not isinstance(frame, DataFrame):
+        raise ConfigError(
+            f"{_name(route, topic)}: {route.transform} gave back {type(frame).__name__}, not a DataFrame",
+            code="PEN-1012",
+        )
+    return frame
 
 
 def _pruned(frame: Any, schema: pa.Schema, again: Callable[[pa.Schema], Any]) -> Any:
@@ -594,7 +640,7 @@ def merged(schemas: Sequence[pa.Schema], topic: Topic) -> pa.Schema:
     """One schema for streams that meet in a topic."""
     try:
         return pa.unify_schemas(list(schemas), promote_options="permissive").with_metadata(schemas[0].metadata)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise SchemaError(f"the streams that meet in {topic} do not fit together: {error}") from error
 
 
@@ -634,6 +680,27 @@ def _driver_errors() -> Iterator[None]:
         if any(sign in text for sign in ("exited unexpectedly", "ExecutorLostFailure", "Connection reset", "crashed")):
             raise RetryableError(f"Spark lost a task: {_last_line(text)}", code="PEN-2006") from error
         raise FatalError(_last_line(text), code="PEN-5012", hint="the whole trace is in Spark's log") from error
+
+
+@contextlib.contextmanager
+def _row_errors(target: Target) -> Iterator[None]:
+    """Name the route whose SQL a row made fail; what a worker raised says by itself where it comes from."""
+    from pyspark.errors import PySparkException, PythonException
+
+    try:
+        yield
+    except PySparkException as error:
+        if isinstance(error, PythonException) or not error.getCondition() or from_text(str(error)):
+            raise
+        raise DataError(
+            f"{_name(target.route, target.topic)} failed on a row: {_first_line(error)}",
+            code="PEN-3003",
+            hint="filter such rows out in the SQL, or use try_cast, try_divide and the like",
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _is_gone(error: Exception) -> bool:

@@ -16,7 +16,7 @@ import penstock
 from connectors import Keyed, KeyedConfig, Wide
 from penstock.connectors.files_sink import FilesSink, FilesSinkConfig, read_published
 from penstock.connectors.generator import Generator, GeneratorConfig
-from penstock.errors import ConfigError, FatalError, RetryableError, SchemaError
+from penstock.errors import ConfigError, DataError, FatalError, RetryableError, SchemaError
 from penstock.pipeline import Pipeline, Processing
 from penstock.routing import Route, Router
 from penstock.sink import DeliveryGuarantee
@@ -119,6 +119,10 @@ def test_a_transform_is_a_function_of_data_frames(drained: Any, tmp_path: Path) 
         ("SELECT nope FROM input", "PEN-1012", "`nope`"),
         ("SELECT nope FROM input", "PEN-1012", "line 1 pos 7"),
         ("SELCT 1", "PEN-1012", "PARSE_SYNTAX_ERROR"),
+        ("SELECT row, row FROM input", "PEN-1012", "two columns named row"),
+        ("CREATE TABLE made AS SELECT 1 AS one", "PEN-1012", "a statement, not a query"),
+        ("INSERT INTO made SELECT row FROM input", "PEN-1012", "a statement, not a query"),
+        ("SET spark.sql.ansi.enabled = false", "PEN-1012", "a statement, not a query"),
         ("SELECT key, count(*) AS n FROM input GROUP BY key", "PEN-1017", "per_epoch"),
         ("SELECT DISTINCT key FROM input", "PEN-1017", "per_epoch"),
         ("SELECT a.key FROM input a JOIN input b ON a.key = b.key", "PEN-1017", "Join"),
@@ -135,6 +139,29 @@ def test_sql_that_cannot_work_is_refused_before_the_first_epoch(
     assert says in str(refused.value)
     assert "'/rows'" in str(refused.value), "the route is named"
     assert not list((tmp_path / "state" / "epochs").glob("*.json"))
+
+
+def test_sql_that_fails_on_a_row_is_told_with_its_route(drained: Any) -> None:
+    with pytest.raises(
+        DataError, match=r"PEN-3003 the SQL of the route from '#' to '/rows' failed on a row: \[CAST_INVALID"
+    ):
+        drained(Keyed(KeyedConfig(rows=10)), Route(sql="SELECT CAST(concat('x', key) AS INT) AS k FROM input"))
+
+
+def raising(frame: Any) -> Any:
+    raise KeyError("column")
+
+
+def numbering(frame: Any) -> Any:
+    return 5
+
+
+@pytest.mark.parametrize(
+    ("transform", "says"), [("raising", "raised KeyError: 'column'"), ("numbering", "gave back int")]
+)
+def test_a_transform_that_does_not_work_is_told_with_its_route(drained: Any, transform: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=rf"PEN-1012 the transform of the route from '#' to '/rows': .*{says}"):
+        drained(Keyed(KeyedConfig(rows=10)), Route(transform=f"{__name__}:{transform}"))
 
 
 def test_per_epoch_allows_an_aggregate(drained: Any, tmp_path: Path) -> None:

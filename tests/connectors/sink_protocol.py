@@ -297,7 +297,7 @@ class SinkProtocol:
         with pytest.raises(ConfigError, match="PEN-1011"):
             sink.committed_epoch("shop", "/a/b")
 
-    @pytest.mark.parametrize("topic", ["/../x", "/a/../../x", "/a//b", "/_penstock", "/a\nb", "/"])
+    @pytest.mark.parametrize("topic", ["/../x", "/a/../../x", "/a//b", "/_penstock", "/a\nb", "/", "/" + "ü" * 128])
     def test_topics_that_would_leave_their_place_are_refused(self, sink, topic):
         with pytest.raises(ConfigError, match="PEN-1010"):
             stage(sink, epoch(1), rows(0), topic=topic)

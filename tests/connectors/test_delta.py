@@ -496,3 +496,10 @@ def test_tasks_work_in_a_process_forked_after_the_client_was_used(sink, target):
     os.waitpid(pid, 0)
     sink.commit_epoch(e, [sink.receipt_type.model_validate_json(handed.read_text())], END)
     assert read(target).num_rows == 20
+
+
+def test_a_topic_that_the_client_would_read_as_another_is_refused(make):
+    sink = make(path="{topic}")
+    with pytest.raises(ConfigError, match=r"PEN-1010 .*%20"):
+        sink.committed_epoch("shop", "/a%20b")
+    assert sink.committed_epoch("shop", "/50%") is None

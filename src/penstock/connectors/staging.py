@@ -31,6 +31,9 @@ ROW_GROUP_ROWS = 1 << 17
 BUFFER_BYTES = 64 << 20
 """What a task holds back, over all its files, to make row groups of a good size."""
 
+_NAME_BYTES = 255
+"""What file systems take as one name."""
+
 _RESERVED = {"", ".", "..", HIDDEN, "_staging", "_delta_log"}
 
 
@@ -105,7 +108,8 @@ class Targets:
     def claim(self, topic: Topic) -> Path:
         """The directory of the topic; refused when another topic stands there, above it or below it."""
         parts = topic.removeprefix("/").split("/")
-        if _RESERVED.intersection(parts) or not topic.isprintable():
+        long = any(len(os.fsencode(part)) > _NAME_BYTES for part in parts)
+        if _RESERVED.intersection(parts) or not topic.isprintable() or long:
             raise ConfigError(
                 f"the topic {topic!r} cannot be a directory", code="PEN-1010", hint="route to another name"
             )

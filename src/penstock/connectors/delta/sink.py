@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -230,6 +231,12 @@ class Delta(StagingSink[DeltaConfig]):
         """The topic's table at its newest version, or None."""
         known = self._tables.get(topic)
         path = self._targets.claim(topic)
+        if re.search("%[0-9A-Fa-f]{2}", str(path)):
+            raise ConfigError(
+                f"the Delta client reads the %-code in {path} as another character, and would not find the table",
+                code="PEN-1010",
+                hint="route to another name, or choose another path",
+            )
         if known is not None and known.is_the_same():
             with delta_errors(path):
                 known.refresh()

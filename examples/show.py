@@ -7,20 +7,33 @@ import sys
 from deltalake import DeltaTable
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 
 def main(path: str, rows: int = 10) -> None:
     delta = DeltaTable(path)
     dataset = delta.to_pyarrow_dataset()
     head = dataset.head(rows)
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for column in head.schema:
-        table.add_column(f"{column.name}\n[dim]{column.type}[/]", no_wrap=True)
-    for row in head.to_pylist():
-        table.add_row(*("" if value is None else str(value) for value in row.values()))
     console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=200)
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    shown, left = [], console.width
+    for column in head.schema:
+        cells = [_cell(value) for value in head[column.name].to_pylist()]
+        left -= 2 + max(len(text) for text in (column.name, str(column.type), *cells))
+        if shown and left < 0:
+            break
+        table.add_column(Text.assemble(f"{column.name}\n", (str(column.type), "dim")), no_wrap=True)
+        shown.append(cells)
+    for row in zip(*shown, strict=True):
+        table.add_row(*row)
     console.print(table)
-    console.print(f"{dataset.count_rows():,} rows, version {delta.version()} of the table", style="dim")
+    more = len(head.schema) - len(shown)
+    also = f", {more} more columns than fit here" if more else ""
+    console.print(f"{dataset.count_rows():,} rows, version {delta.version()} of the table{also}", style="dim")
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

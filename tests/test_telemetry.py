@@ -322,8 +322,13 @@ class TestHttp:
             def metrics(self) -> ConnectorMetrics:
                 raise OSError("gone")
 
-        telemetry = Telemetry("x", sources={"a": Counting(), "b": Broken()})
+        class Silent:
+            def metrics(self) -> ConnectorMetrics:
+                return ConnectorMetrics()
+
+        telemetry = Telemetry("x", sources={"a": Counting(), "b": Broken(), "c": Silent()})
         text = telemetry.metrics().decode()
         assert 'penstock_connector{component="source:a",name="reconnects"} 2.0' in text
         assert "source:b" in text
         assert 'component="source:b",name' not in text
+        assert 'component="source:c",name' not in text, "one that counts nothing has no counters"

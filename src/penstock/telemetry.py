@@ -556,6 +556,8 @@ class _Collector:
 
         own = Gauge("penstock_connector", "What a connector counts itself.", labels=["component", "name"])
         for component, metrics in self._telemetry.connector_metrics():
+            if metrics == ConnectorMetrics():  # it counts nothing: noughts would say that nothing came
+                continue
             counted = {
                 "records_total": metrics.records_total,
                 "bytes_total": metrics.bytes_total,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -28,9 +29,10 @@ def write(kind: str, name: str, directory: Path, console: Console) -> None:
         text = (files("penstock.cli") / "templates" / template).read_text(encoding="utf-8")
         path.write_text(Template(text).substitute(words), encoding="utf-8")
         console.print(Text.assemble(("wrote ", "dim"), str(path)), soft_wrap=True)
+    hint = "" if importlib.util.find_spec("pytest") else "   (needs pip install pytest)"
     console.print(
         Text(
-            f"\nTest it:             python -m pytest {test}\n"
+            f"\nTest it:             python -m pytest {test}{hint}\n"
             f'Use it as it lies:   connector = "{name}:{words["Class"]}"   (beside the pipeline file)\n'
             f"Use it by its name:  in its pyproject.toml\n"
             f'  [project.entry-points."penstock.connectors"]\n'

@@ -164,7 +164,7 @@ class Files(RangeSource[FilesConfig, Inventoried]):
             return [
                 Finding(False, f"no file matches {self.config.path}", "correct `path`, `format` or `ignore`, or wait")
             ]
-        return [Finding(True, f"{found:,} files match {self.config.path}")]
+        return [Finding(True, f"{found:,} {'file matches' if found == 1 else 'files match'} {self.config.path}")]
 
     def health_check(self) -> HealthStatus:
         if not self._directory.base.is_dir():

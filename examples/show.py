@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from deltalake import DeltaTable
+from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -12,7 +13,8 @@ from rich.text import Text
 
 def main(path: str, rows: int = 10) -> None:
     delta = DeltaTable(path)
-    dataset = delta.to_pyarrow_dataset()
+    # Arrow reads the files itself: threads that still read ahead through Python can hang an interpreter that ends.
+    dataset = delta.to_pyarrow_dataset(filesystem=SubTreeFileSystem(path, LocalFileSystem()))
     head = dataset.head(rows)
     console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=200)
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))

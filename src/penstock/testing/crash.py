@@ -22,6 +22,8 @@ import pyarrow as pa
 import pytest
 
 from penstock import failpoints
+from penstock.change import CHANGE_FIELDS
+from penstock.durable import canonical
 from penstock.epochs import EpochLoop, State
 from penstock.errors import FatalError, Fenced, RetryableError
 from penstock.routing import Router
@@ -120,7 +122,8 @@ class Stage:
             shown = {
                 (sink, topic): self.contract.visible(self.path / sink, topic) for sink in SINKS for topic in TOPICS
             }
-            return {each: [row["id"] for row in as_rows(rows)] for each, rows in shown.items()}
+            ids = _applied if self.applies_changes else _ids
+            return {each: ids(as_rows(rows)) for each, rows in shown.items()}
 
         return Forked(read).result()
 
@@ -149,7 +152,14 @@ class Stage:
         (self.path / "source").mkdir(exist_ok=True)
         half = EPOCH_ROWS // 2
         firsts = range(0, EPOCHS * EPOCH_ROWS, half)
-        return MemorySource.of(self.path / "source", *(_batch(s, f, half) for f in firsts for s in ("a", "b")))
+        batch = _changes if self.applies_changes else _batch
+        return MemorySource.of(self.path / "source", *(batch(s, f, half) for f in firsts for s in ("a", "b")))
+
+    @property
+    def applies_changes(self) -> bool:
+        """True for a sink that gets changes and must apply them, not only rows that it adds."""
+        promised = self.contract.make_sink(self.path / "none").capabilities
+        return promised.upsert and promised.changelog
 
     def loop(self, run: Run) -> EpochLoop:
         sinks: dict[str, SinkConnector[Any, Any]] = {each: self.contract.make_sink(self.path / each) for each in SINKS}
@@ -168,7 +178,7 @@ class Stage:
             sinks=sinks,
             router=Router((), SINKS),
             engine=ForkEngine(2, die_with_task=True, orphans=run.orphans),
-            max_epoch_rows=2 * EPOCH_ROWS,
+            max_epoch_rows=(4 if self.applies_changes else 2) * EPOCH_ROWS,
             on_phase=arm,
         )
 
@@ -199,7 +209,8 @@ class CrashContract:
     """
     The crash suite of an exactly-once sink: a test class with two methods, at the top of its module.
 
-    Runs two sinks with two topics each through three epochs, in processes that are killed, stopped and woken.
+    Runs two sinks with two topics each through three epochs, in processes that are killed, stopped and woken. A sink
+    that promises upsert and changelog gets changes, which are wrong when one is lost or applied out of its order.
     """
 
     ordered = False
@@ -510,6 +521,42 @@ def _batch(stream: str, first: int, count: int) -> SourceBatch:
     schema = with_key(pa.schema([("id", pa.int64()), ("name", pa.string())]), ["id"])
     ids = list(range(first, first + count))
     return SourceBatch(pa.record_batch([ids, [f"{stream}-{each}" for each in ids]], schema=schema), stream=stream)
+
+
+def _changes(stream: str, first: int, count: int) -> SourceBatch:
+    """As `_batch`, as changes: rows of the batch before are updated without their `doc`, and one row moves on and on."""
+    schema = pa.schema([("id", pa.int64()), ("name", pa.string()), ("doc", pa.string()), *CHANGE_FIELDS])
+    kept = {"_unchanged": ["doc"]}
+    events: list[dict[str, Any]] = [
+        {"_op": "c", "id": id, "name": "new", "doc": f"doc {id}"} for id in _span(first, count)
+    ]
+    before = max(first - count, 0)
+    events += [{"_op": "u", "id": id, "name": f"since {first}", **kept} for id in _span(before, count - 1)]
+    moved = {"_op": "u", **kept, "_old_key": canonical({"id": -first})} if first else {"_op": "c", "doc": "moves"}
+    events.append({"id": -first - count, "name": "moves", **moved})
+    for place, event in enumerate(events):
+        event["_position"] = f"{first:06d}.{place:03d}"
+    return SourceBatch(pa.RecordBatch.from_pylist(events, schema=with_key(schema, ["id"])), stream=stream)
+
+
+def _applied(rows: list[dict[str, Any]]) -> list[int]:
+    """The ids of the rows, without the one that moves; every row must be as the last epoch left it."""
+    found = {row["id"]: (row["name"], row["doc"]) for row in rows}
+    ids = [row["id"] for row in rows if row["id"] >= 0]
+    half, end = EPOCH_ROWS // 2, len(ids)
+    expected = {id: (f"since {(id // half + 1) * half}", f"doc {id}") for id in _span(0, end)}
+    expected |= {id: ("new", f"doc {id}") for id in _span(0, end) if id >= end - half or id % half == half - 1}
+    expected |= {-end: ("moves", "moves")} if end else {}
+    assert found == expected, f"not what the changes come to: {set(found.items()) ^ set(expected.items())}"
+    return ids
+
+
+def _ids(rows: list[dict[str, Any]]) -> list[int]:
+    return [row["id"] for row in rows]
+
+
+def _span(first: int, count: int) -> range:
+    return range(first, first + count)
 
 
 def _no_fsync(fd: Any) -> None:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
@@ -189,12 +190,14 @@ class MemorySink(TopicSink[MemorySinkConfig, MemoryReceipt]):
         for topic, batches in self._rows.items():
             directory = self._topic(topic) / "rows"
             make_directory(directory)
-            schema = batches[0].schema
-            for batch in batches[1:]:
+            schema = None
+            for batch in batches:
                 schema = _follow(schema, batch.schema, topic)
-            table = pa.concat_tables([pa.Table.from_batches([batch]) for batch in batches], promote_options="default")
             names: list[str] = []
-            for part in _partitions(table.select(schema.names), self.config.partition_by):
+            tables = [
+                pa.Table.from_batches(list(alike)) for _, alike in groupby(batches, key=lambda batch: batch.schema)
+            ]
+            for part in (part for table in tables for part in _partitions(table, self.config.partition_by)):
                 names.append(f"{self._stem}-{len(names)}.arrow")
                 with disk_errors(), pa.ipc.new_file(str(directory / names[-1]), part.schema) as writer:
                     writer.write_table(part)
@@ -244,9 +247,16 @@ class MemorySink(TopicSink[MemorySinkConfig, MemoryReceipt]):
     def visible(self, topic: Topic) -> list[dict[str, Any]]:
         """The rows that a reader of the target sees, in the order they came."""
         log = self._log(topic)
-        tables = [_open_rows(self._topic(topic) / "rows" / name).read_all() for entry in log for name in entry["files"]]
-        rows = pa.concat_tables(tables, promote_options="default").to_pylist() if tables else []
-        return _upserted(rows, self.config.key) if self.config.mode == "upsert" else rows
+        epochs = [[self._read(topic, name) for name in entry["files"]] for entry in log]
+        if self.config.mode == "upsert":
+            return _upserted(
+                [[row for table in tables for row in table.to_pylist()] for tables in epochs], self.config.key
+            )
+        tables = [table for each in epochs for table in each]
+        return pa.concat_tables(tables, promote_options="default").to_pylist() if tables else []
+
+    def _read(self, topic: Topic, name: str) -> pa.Table:
+        return _open_rows(self._topic(topic) / "rows" / name).read_all()
 
     def _topic(self, topic: Topic) -> Path:
         return self.config.path / quote(topic.removeprefix("/"), safe="")
@@ -297,14 +307,22 @@ def _partitions(table: pa.Table, columns: Sequence[str]) -> Iterator[pa.Table]:
         yield table.filter(mask)
 
 
-def _upserted(rows: list[dict[str, Any]], key: Sequence[str]) -> list[dict[str, Any]]:
+def _upserted(epochs: list[list[dict[str, Any]]], key: Sequence[str]) -> list[dict[str, Any]]:
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for row in rows:
-        values = tuple(row[name] for name in key)
-        if row.get("_op") == Op.DELETE:
-            found.pop(values, None)
-        elif row.get("_op") == Op.TRUNCATE:
-            found.clear()
-        else:
-            found[values] = row
-    return list(found.values())
+    for rows in epochs:
+        for row in sorted(rows, key=lambda row: row.get("_position") or ""):
+            _upsert(found, tuple(row[name] for name in key), row, key)
+    names = dict.fromkeys(name for row in found.values() for name in row)
+    return [{name: row.get(name) for name in names} for row in found.values()]
+
+
+def _upsert(found: dict[Any, dict[str, Any]], values: tuple[Any, ...], row: dict[str, Any], key: Sequence[str]) -> None:
+    if row.get("_op") == Op.TRUNCATE:
+        found.clear()
+    elif row.get("_op") == Op.DELETE:
+        found.pop(values, None)
+    else:
+        old_key = json.loads(row["_old_key"]) if row.get("_old_key") else None
+        moved = found.pop(tuple(old_key[name] for name in key), None) if old_key else None
+        said = {name: value for name, value in row.items() if name not in (row.get("_unchanged") or ())}
+        found[values] = {**(found.get(values) or moved or {}), **said}

@@ -383,11 +383,68 @@ class SinkContract:
         for number, changes in ((1, first), (2, second)):
             epoch = _epoch(number)
             _commit(sink, epoch, [_stage(sink, epoch, _changes(changes, number))])
-        found = [(row["_op"], row["id"], row["name"]) for row in as_rows(_call(visible, TOPIC))]
+        found = as_rows(_call(visible, TOPIC))
         if sink.capabilities.upsert:
-            assert sorted((id, name) for _, id, name in found) == [(1, "changed"), (3, "new")]
+            assert sorted((row["id"], row["name"]) for row in found) == [(1, "changed"), (3, "new")]
         else:
-            assert sorted(found, key=str) == sorted([*first, *second], key=str), "a change got lost or was altered"
+            shown = [(row["_op"], row["id"], row["name"]) for row in found]
+            assert sorted(shown, key=str) == sorted([*first, *second], key=str), "a change got lost or was altered"
+
+    @needs("upsert", "changelog")
+    def test_changes_are_applied_in_the_order_of_their_positions(self, sink: Sink, visible: Visible) -> None:
+        """Whatever task they come through; also a row that is deleted and comes back."""
+        _apply(sink, 1, [("c", 1, "old"), ("c", 2, "old"), ("c", 3, "old")])
+        late, early = (
+            _changes([("u", 1, "last"), ("c", 2, "back")], 2, first=5),
+            _changes([("u", 1, "x"), ("d", 2, None)], 2),
+        )
+        epoch = _epoch(2)
+        _commit(sink, epoch, [_stage(sink, epoch, late, task=0), _stage(sink, epoch, early, task=1)])
+        assert _by_id(visible, "name") == {1: "last", 2: "back", 3: "old"}
+
+    @needs("upsert", "changelog")
+    def test_a_truncate_empties_the_target_of_what_came_before_it(self, sink: Sink, visible: Visible) -> None:
+        _apply(sink, 1, [("c", 1, "old"), ("c", 2, "old")])
+        _apply(sink, 2, [("c", 3, "void"), ("t", None, None), ("c", 2, "new")])
+        assert _by_id(visible, "name") == {2: "new"}
+        _apply(sink, 3, [("t", None, None)])
+        assert _by_id(visible, "name") == {}
+
+    @needs("upsert", "changelog")
+    def test_a_column_that_is_unchanged_keeps_its_value(self, sink: Sink, visible: Visible) -> None:
+        """The stored one, or that of an earlier change of the epoch; a row that is new has none."""
+        _apply(sink, 1, [("c", 1, "old"), ("c", 2, "old"), ("c", 3, "old")])
+        kept = {"_unchanged": ["name"]}
+        _apply(
+            sink, 2, [("u", 1, None, kept), ("u", 2, "new"), ("u", 2, None, kept), ("d", 3, None), ("c", 3, None, kept)]
+        )
+        _apply(sink, 3, [("u", 1, None, kept)])
+        assert _by_id(visible, "name") == {1: "old", 2: "new", 3: None}
+
+    @needs("upsert", "changelog")
+    def test_a_row_whose_key_changes_moves_with_what_was_not_sent(self, sink: Sink, visible: Visible) -> None:
+        """Two rows swap their keys over a third one; another moves twice, in two epochs."""
+
+        def move(old: int, new: int) -> tuple[Any, ...]:
+            return ("u", new, None, {"_unchanged": ["name"], "_old_key": canonical({"id": old})})
+
+        _apply(sink, 1, [("c", 1, "one"), ("c", 2, "two"), ("c", 7, "seven")])
+        _apply(sink, 2, [move(1, 3), move(2, 1), move(3, 2), move(7, 8)])
+        _apply(sink, 3, [move(8, 9), ("c", 8, "eight")])
+        assert _by_id(visible, "name") == {1: "two", 2: "one", 8: "eight", 9: "seven"}
+
+    @needs("upsert", "changelog")
+    def test_a_column_that_a_change_does_not_know_keeps_its_value(self, sink: Sink, visible: Visible) -> None:
+        def with_note(batch: pa.RecordBatch, notes: Sequence[str | None]) -> pa.RecordBatch:
+            return batch.append_column("note", pa.array(notes, pa.string()))
+
+        epoch = _epoch(1)
+        _commit(sink, epoch, [_stage(sink, epoch, with_note(_changes([("c", 1, "a"), ("c", 2, "b")], 1), ["x", "y"]))])
+        _apply(sink, 2, [("u", 1, "c"), ("c", 3, "d")])
+        epoch = _epoch(3)
+        older, newer = _changes([("u", 2, "e")], 3), with_note(_changes([("c", 4, "f")], 3, first=1), ["z"])
+        _commit(sink, epoch, [_stage(sink, epoch, older, newer)])
+        assert _by_id(visible, "note") == {1: "x", 2: "y", 3: None, 4: "z"}
 
     @needs("schema_evolution")
     def test_a_column_that_is_added_is_null_in_older_rows(self, sink: Sink, visible: Visible) -> None:
@@ -502,13 +559,27 @@ def rows(first: int, count: int = 10, name: str | None = None) -> pa.RecordBatch
     return pa.record_batch([list(ids), names, [f"part {id % 3}" for id in ids]], schema=with_key(schema, ["id"]))
 
 
-def _changes(changes: Sequence[tuple[str, int, str | None]], epoch: int) -> pa.RecordBatch:
+def _changes(changes: Sequence[tuple[Any, ...]], epoch: int, first: int = 0) -> pa.RecordBatch:
+    """Changes as (op, id, name, more columns); `first` is the place of the first of them in the epoch."""
     schema = with_key(pa.schema([("id", pa.int64()), ("name", pa.string()), *CHANGE_FIELDS]), ["id"])
     found = [
-        {"id": id, "name": name, "_op": op, "_position": f"{epoch:04d}/{place:04d}"}
-        for place, (op, id, name) in enumerate(changes)
+        {"id": id, "name": name, "_op": op, "_position": f"{epoch:04d}/{place:04d}", **(more[0] if more else {})}
+        for place, (op, id, name, *more) in enumerate(changes, first)
     ]
     return pa.RecordBatch.from_pylist(found, schema=schema)
+
+
+def _apply(sink: Sink, number: int, changes: Sequence[tuple[Any, ...]]) -> None:
+    epoch = _epoch(number)
+    _commit(sink, epoch, [_stage(sink, epoch, _changes(changes, number))])
+
+
+def _by_id(visible: Visible, column: str) -> dict[int, Any]:
+    """A column's values; a key that is there twice is a failure."""
+    found = as_rows(_call(visible, TOPIC))
+    shown = {row["id"]: row.get(column) for row in found}
+    assert len(shown) == len(found), f"a key is there twice: {sorted(row['id'] for row in found)}"
+    return shown
 
 
 def _epoch(number: int, incarnation: str = "one", **more: Any) -> Epoch:

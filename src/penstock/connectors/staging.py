@@ -210,6 +210,10 @@ class Stage:
     def schema(self, topic: Topic) -> pa.Schema | None:
         return self._schemas.get(topic)
 
+    def last_schema(self, topic: Topic) -> pa.Schema | None:
+        """The schema of the topic's newest open file."""
+        return next((key[2] for key in reversed(self._open) if key[0] == topic), None)
+
     def write(self, topic: Topic, batch: pa.RecordBatch) -> None:
         if self._schemas.get(topic) != batch.schema:
             self._meet(topic, batch.schema)
@@ -222,6 +226,12 @@ class Stage:
             for each in self._open.values():
                 each.flush()
         self._held_bytes = 0
+
+    def end(self, topic: Topic) -> None:
+        """End the topic's files: its next rows stand in a file behind them, for sinks that read them in their order."""
+        with durable.disk_errors(self.targets.root):
+            for key in [key for key in self._open if key[0] == topic]:
+                self._end(self._open.pop(key))
 
     def finish(self) -> dict[Topic, StagedTopic]:
         """End every file and make all of them durable, with every directory that leads to one."""
@@ -406,10 +416,10 @@ def drop_lists(root: Path, pipeline: str, staged: Iterable[StagedTopic]) -> None
         _remove_if_empty(path.parent)
 
 
-def sweep(root: Path, epoch: Epoch, keep: Callable[[Topic, Path], bool]) -> None:
-    """Remove every file that this try began, unless `keep` says otherwise."""
+def sweep(root: Path, epoch: Epoch, keep: Callable[[Topic, Path], bool], lists: str = "") -> None:
+    """Remove every file that this try began, unless `keep` says otherwise; of all its lists, or those named like `lists`."""
     directory = _lists(root, epoch.pipeline) / epoch.stem()
-    for listed in sorted(directory.iterdir()) if directory.exists() else ():
+    for listed in sorted(directory.glob(f"{lists}*")) if directory.exists() else ():
         topic, *places = listed.read_text().splitlines() or [""]  # empty: its task died before it had begun a file
         for place in map(Path, places):
             if place.name.startswith(epoch.stem()) and not keep(topic, place):

@@ -44,9 +44,9 @@ class TestFilesSink(SinkContract):
 
 
 class TestDelta(SinkContract):
-    @pytest.fixture
-    def sink(self, tmp_path):
-        return Delta(DeltaConfig(path=f"{tmp_path}/{{topic}}"))
+    @pytest.fixture(params=["append", "upsert", "changes"])
+    def sink(self, tmp_path, request):
+        return Delta(DeltaConfig(path=f"{tmp_path}/{{topic}}", mode=request.param))
 
     @pytest.fixture
     def visible(self, tmp_path):

@@ -476,7 +476,7 @@ def test_the_log_tells_which_epoch_a_version_is(sink, target):
     assert DeltaTable(str(target)).history(1)[0]["penstock"] == {"pipeline": "shop", "epoch": 1}
 
 
-@pytest.mark.parametrize("options", [{"mode": "upsert"}, {"storage_options": {"region": "x"}}], ids=str)
+@pytest.mark.parametrize("options", [{"soft_delete": True}, {"storage_options": {"region": "x"}}], ids=str)
 def test_what_cannot_be_honoured_yet_is_refused(make, options):
     with pytest.raises(ConfigError, match="PEN-1009"):
         make(**options)

@@ -1,4 +1,4 @@
-"""Append topics to Delta tables, each epoch exactly once."""
+"""Write topics to Delta tables, appended or applied by key, each epoch exactly once."""
 
 from penstock.connectors.delta.sink import Delta, DeltaConfig
 

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Transaction
 from deltalake import Schema as DeltaSchema
 from deltalake.exceptions import CommitFailedError, DeltaError, DeltaProtocolError, TableNotFoundError
-from deltalake.transaction import AddAction
+from deltalake.transaction import AddAction, RemoveAction
 from pydantic import ValidationError
 
 from penstock import durable, failpoints
@@ -34,6 +34,9 @@ _FEATURES = {
     *("columnMapping", "timestampNtz", "deletionVectors", "v2Checkpoint", "variantType"),
 }
 """Features of tables that the client can commit to; those that add rules are looked at where the rules stand."""
+
+_NO_REWRITE = ("delta.appendOnly", "delta.enableChangeDataFeed", "delta.enableDeletionVectors")
+"""Settings of tables whose files cannot just be written anew."""
 
 _NO_RETRIES = 0
 """The client would put the commit on top of one whose marker nobody has looked at."""
@@ -101,7 +104,9 @@ class Table:
             hint="restore the directory from a copy; or write to a new table",
         )
 
-    def commit(self, epoch: Epoch, end: Positions, files: Sequence[StagedFile]) -> None:
+    def commit(
+        self, epoch: Epoch, end: Positions, files: Sequence[StagedFile], removed: Sequence[StagedFile] = ()
+    ) -> None:
         """Make the version after the one that is loaded, or raise `CommitFailedError`."""
         version = self.delta.version() + 1
         sequence = (self.delta.transaction_version(_app(epoch.pipeline)) or 0) + 1
@@ -117,7 +122,10 @@ class Table:
         now = int(time.time() * 1000)
         failpoints.hit("commit.before")
         self.delta.create_write_transaction(
-            [AddAction(f.path, f.bytes, f.partition, now, True, f.stats or "") for f in files],
+            [
+                *(AddAction(f.path, f.bytes, f.partition, now, True, f.stats or "") for f in files),
+                *(RemoveAction(f.path, True, now, f.bytes, f.partition) for f in removed),
+            ],
             "append",
             self.delta.schema(),
             self.partition_by(),
@@ -165,7 +173,7 @@ class Table:
             with contextlib.suppress(DeltaError):  # a later checkpoint does it
                 self.delta.cleanup_metadata()
 
-    def refuse_what_append_cannot_keep(self) -> None:
+    def refuse_what_cannot_be_kept(self, rewrites: bool) -> None:
         """Tables with rules that only a full Delta writer applies: rows would break them unseen."""
         metadata, columns = self.delta.metadata(), self.delta.schema().fields
         rules = [feature for feature in self.delta.protocol().writer_features or () if feature not in _FEATURES]
@@ -176,9 +184,12 @@ class Table:
         rules += [
             f"{key} of {column.name}" for column in columns for key in column.metadata if key.startswith("delta.")
         ]
+        if rewrites:
+            rules += [key for key in _NO_REWRITE if metadata.configuration.get(key, "false") == "true"]
+            rules += [each for each in self.delta.protocol().writer_features or () if each == "deletionVectors"]
         if rules:
             raise SchemaError(
-                f"the Delta table {self.path} has what cannot be kept to when rows are appended: {', '.join(rules)}",
+                f"the Delta table {self.path} has what cannot be kept to when rows are written: {', '.join(rules)}",
                 code="PEN-4002",
                 hint="write to another table",
             )

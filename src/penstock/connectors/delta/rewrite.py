@@ -1,0 +1,236 @@
+"""Apply an epoch's changes to a Delta table: only files that hold one of their keys are written anew."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pyarrow import types
+
+from penstock.change import Collapsed, Ints, Keys, Mask
+from penstock.connectors.delta.table import Table
+from penstock.connectors.partitions import partition_text
+from penstock.connectors.staging import ROW_GROUP_ROWS, Stage, StagedFile, StagedTopic
+from penstock.errors import FatalError, SchemaError
+from penstock.sink import Topic
+
+CHUNK_ROWS = 1 << 20
+"""Rows of a file that are held at once."""
+
+SMALL_FILE_ROWS = 1 << 17
+"""What is left of files up to this size goes into one file with the new rows, or every epoch would leave another."""
+
+WRITERS = min(4, os.cpu_count() or 1)
+"""Files that new rows are spread over and written at once, if there are many."""
+
+_PLAIN = "!$&'()+,/:;=@"
+"""What the client leaves as it is when it writes a path into the log, besides letters, digits and `_.-~`."""
+
+
+@dataclass
+class Rewrite:
+    """What one commit adds and removes."""
+
+    adds: list[StagedFile] = field(default_factory=list)
+    removes: list[StagedFile] = field(default_factory=list)
+    staged: list[StagedTopic] = field(default_factory=list)
+    """The new files as they were listed before they were begun."""
+
+    def take(self, finished: Mapping[Topic, StagedTopic], topic: Topic) -> None:
+        if topic in finished:
+            self.staged.append(finished[topic])
+            self.adds += finished[topic].files
+
+
+def rewrite(topic: Topic, table: Table, schema: pa.Schema, changes: Collapsed, begin: Callable[[], Stage]) -> Rewrite:
+    """
+    Write the files that make of the loaded version the next one; nothing of it is visible.
+
+    Rows of a file that was written anew go where they were; what is left of small files joins the new rows.
+    """
+    result = Rewrite()
+    actions = pa.table(table.delta.get_add_actions(flatten=True))
+    if changes.truncated:
+        result.removes = [_file(table, actions, row).removed() for row in range(actions.num_rows)]
+        actions = actions.slice(0, 0)
+    keys = changes.keys().cast(pa.schema([schema.field(name) for name in changes.key]))
+    candidates = _candidates(actions, keys, table.partition_by())
+    found = Keys(keys) if len(candidates) else None
+    kept = _Kept(changes, schema)
+    with contextlib.ExitStack() as abandoned:
+
+        def another() -> Stage:
+            stage = begin()
+            abandoned.callback(stage.abandon)
+            return stage
+
+        joined = another()
+        for row in candidates:
+            assert found is not None
+            file = _file(table, actions, int(row))
+            hits = [found.find(rows) >= 0 for rows in file.read(schema, keys.column_names)]
+            if not any(hit.any() for hit in hits):
+                continue
+            result.removes.append(file.removed())
+            stage = joined if file.rows <= SMALL_FILE_ROWS else another()
+            for rows, hit in zip(file.read(schema), hits, strict=True):
+                kept.collect(rows, hit)
+                _write(stage, topic, rows.filter(pa.array(~hit)))
+            if stage is not joined:
+                result.take(stage.finish(), topic)
+        new = changes.filled(kept.rows()).select(schema.names).cast(schema)
+        _refuse_nulls(topic, new, table)
+        count = max(1, min(WRITERS, new.num_rows // ROW_GROUP_ROWS))
+        stages = [joined, *(another() for _ in range(count - 1))]
+        edges = [new.num_rows * i // count for i in range(count + 1)]
+        with ThreadPoolExecutor(count) as threads:
+            written = [
+                threads.submit(_write, stage, topic, new.slice(first, last - first))
+                for stage, (first, last) in zip(stages, pairwise(edges), strict=True)
+            ]
+            for each in written:
+                each.result()
+        for stage in stages:
+            result.take(stage.finish(), topic)
+    return result
+
+
+def _write(stage: Stage, topic: Topic, rows: pa.Table) -> None:
+    for batch in rows.to_batches():
+        stage.write(topic, batch)
+
+
+class _Kept:
+    """Collects the stored rows from which unchanged values are taken, as their files go by."""
+
+    def __init__(self, changes: Collapsed, schema: pa.Schema) -> None:
+        self._names = [*changes.key, *changes.kept]
+        self._origins = Keys(changes.origins.select(changes.key)) if changes.origins is not None else None
+        self._rows = [pa.schema([schema.field(name) for name in self._names]).empty_table()]
+
+    def collect(self, rows: pa.Table, hit: Mask) -> None:
+        if self._origins is not None and hit.any():
+            touched = rows.select(self._names).filter(pa.array(hit))
+            self._rows.append(touched.filter(pa.array(self._origins.find(touched.select(self._names)) >= 0)))
+
+    def rows(self) -> pa.Table:
+        return pa.concat_tables(self._rows)
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file of the table, and what the log knows of it."""
+
+    table: Path
+    logged: str
+    bytes: int
+    records: int | None
+    partition: dict[str, pa.Scalar]
+
+    @property
+    def path(self) -> str:
+        return unquote(self.logged)
+
+    @property
+    def rows(self) -> int:
+        return self.records if self.records is not None else SMALL_FILE_ROWS + 1
+
+    def removed(self) -> StagedFile:
+        if quote(self.path, safe=_PLAIN) != self.logged or "://" in self.path or self.path.startswith("/"):
+            raise FatalError(
+                f"the file {self.logged} of the Delta table {self.table} has a path that cannot be named in a removal",
+                code="PEN-5001",
+                hint="compact the table with the engine that wrote the file",
+            )
+        texts = {name: partition_text(name, pa.array([value]))[0] for name, value in self.partition.items()}
+        return StagedFile(path=self.path, rows=self.rows, bytes=self.bytes, partition=texts)
+
+    def read(self, schema: pa.Schema, names: Sequence[str] | None = None) -> Iterator[pa.Table]:
+        """The rows as the table has them, some row groups at a time; twice read, the parts are the same."""
+        wanted = schema if names is None else pa.schema([schema.field(name) for name in names])
+        with pq.ParquetFile(self.table / self.path, coerce_int96_timestamp_unit="us") as parquet:
+            there = [each.name for each in wanted if each.name in parquet.schema_arrow.names]
+            for groups in _runs([parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]):
+                rows = parquet.read_row_groups(groups, columns=there)
+                count = sum(parquet.metadata.row_group(i).num_rows for i in groups)
+                columns = [self._column(each, rows, count) for each in wanted]
+                yield pa.Table.from_arrays(columns, schema=wanted)
+
+    def _column(self, wanted: pa.Field, rows: pa.Table, count: int) -> pa.ChunkedArray | pa.Array:
+        if wanted.name in self.partition:
+            return pa.repeat(self.partition[wanted.name], count).cast(wanted.type)
+        if wanted.name in rows.column_names:
+            return rows.column(wanted.name).cast(wanted.type)
+        return pa.nulls(count, wanted.type)
+
+
+def _runs(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Neighbouring row groups of about `CHUNK_ROWS` together."""
+    run: list[int] = []
+    for group, size in enumerate(sizes):
+        if run and sum(sizes[i] for i in run) + size > CHUNK_ROWS:
+            yield run
+            run = []
+        run.append(group)
+    if run:
+        yield run
+
+
+def _file(table: Table, actions: pa.Table, row: int) -> _File:
+    partition = {name: actions.column(f"partition.{name}")[row] for name in table.partition_by()}
+    path, size, records = (actions.column(name)[row].as_py() for name in ("path", "size_bytes", "num_records"))
+    return _File(table.path, path, size, records, partition)
+
+
+def _candidates(actions: pa.Table, keys: pa.Table, partition_by: Sequence[str]) -> Ints:
+    """The files whose statistics and partition do not exclude every one of the keys."""
+    may_hold = np.full(actions.num_rows, bool(keys.num_rows))
+    for name in keys.column_names:
+        if name in partition_by:
+            low = high = actions.column(f"partition.{name}")
+            may_hold &= low.is_valid().to_numpy()
+        elif _has_exact_bounds(keys.schema.field(name).type) and f"min.{name}" in actions.column_names:
+            low, high = actions.column(f"min.{name}"), actions.column(f"max.{name}")
+        else:
+            continue
+        may_hold &= _overlaps(keys.column(name), low, high)
+    return np.flatnonzero(may_hold)
+
+
+def _has_exact_bounds(kind: pa.DataType) -> bool:
+    """False where writers round what they log (decimals) or leave values out of it (NaN)."""
+    return not (types.is_decimal(kind) or types.is_floating(kind))
+
+
+def _overlaps(values: pa.ChunkedArray, low: pa.ChunkedArray, high: pa.ChunkedArray) -> Mask:
+    """For each pair of bounds whether one of the values lies between them; True where a bound is unknown."""
+    if low.type != values.type:
+        return np.ones(len(low), bool)
+    if types.is_timestamp(values.type):
+        high = pc.add(high, pa.scalar(1000, pa.duration("us")))  # writers cut it to milliseconds
+    count, files = len(values), len(low)
+    every = pa.chunked_array([*values.chunks, *low.chunks, *high.chunks], values.type)
+    ranks = pc.rank(every.combine_chunks(), tiebreaker="dense").to_numpy().astype(np.int64)
+    of_values, of_low, of_high = np.sort(ranks[:count]), ranks[count : count + files], ranks[count + files :]
+    next_value = np.searchsorted(of_values, of_low)
+    within = np.append(of_values, np.iinfo(np.int64).max)[next_value] <= of_high
+    unknown = low.is_null().to_numpy() | high.is_null().to_numpy()
+    return np.asarray(within | unknown)
+
+
+def _refuse_nulls(topic: Topic, rows: pa.Table, table: Table) -> None:
+    for column in table.columns():
+        if not column.nullable and rows.column(column.name).null_count:
+            raise SchemaError(
+                f"the column {column.name!r} of {topic} holds nulls, and the table forbids them", code="PEN-4001"
+            )

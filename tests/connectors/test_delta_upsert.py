@@ -1,0 +1,475 @@
+"""The Delta sink by key: which files are written anew, what stays, and what happens to a commit that loses."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+import os
+import random
+import signal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from deltalake import DeltaTable, write_deltalake
+from sink_protocol import END, ORDERS, SinkProtocol, commit_in_a_process, epoch, rows, stage
+
+from penstock.change import CHANGE_FIELDS
+from penstock.connectors.delta import Delta, DeltaConfig
+from penstock.connectors.delta import rewrite as rewriting
+from penstock.errors import ConfigError, DataError, Fenced, RetryableError, SchemaError, StagingLost
+from penstock.schema import with_key
+from penstock.sink import Epoch
+
+PLAIN = pa.schema([("id", pa.int64()), ("name", pa.string()), ("doc", pa.string())])
+
+
+@pytest.fixture
+def make(tmp_path):
+    def make(**options):
+        sink = Delta(DeltaConfig(**{"path": str(tmp_path / "out/{topic}"), "mode": "upsert", "key": ["id"], **options}))
+        sink.open()
+        return sink
+
+    return make
+
+
+@pytest.fixture
+def target(tmp_path):
+    return tmp_path / "out/lake/orders"
+
+
+@pytest.fixture
+def sink(make):
+    return make()
+
+
+class TestDeltaUpsert(SinkProtocol):
+    """The protocol of every sink that stages files; what is staged here are changes, without partitions."""
+
+    test_every_file_of_a_receipt_and_every_directory_to_it_is_synced_before_the_receipt = None
+
+    @pytest.fixture
+    def visible(self, tmp_path):
+        def read(topic):
+            path = tmp_path / "out" / topic[1:]
+            return DeltaTable(str(path)).to_pyarrow_table() if (path / "_delta_log").exists() else pa.table({"id": []})
+
+        return read
+
+
+def changes(*events, schema=PLAIN, key=("id",)):
+    """Changes as dicts with `_op`; their positions are their places."""
+    found = [{"_position": f"{place:06d}", **event} for place, event in enumerate(events)]
+    return pa.RecordBatch.from_pylist(found, schema=with_key(pa.schema([*schema, *CHANGE_FIELDS]), key))
+
+
+def insert(*ids, name="new"):
+    return changes(*({"_op": "c", "id": id, "name": name, "doc": f"doc {id}"} for id in ids))
+
+
+def theirs(id):
+    return pa.table({"id": [id], "name": ["theirs"], "doc": ["theirs"]})
+
+
+def commit(sink, number, *batches, **more) -> Epoch:
+    e = epoch(number, **more)
+    sink.commit_epoch(e, [stage(sink, e, *batches)], END)
+    return e
+
+
+def read(target) -> list[dict]:
+    return sorted(DeltaTable(str(target)).to_pyarrow_table().to_pylist(), key=lambda row: str(row["id"]))
+
+
+def names(target):
+    return {row["id"]: row["name"] for row in read(target)}
+
+
+def live(target):
+    return {os.path.relpath(uri, target) for uri in DeltaTable(str(target)).file_uris()}
+
+
+def data_files(target):
+    return {str(path.relative_to(target)) for path in target.rglob("*.parquet") if "_delta_log" not in path.parts}
+
+
+def removed(target):
+    """What the log has removed: still there for readers of older versions."""
+    lines = [line for entry in (target / "_delta_log").glob("*.json") for line in entry.read_text().splitlines()]
+    return {json.loads(line)["remove"]["path"] for line in lines if line.startswith('{"remove"')}
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The names of the Parquet files of the table that were opened."""
+    seen = []
+
+    class Recording(pq.ParquetFile):
+        def __init__(self, source, **options):
+            seen.append(os.path.basename(source))
+            super().__init__(source, **options)
+
+    monkeypatch.setattr(rewriting.pq, "ParquetFile", Recording)
+    return seen
+
+
+def test_only_files_that_hold_a_key_of_the_changes_are_written_anew(sink, target, opened):
+    for number in range(5):
+        commit(sink, number + 1, insert(*range(number * 10, number * 10 + 10)))
+    before = live(target)
+    assert opened == []
+    commit(sink, 6, changes({"_op": "u", "id": 15, "name": "u"}, {"_op": "d", "id": 16}, {"_op": "c", "id": 99}))
+    assert len(live(target) & before) == 4
+    assert len(set(opened)) == 1
+    assert len(names(target)) == 50
+    assert names(target)[15] == "u"
+    assert 16 not in names(target)
+
+
+def test_a_file_that_could_hold_a_key_and_does_not_is_left_alone(sink, target, opened):
+    commit(sink, 1, insert(1, 9))
+    before = live(target)
+    commit(sink, 2, insert(5))
+    assert opened
+    assert before < live(target)
+    assert sorted(names(target)) == [1, 5, 9]
+
+
+AT = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+KEYS = {
+    "int": (pa.int32(), lambda n: n),
+    "text": (pa.string(), lambda n: f"{'long ' * 8}{n:04d}"),
+    "uuid": (pa.string(), lambda n: f"{n * 7919 % 1000:08x}-0000-4000-8000-000000000000"),
+    "zoned": (pa.timestamp("us", "UTC"), lambda n: AT + datetime.timedelta(microseconds=n)),
+    "naive": (pa.timestamp("us"), lambda n: AT.replace(tzinfo=None) + datetime.timedelta(microseconds=n)),
+    "date": (pa.date32(), lambda n: datetime.date(2026, 1, 1) + datetime.timedelta(days=n)),
+    "decimal": (pa.decimal128(30, 3), lambda n: decimal.Decimal(n) / 8 + 10**20),
+    "binary": (pa.binary(), lambda n: bytes([0, n % 256, 255])),
+    "double": (pa.float64(), lambda n: n / 8),
+}
+
+
+@pytest.mark.parametrize("partitioned", [False, True])
+@pytest.mark.parametrize("kind", KEYS)
+def test_keys_of_every_type_are_found_again(make, target, kind, partitioned):
+    """Alone, and in a key of two columns of which one may be the table's partition."""
+    type_, value = KEYS[kind]
+    schema = pa.schema([("id", type_), ("shop", pa.string()), ("name", pa.string())])
+    sink = make(key=["id", "shop"], partition_by=["shop"] if partitioned else [])
+
+    def events(op, numbers, name):
+        found = ({"_op": op, "id": value(n), "shop": shop, "name": name} for n in numbers for shop in ("x y", "z"))
+        return changes(*found, schema=schema, key=("id", "shop"))
+
+    commit(sink, 1, events("c", range(20), "a"))
+    commit(sink, 2, events("c", range(20, 40), "b"))
+    commit(sink, 3, events("u", range(10, 30), "c"), events("d", [0, 39], None))
+    shown = {(row["id"], row["shop"]): row["name"] for row in read(target)}
+    assert len(read(target)) == len(shown) == 76
+    for n in range(1, 39):
+        expected = "c" if 10 <= n < 30 else "a" if n < 20 else "b"
+        assert shown[value(n), "x y"] == shown[value(n), "z"] == expected
+
+
+def test_a_row_whose_partition_changes_moves_there(make, target):
+    sink = make(partition_by=["name"])
+    commit(sink, 1, insert(1, 2, name="a b/ä%"), insert(3, name="other"))
+    commit(sink, 2, changes({"_op": "u", "id": 1, "name": "other", "_unchanged": ["doc"]}, {"_op": "d", "id": 2}))
+    assert [(row["id"], row["name"], row["doc"]) for row in read(target)] == [
+        (1, "other", "doc 1"),
+        (3, "other", "doc 3"),
+    ]
+    assert {path.split("/")[0] for path in live(target)} == {"name=other"}
+
+
+@pytest.mark.parametrize("partition_by", [[], ["name"]])
+def test_what_other_writers_have_written_is_found_and_kept(sink, make, target, partition_by):
+    names_ = ["a b", "c/ü%25=", None, "plain"]
+    foreign = pa.table({"id": pa.array(range(4)), "name": names_, "extra": pa.array([[1], None, [2, 3], []])})
+    write_deltalake(str(target), foreign, partition_by=partition_by)
+    sink = make(partition_by=partition_by)
+    commit(sink, 1, *(changes({"_op": "u", "id": id, "name": name}) for id, name in enumerate(names_[:2])))
+    commit(sink, 2, changes({"_op": "d", "id": 3}, {"_op": "u", "id": 2, "name": "was null", "doc": "x"}))
+    found = [(row["id"], row["name"], row["extra"]) for row in read(target)]
+    assert found == [(0, "a b", [1]), (1, "c/ü%25=", None), (2, "was null", [2, 3])]
+
+
+def test_random_changes_leave_what_a_dict_of_them_holds(make, target, monkeypatch):
+    """With files and chunks so small that every way through the rewriting is taken."""
+    monkeypatch.setattr(rewriting, "SMALL_FILE_ROWS", 8)
+    monkeypatch.setattr(rewriting, "CHUNK_ROWS", 4)
+    monkeypatch.setattr("penstock.connectors.staging.ROW_GROUP_ROWS", 3)
+    monkeypatch.setattr(rewriting, "ROW_GROUP_ROWS", 5)
+    dice, model, sink, place = random.Random(7), {}, make(target_file_rows=25), 0
+    for number in range(1, 40):
+        events = []
+        for _ in range(dice.randrange(1, 30)):
+            place += 1
+            id, free = dice.randrange(60), dice.randrange(60, 70)
+            said = {"_position": f"{place:09d}", "id": id, "name": f"n{place}", "doc": f"d{place}"}
+            if id not in model:
+                model[id] = [said["name"], said["doc"]]
+                events.append({**said, "_op": "c"})
+            elif dice.random() < 0.2:
+                del model[id]
+                events.append({**said, "_op": "d", "name": None, "doc": None})
+            elif dice.random() < 0.2 and free not in model:
+                model[free] = [said["name"], model.pop(id)[1]]
+                moved = {"id": free, "doc": None, "_unchanged": ["doc"], "_old_key": json.dumps({"id": id})}
+                events.append({**said, "_op": "u", **moved})
+            elif dice.random() < 0.01:
+                model.clear()
+                events.append({"_position": said["_position"], "_op": "t"})
+            else:
+                model[id][0] = said["name"]
+                events.append({**said, "_op": "u", "doc": None, "_unchanged": ["doc"]})
+        dice.shuffle(events)
+        commit(sink, number, changes(*events))
+        found = read(target)
+        assert len(found) == len(model)
+        assert {row["id"]: [row["name"], row["doc"]] for row in found} == model
+    assert data_files(target) == live(target) | removed(target)
+
+
+def test_small_epochs_do_not_leave_a_file_each(sink, target):
+    for number in range(1, 15):
+        commit(sink, number, insert(*range(number, number + 10), name=str(number)))
+    assert len(live(target)) == 1
+
+
+def test_changes_that_come_to_nothing_are_an_epoch_all_the_same(sink, make, target):
+    commit(sink, 1, changes({"_op": "d", "id": 1}))
+    commit(sink, 2, insert(1), changes({"_op": "d", "id": 1, "_position": "9"}))
+    assert read(target) == []
+    assert make().committed_epoch("shop", ORDERS).number == 2
+
+
+def test_rows_that_are_no_changes_replace_those_of_their_key_in_their_order(sink, target):
+    """Also when the columns change to and fro within a task, and so the files."""
+
+    def batch(id, value, **more):
+        return pa.record_batch({"id": [id], "n": [value], **more})
+
+    commit(sink, 1, batch(1, 1), batch(2, 1))
+    commit(sink, 2, batch(1, 2), batch(1, 3, note=["x"]), batch(1, 4), batch(2, 5, note=["y"]))
+    assert read(target) == [{"id": 1, "n": 4, "note": "x"}, {"id": 2, "n": 5, "note": "y"}]
+    commit(sink, 3, batch(2, 6, note=pa.nulls(1)))
+    assert read(target)[1] == {"id": 2, "n": 6, "note": None}
+
+
+def test_the_key_of_the_topic_counts_when_none_is_set(make, target):
+    sink = make(key=[])
+    commit(sink, 1, insert(1, 2))
+    commit(sink, 2, insert(2, name="newer"))
+    assert names(target) == {1: "new", 2: "newer"}
+
+
+# -- commits that lose -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deed", ["append", "compact", "delete", "update"])
+def test_another_writer_between_the_look_and_the_commit_makes_it_look_again(sink, target, monkeypatch, deed):
+    commit(sink, 1, insert(*range(10)))
+    commit(sink, 2, insert(*range(200, 210)))
+    e = epoch(3)
+    receipts = [stage(sink, e, changes({"_op": "u", "id": 5, "name": "ours", "_unchanged": ["doc"]}))]
+    left = [1, 2]
+
+    def interfere(name):
+        if name == "commit.before" and left:
+            left.pop()
+            table = DeltaTable(str(target))
+            if deed == "append":
+                write_deltalake(table, theirs(1000 + len(left)), mode="append")
+            elif deed == "compact":
+                table.optimize.compact() if left else table.delete("id = 0")
+            elif deed == "delete":
+                table.delete(f"id = {len(left)}")
+            else:
+                table.update(predicate="id = 5", updates={"doc": "'theirs'"})
+
+    monkeypatch.setattr("penstock.failpoints.hit", interfere)
+    sink.commit_epoch(e, receipts, END)
+    assert left == []
+    ours = next(row for row in read(target) if row["id"] == 5)
+    assert (ours["name"], ours["doc"]) == ("ours", "theirs" if deed == "update" else "doc 5")
+    assert len(read(target)) == {"append": 22, "compact": 19, "delete": 18, "update": 20}[deed]
+    own = {path for path in data_files(target) if os.path.basename(path).startswith("0000")}
+    assert own <= live(target) | removed(target), "files of a commit that lost are left"
+
+
+def test_a_table_that_is_written_all_the_time_is_a_passing_failure_and_leaves_what_a_sweep_finds(
+    sink, target, monkeypatch
+):
+    commit(sink, 1, insert(1, 2))
+    e = epoch(2)
+    receipts = [stage(sink, e, insert(2, name="newer"))]
+
+    def interfere(name):
+        if name == "commit.before":
+            write_deltalake(str(target), theirs(1000), mode="append")
+
+    monkeypatch.setattr("penstock.failpoints.hit", interfere)
+    with pytest.raises(RetryableError, match="PEN-2005"):
+        sink.commit_epoch(e, receipts, END)
+    monkeypatch.undo()
+    sink.commit_epoch(e, receipts, END)
+    assert names(target)[2] == "newer"
+    assert data_files(target) == live(target) | removed(target)
+
+
+def test_a_process_that_is_killed_at_the_point_of_commit_leaves_nothing_once_the_epoch_is_done(sink, target):
+    commit(sink, 1, insert(*range(10)))
+    e = epoch(2)
+    receipts = [stage(sink, e, insert(5, name="newer"))]
+    for _ in range(2):
+        assert commit_in_a_process(sink, e, receipts, "commit.before=kill") == -signal.SIGKILL
+    assert names(target)[5] == "new"
+    assert len(data_files(target) - live(target)) == 3  # the staged changes and two rewritten files
+    sink.commit_epoch(e, receipts, END)
+    assert names(target)[5] == "newer"
+    assert data_files(target) == live(target) | removed(target)
+
+
+def test_a_process_that_is_killed_after_the_commit_leaves_nothing_either(sink, target):
+    commit(sink, 1, insert(*range(10)))
+    e = epoch(2)
+    receipts = [stage(sink, e, insert(5, name="newer"))]
+    hook = "table.Table.sync = lambda self, version: os.kill(os.getpid(), 9)"
+    assert commit_in_a_process(sink, e, receipts, hook=hook) == -signal.SIGKILL
+    sink.commit_epoch(e, receipts, END)
+    sink.commit_epoch(e, receipts, END)
+    sink.sweep(e, [])
+    assert names(target)[5] == "newer"
+    assert len(read(target)) == 10
+    assert data_files(target) == live(target) | removed(target)
+
+
+def test_a_rollback_removes_what_a_dead_commit_has_written(sink, target):
+    commit(sink, 1, insert(*range(10)))
+    e = epoch(2)
+    receipts = [stage(sink, e, insert(5, name="newer"))]
+    assert commit_in_a_process(sink, e, receipts, "commit.before=kill") == -signal.SIGKILL
+    assert len(data_files(target) - live(target)) == 2
+    sink.rollback_epoch(e, receipts)
+    assert data_files(target) == live(target)
+
+
+def test_a_zombie_that_is_fenced_leaves_nothing(sink, make, target, monkeypatch):
+    commit(sink, 1, insert(*range(10)))
+    late, receipts = epoch(2), []
+    receipts = [stage(sink, late, insert(5, name="late"))]
+    successor, done = make(), []
+
+    def interfere(name):
+        if name == "commit.before" and not done:
+            done.append(name)
+            for number in (2, 3):
+                commit(successor, number, insert(5, name=f"epoch {number}"))
+
+    monkeypatch.setattr("penstock.failpoints.hit", interfere)
+    with pytest.raises(Fenced):
+        sink.commit_epoch(late, receipts, END)
+    sink.rollback_epoch(late, receipts)
+    assert names(target)[5] == "epoch 3"
+    assert data_files(target) == live(target) | removed(target)
+
+
+def test_changes_that_a_twin_has_applied_and_dropped_are_done_and_not_lost(sink, make, target, monkeypatch):
+    commit(sink, 1, insert(1, 2))
+    e = epoch(2)
+    receipts = [stage(sink, e, insert(2, name="newer"))]
+    is_there, twin = Delta._lost, make()
+
+    def look(self, *args):
+        if self is sink and not twin_ran:
+            twin_ran.append(1)
+            twin.commit_epoch(e, receipts, END)
+        return is_there(self, *args)
+
+    twin_ran: list[int] = []
+    monkeypatch.setattr(Delta, "_lost", look)
+    sink.commit_epoch(e, receipts, END)
+    assert twin_ran
+    assert names(target) == {1: "new", 2: "newer"}
+
+
+def test_staged_changes_that_are_gone_are_reported(sink, target):
+    commit(sink, 1, insert(1))
+    e = epoch(2)
+    receipts = [stage(sink, e, insert(1, name="newer"))]
+    (staged,) = (target / "_penstock/shop/changes").iterdir()
+    staged.unlink()
+    with pytest.raises(StagingLost):
+        sink.commit_epoch(e, receipts, END)
+    assert names(target) == {1: "new"}
+
+
+def test_staged_changes_are_never_in_the_way_of_a_reader(sink, target):
+    commit(sink, 1, insert(1))
+    stage(sink, epoch(2), insert(2))
+    assert DeltaTable(str(target)).vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=True) == []
+    assert names(target) == {1: "new"}
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "message"),
+    [
+        (changes({"_op": "c"}), DataError, "key column 'id'"),
+        (changes({"_op": "?", "id": 1}), DataError, "`_op`"),
+        (changes({"_op": "u", "id": 1, "_old_key": "{}"}), DataError, "_old_key"),
+        (pa.record_batch({"name": ["x"]}), SchemaError, "PEN-4002 /lake/orders has no key"),
+    ],
+)
+def test_changes_that_could_not_be_applied_are_refused_before_they_are_staged(sink, batch, error, message):
+    with pytest.raises(error, match=message):
+        stage(sink, epoch(1), batch)
+
+
+def test_a_topic_without_a_key_is_refused(make):
+    with pytest.raises(SchemaError, match=r"PEN-4002 .*none is named"):
+        stage(make(key=[]), epoch(1), rows(0))
+
+
+@pytest.mark.parametrize("setting", ["appendOnly", "enableChangeDataFeed", "enableDeletionVectors"])
+def test_tables_whose_files_cannot_be_written_anew_are_refused(sink, target, setting):
+    DeltaTable.create(str(target), PLAIN, configuration={f"delta.{setting}": "true"})
+    with pytest.raises(SchemaError, match=f"PEN-4002 .*{setting}"):
+        commit(sink, 1, insert(1))
+
+
+def test_columns_that_must_not_be_null_are_kept_so(sink, target):
+    DeltaTable.create(
+        str(target),
+        pa.schema([pa.field("id", pa.int64(), nullable=False), pa.field("name", pa.string(), nullable=False)]),
+    )
+    commit(sink, 1, changes({"_op": "c", "id": 1, "name": "x"}))
+    commit(sink, 2, changes({"_op": "d", "id": 1}))
+    with pytest.raises(SchemaError, match=r"'name' .*forbids"):
+        stage(sink, epoch(3), changes({"_op": "c", "id": 1}))
+    assert read(target) == []
+
+
+def test_a_key_without_upsert_is_refused(make):
+    with pytest.raises(ConfigError, match="PEN-1003"):
+        make(mode="append")
+
+
+def test_schemas_are_compared_without_the_columns_that_describe_a_change(sink, target):
+    commit(sink, 1, insert(1))
+    assert sink.diff_schemas(sink.schema(ORDERS), insert(1).schema) == []
+
+
+def test_changes_mode_keeps_every_change_as_it_is(make, target):
+    sink = make(mode="changes", key=[])
+    commit(sink, 1, insert(1), changes({"_op": "u", "id": 1, "_unchanged": ["doc"], "_old_key": '{"id":0}'}))
+    commit(sink, 2, changes({"_op": "d", "id": 1}))
+    table = DeltaTable(str(target)).to_pyarrow_table()
+    assert sorted(table.column("_op").to_pylist()) == ["c", "d", "u"]
+    assert [row["_unchanged"] for row in table.to_pylist() if row["_op"] == "u"] == [["doc"]]
+    assert set(table.column_names) == {*PLAIN.names, *(each.name for each in CHANGE_FIELDS)}

@@ -161,6 +161,12 @@ class SparkEngine:
                 continue
             session = _clone(self._spark)
             frame = _transformed(session, route, topic, session.createDataFrame([], _spark_schema(schema, topic)))
+            if route.sql is not None and "View (`input`" not in str(frame._jdf.queryExecution().analyzed().toString()):
+                raise ConfigError(
+                    f"{_name(route, topic)} does not read `input`, so the rows of the topic would go nowhere",
+                    code="PEN-1012",
+                    hint="select FROM input",
+                )
             nodes = set(_nodes(frame._jdf.queryExecution().analyzed()))
             if nodes & PER_EPOCH and not route.per_epoch:
                 raise ConfigError(

@@ -119,6 +119,7 @@ def test_a_transform_is_a_function_of_data_frames(drained: Any, tmp_path: Path) 
         ("SELECT nope FROM input", "PEN-1012", "`nope`"),
         ("SELECT nope FROM input", "PEN-1012", "line 1 pos 7"),
         ("SELCT 1", "PEN-1012", "PARSE_SYNTAX_ERROR"),
+        ("SELECT 1 AS one", "PEN-1012", "does not read `input`"),
         ("SELECT row, row FROM input", "PEN-1012", "two columns named row"),
         ("CREATE TABLE made AS SELECT 1 AS one", "PEN-1012", "a statement, not a query"),
         ("INSERT INTO made SELECT row FROM input", "PEN-1012", "a statement, not a query"),

@@ -103,7 +103,7 @@ class RouteEntry(Config):
     """Name of the source whose streams it takes; none: all sources."""
 
     match: dict[str, str] = Field(default={})
-    """Patterns that a message's attributes must satisfy, row by row, such as `{ site = "north/#" }`."""
+    """Patterns that a message's attributes must satisfy, row by row, such as `{ site = "north/#" }`; for columns use `sql`."""
 
     to: str = "/{stream}"
     """The topic: `{stream}`, `{source}`, `{schema}` and `{table}` (around the stream's first dot), `{1}` (first wildcard)."""

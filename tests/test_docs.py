@@ -1,0 +1,83 @@
+"""What the pages show must work: pipelines are checked, commands parsed, links followed, metrics and codes compared."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import typer
+
+from penstock.cli import app
+from penstock.errors import CODES
+from penstock.pipeline import Pipeline
+from penstock.telemetry import Telemetry
+
+ROOT = Path(__file__).parent.parent
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text() for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+}
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    return [
+        (page, text)
+        for page, whole in PAGES.items()
+        for text in re.findall(rf"```{language}\n(.*?)```", whole, re.DOTALL)
+    ]
+
+
+def place_modules(directory: Path) -> None:
+    """Put the modules that pages speak of beside the pipeline file."""
+    shutil.copy(ROOT / "examples" / "jsonl_dir.py", directory)
+    for _, text in blocks("python"):
+        if named := re.match(r"# (\w+\.py)\b", text):
+            (directory / named[1]).write_text(text)
+
+
+@pytest.mark.parametrize(("page", "text"), blocks("toml"))
+def test_a_pipeline_that_is_shown_is_valid(page, text, tmp_path, monkeypatch):
+    place_modules(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if "connector_name" not in text:
+        text = f'connector_name = "shown"\n{text}'
+    if "[source" not in text:
+        text += '\n[source]\nconnector = "generator"\nstreams = ["orders"]\n'
+    if "[sink" not in text:
+        text += '\n[sink]\nconnector = "console"\n'
+    (tmp_path / "pipeline.toml").write_text(text)
+    Pipeline.from_toml(tmp_path / "pipeline.toml")
+
+
+@pytest.mark.parametrize(
+    "line", sorted({line for _, text in blocks("sh") for line in text.splitlines() if re.search(r"\bpenstock ", line)})
+)
+def test_a_command_that_is_shown_can_be_parsed(line):
+    words = shlex.split(line, comments=True)
+    name, *rest = words[words.index("penstock") + 1 :]
+    command = typer.main.get_command(app).commands[name]
+    command.make_context(name, rest)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_its_links_lead_somewhere(page):
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", PAGES[page])
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+def test_the_map_names_every_page():
+    named = {(ROOT / "docs" / link).resolve() for link in re.findall(r"\]\(([^)#]+)\)", PAGES["docs/README.md"])}
+    assert {path for path in ROOT.glob("docs/**/*.md") if path.name != "README.md"} <= named
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_its_error_codes_exist(page):
+    assert set(re.findall(r"PEN-\d{4}", PAGES[page])) <= set(CODES)
+
+
+def test_the_metrics_are_those_that_are_scraped():
+    shown = set(re.findall(r"^\| `(penstock_\w+)` \|", PAGES["docs/operating.md"], re.MULTILINE))
+    types = re.findall(r"^# TYPE (\w+) (\w+)$", Telemetry("x").metrics().decode(), re.MULTILINE)
+    assert shown == {name for name, _ in types if not name.endswith("_created")}

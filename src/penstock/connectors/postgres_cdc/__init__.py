@@ -1,0 +1,1 @@
+"""Mirror PostgreSQL tables: a first copy, then every change from the write-ahead log."""

@@ -146,7 +146,16 @@ class PostgresServer:
         if self._user:
             os.chown(self._home, self._user.pw_uid, self._user.pw_gid)
         self._postgres = self._reachable() / "postgres"
-        command = [self._postgres.with_name("initdb"), "-D", self.data, "-U", "postgres", "-A", "trust", "-N"]
+        command: list[str | Path] = [
+            self._postgres.with_name("initdb"),
+            "-D",
+            self.data,
+            "-U",
+            "postgres",
+            "-A",
+            "trust",
+            "-N",
+        ]
         with open(self._home / "log", "ab") as log:
             made = self._run([*command, "-E", "UTF8", "--locale=C"], log).wait(120)
         if made != 0:
@@ -164,7 +173,13 @@ class PostgresServer:
     def _run(self, command: Sequence[str | Path], log: Any) -> subprocess.Popen[bytes]:
         # Its own session: a Ctrl-C that ends the tests reaches it through `__exit__` only.
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self._home, start_new_session=True, **self._as_user()
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=self._home,
+            start_new_session=True,
+            **self._as_user(),
         )
 
     def _as_user(self) -> dict[str, Any]:

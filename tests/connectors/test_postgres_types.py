@@ -8,7 +8,7 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.connectors.postgres_cdc.decode import Decoder, Rows
@@ -55,15 +55,31 @@ CASES: dict[str, tuple[list[str | None], pa.DataType, list[object]]] = {
     "int4": (["-2147483648", "7"], pa.int32(), [-(2**31), 7]),
     "int8": (["-9223372036854775808", "9223372036854775807"], pa.int64(), [-(2**63), 2**63 - 1]),
     "oid": (["4294967295"], pa.int64(), [4294967295]),
-    "float4": (["3.4028235e38", "Infinity", "-Infinity", "0.1"], pa.float32(), [np.float32(3.4028235e38), np.inf, -np.inf, np.float32(0.1)]),
+    "float4": (
+        ["3.4028235e38", "Infinity", "-Infinity", "0.1"],
+        pa.float32(),
+        [np.float32(3.4028235e38), np.inf, -np.inf, np.float32(0.1)],
+    ),
     "float8": (["1e-300", "Infinity", "-0", "0.1"], pa.float64(), [1e-300, np.inf, -0.0, 0.1]),
-    "numeric": (["1.500", "NaN", "Infinity", "-Infinity", "1e40", None], pa.string(), ["1.500", "NaN", "Infinity", "-Infinity", "1" + "0" * 40, None]),
+    "numeric": (
+        ["1.500", "NaN", "Infinity", "-Infinity", "1e40", None],
+        pa.string(),
+        ["1.500", "NaN", "Infinity", "-Infinity", "1" + "0" * 40, None],
+    ),
     "numeric(12,2)": (["1.5", "-9999999999.99", None], pa.decimal128(12, 2), [Decimal("1.50"), Decimal("-9999999999.99"), None]),
-    "numeric(38,10)": (["1234567890123456789012345678.0123456789"], pa.decimal128(38, 10), [Decimal("1234567890123456789012345678.0123456789")]),
+    "numeric(38,10)": (
+        ["1234567890123456789012345678.0123456789"],
+        pa.decimal128(38, 10),
+        [Decimal("1234567890123456789012345678.0123456789")],
+    ),
     "numeric(2,-3)": (["98765"], pa.decimal128(5, 0), [Decimal(99000)]),
     "numeric(2,5)": (["0.00099"], pa.decimal128(5, 5), [Decimal("0.00099")]),
     "numeric(60,20)": (["1.5", "NaN"], pa.string(), ["1.50000000000000000000", "NaN"]),
-    "text": (["", "a\tb\nc\\d\"e'f", "Zürich 日本 🙂", "NULL", None], pa.string(), ["", "a\tb\nc\\d\"e'f", "Zürich 日本 🙂", "NULL", None]),
+    "text": (
+        ["", "a\tb\nc\\d\"e'f", "Zürich 日本 🙂", "NULL", None],
+        pa.string(),
+        ["", "a\tb\nc\\d\"e'f", "Zürich 日本 🙂", "NULL", None],
+    ),
     "varchar(5)": (["ab ", ""], pa.string(), ["ab ", ""]),
     "char(4)": (["ab", "", None], pa.string(), ["ab  ", "    ", None]),
     '"char"': (["x", ""], pa.string(), ["x", ""]),
@@ -232,7 +248,9 @@ def test_not_a_number_is_kept_in_floats():
 
 def test_infinities_stay_infinities_for_duckdb(database):
     found = pa.table({"v": database.wal("timestamptz").slice(1, 2), "d": database.wal("date").slice(1, 2)})
-    rows = duckdb.sql(
+    connection = duckdb.connect()
+    connection.register("found", found)
+    rows = connection.sql(
         "SELECT v = 'infinity' OR v = '-infinity', d = 'infinity' OR d = '-infinity' FROM found"
     ).fetchall()
     assert rows == [(True, True), (True, True)]
@@ -312,21 +330,25 @@ def quoted(element: str | None) -> str:
     return element if plain else '"' + element.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 elements = st.one_of(st.none(), st.text(alphabet='ab{},"\\ NULé', max_size=5), st.just("NULL"))
 
 
+@patient
 @given(st.lists(st.one_of(st.none(), st.lists(elements, max_size=5)), max_size=8))
 def test_any_array_of_texts_is_read_as_it_was_written(rows):
     texts = [None if row is None else "{" + ",".join(map(quoted, row)) + "}" for row in rows]
     assert parse_text(pa.array(texts, pa.string()), TEXTS, -1, TypeCatalog()).to_pylist() == rows
 
 
+@patient
 @given(st.lists(st.one_of(st.none(), st.binary(max_size=9)), max_size=8), st.integers(0, 3))
 def test_any_bytes_are_read_as_they_were_written_from_a_slice_too(rows, skip):
     texts = pa.array([None if row is None else "\\x" + row.hex() for row in rows], pa.string()).slice(skip)
     assert parse_text(texts, BYTEA, -1, TypeCatalog()).to_pylist() == rows[skip:]
 
 
+@patient
 @given(st.lists(st.dates(), min_size=1, max_size=5))
 def test_dates_far_away_and_near_are_counted_alike(dates):
     texts = [date.isoformat() for date in dates]

@@ -23,7 +23,7 @@ from penstock.connectors.postgres_cdc.types import (
     parse_text,
     table_schema,
 )
-from penstock.errors import FatalError
+from penstock.errors import FatalError, SchemaError
 
 PIECE_MESSAGES = 65536
 """Messages that are decoded at a time: enough to make numpy's calls cheap, few enough to stay in the cache."""
@@ -37,6 +37,7 @@ _B, _C, _R, _I, _U, _D, _T = b"BCRIUDT"
 _K, _O, _N, _TEXT, _NULL, _UNCHANGED = b"KONtnu"
 _KNOWN = np.zeros(256, bool)
 _KNOWN[list(b"BCRIUDTYOM")] = True
+_CHANGE_NAMES = {each.name for each in CHANGE_FIELDS}
 _OPS = np.zeros(256, np.uint8)
 _OPS[[_I, _U, _D, _T]] = [ord(op) for op in (Op.INSERT, Op.UPDATE, Op.DELETE, Op.TRUNCATE)]
 
@@ -153,13 +154,16 @@ class Decoder:
         rows = np.flatnonzero(frame.changes & (piece.kind != _T) & frame.wanted)
         oids = piece.uint32(rows, 1)
         groups = _grouped(rows, oids)
+        truncates: dict[int, list[int]] = {}
         for at in np.flatnonzero((piece.kind == _T) & frame.wanted).tolist():
             for oid in piece.truncated(at):
-                groups[oid] = np.append(groups.get(oid, np.empty(0, np.int64)), at)
-        for oid, members in sorted(groups.items(), key=lambda group: int(group[1].min())):
+                truncates.setdefault(oid, []).append(at)
+        for oid, places in truncates.items():
+            others = groups.get(oid, np.empty(0, np.int64))
+            groups[oid] = np.sort(np.concatenate([others, np.array(places, np.int64)]))
+        for oid, members in sorted(groups.items(), key=lambda group: int(group[1][0])):
             known = versions.get(oid, [])
             before = [(-1, self._wire[oid])] if oid in self._wire else []
-            members = np.sort(members)
             timeline = [*before, *known]
             if not timeline or members[0] < timeline[0][0]:
                 raise _broken(f"a change of the relation {oid}, which no message described")
@@ -229,6 +233,11 @@ class Decoder:
             first = position_text(int(frame.lsns[frame.transaction[members[0]]]), int(frame.sequence[members[0]]))
             self.relations[relation.oid] = relation
             yield RelationChange(old, relation, first)
+        if clash := sorted({column.name for column in relation.columns} & _CHANGE_NAMES):
+            raise SchemaError(
+                f"{relation.stream} has a column {clash[0]!r}, which is the name of a column that describes a change",
+                hint="rename it, or leave the table out",
+            )
         key = relation.key(self._keys.get(relation.stream, ()))
         exclude = self._exclude
         kept = [
@@ -337,7 +346,10 @@ class _Piece:
     """The bytes of some messages, with room behind them so that headers can be read without a look at the end."""
 
     def __init__(self, data: Bytes, offsets: Ints) -> None:
-        self.data = np.concatenate([data, np.zeros(_PAD, np.uint8)])
+        room = pa.allocate_buffer(len(data) + _PAD)  # from Arrow's pool, which hands out warm pages
+        self.data = np.frombuffer(room, np.uint8)
+        self.data[: len(data)] = data
+        self.data[len(data) :] = 0
         self.start, self.stop = offsets[:-1], offsets[1:]
         if (self.stop <= self.start).any():
             raise _broken("an empty message")
@@ -562,19 +574,19 @@ def _hex(values: pa.Array) -> pa.Array:
     _, offsets, data = values.buffers()
     bounds = np.frombuffer(offsets, np.int32)[: len(values) + 1].astype(np.int64) * 2
     raw = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
-    digits = _digits(raw[: bounds[-1] // 2][:, None].astype(np.int64), 2).ravel() if len(raw) else raw
+    digits = _PAIRS[raw[: bounds[-1] // 2]].view(np.uint8)
     missing = pc.is_null(values).to_numpy(zero_copy_only=False)
     return gathered(digits, bounds[:-1], bounds[1:], missing, pa.string())
 
 
 def _digits(numbers: Ints, width: int) -> Bytes:
-    """A column of numbers as rows of that many hex digits."""
-    shifts = np.arange(width - 1, -1, -1) * 4
-    digits: Bytes = _HEX_DIGITS[(numbers >> shifts) & 15]
-    return digits
+    """Each number as a row of that many hex digits."""
+    octets = numbers.astype(">i8").view(np.uint8).reshape(-1, 8)[:, 8 - width // 2 :]
+    return _PAIRS[octets].view(np.uint8)
 
 
-_HEX_DIGITS = np.frombuffer(b"0123456789ABCDEF", np.uint8)
+_PAIRS = np.frombuffer(bytes(range(256)).hex().upper().encode(), np.uint16)
+"""The two hex digits of every byte."""
 
 
 def _positions(lsns: Ints, sequence: Ints) -> pa.Array:
@@ -582,9 +594,9 @@ def _positions(lsns: Ints, sequence: Ints) -> pa.Array:
     text = np.empty((rows, 27), np.uint8)
     # Few transactions, many rows: the digits of an LSN are made once.
     distinct, which = np.unique(lsns, return_inverse=True)
-    text[:, :16] = _digits(distinct[:, None], 16)[which]
+    text[:, :16] = _digits(distinct, 16)[which]
     text[:, 16] = ord(".")
-    text[:, 17:] = _digits(sequence[:, None], 10)
+    text[:, 17:] = _digits(sequence, 10)
     return _fixed(text.ravel(), rows, 27)
 
 

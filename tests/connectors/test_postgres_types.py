@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from decimal import Decimal
 
+import adbc_driver_postgresql.dbapi as adbc
 import duckdb
 import numpy as np
+import psycopg
 import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -26,9 +28,6 @@ from penstock.connectors.postgres_cdc.types import (
 from penstock.errors import DataError
 from penstock.schema import key_of
 from penstock.testing.postgres import PostgresServer, binaries
-
-psycopg = pytest.importorskip("psycopg")
-adbc = pytest.importorskip("adbc_driver_postgresql.dbapi")
 
 DAY = 86_400_000_000
 INT4, INT4S, NUMERIC, DATE, TIMESTAMP, BYTEA, TEXTS = 23, 1007, 1700, 1082, 1114, 17, 1009

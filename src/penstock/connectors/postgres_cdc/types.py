@@ -76,7 +76,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table; `is_key` says that it belongs to the replica identity."""
+    """A column of a table; `is_key`: it belongs to the replica identity; `nullable`: as the catalog says, which WAL cannot."""
 
     name: str
     type_oid: int

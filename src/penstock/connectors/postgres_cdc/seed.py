@@ -1,0 +1,359 @@
+"""The first copy of a table: chunks in the order of its key, and which changes of the log they already contain."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import psycopg
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import BaseModel, ConfigDict
+
+from penstock.change import CHANGE_FIELDS, Op
+from penstock.connectors.postgres_cdc import wal
+from penstock.connectors.postgres_cdc.decode import Rows, position_text
+from penstock.connectors.postgres_cdc.setup import Table
+from penstock.connectors.postgres_cdc.types import TypeCatalog, from_select, parse_text, select_native, select_text
+from penstock.errors import FatalError
+from penstock.source import Note, SourceBatch
+
+if TYPE_CHECKING:
+    from penstock.connectors.postgres_cdc.source import PostgresCdcConfig
+
+Key = tuple[str, ...]
+"""The values of a key as the server's text."""
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Progress(_Value):
+    """How far the copy of one table is; part of the position."""
+
+    oid: int
+    state: Literal["waiting", "seeding", "seeded"]
+    copies: int = 1
+    """How often a copy was begun; one more means that what the target holds is cleared first."""
+    until_xid: int = 0
+    """While waiting: transactions below it may have written before the table was published, and must end first."""
+    frontier: Key | None = None
+    """While seeding: the last key that was copied; None: none yet."""
+
+
+class Copied(_Value):
+    """A chunk that was copied, and the snapshot it was read in; kept until the log has passed what that contains."""
+
+    stream: str
+    after: Key | None = None
+    upto: Key | None = None
+    snapshot: str
+    lsn: int
+    """Every transaction that the snapshot shows committed before it."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The keys behind `after` up to `upto`; None is open. `lsn` is how far the log was read before."""
+
+    stream: str
+    after: Key | None
+    upto: Key | None
+    lsn: int
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A run of a table's pages, read under a snapshot that the driver holds."""
+
+    stream: str
+    first: int
+    last: int | None
+    snapshot: str
+    lsn: int
+
+
+@dataclass(frozen=True)
+class Clear:
+    """The target's rows of a table go, because it is copied again."""
+
+    stream: str
+    lsn: int
+
+
+# -- planning --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Where a chunk ends, and about how many rows are in it."""
+
+    upto: Key | None
+    rows: int
+
+
+def edges(
+    connection: psycopg.Connection[Any],
+    table: Table,
+    catalog: TypeCatalog,
+    after: Key | None,
+    upto: Key | None,
+    rows: int,
+    room: int,
+) -> Iterator[Edge]:
+    """Ends of chunks of so many rows, until `room` is used up or `upto` is reached, which then is the last one."""
+    expressions = ", ".join(select_text(column, catalog) for column in table.key_columns)
+    while room > 0:
+        found = connection.execute(
+            f"SELECT {expressions} FROM {_from(table)}{_where(table, after, upto)} "
+            f"ORDER BY {', '.join(table.order_by())} OFFSET {rows - 1} LIMIT 1"
+        ).fetchone()
+        if found is None or tuple(found) == upto:
+            yield Edge(upto, _count(connection, table, after, upto, rows))
+            return
+        after, room = tuple(found), room - rows
+        yield Edge(after, rows)
+
+
+def _count(
+    connection: psycopg.Connection[Any], table: Table, after: Key | None, upto: Key | None, most: int
+) -> int:
+    row = connection.execute(
+        f"SELECT count(*) FROM (SELECT FROM {_from(table)}{_where(table, after, upto)} LIMIT {most}) AS rest"
+    ).fetchone()
+    return int(row[0]) if row else 0
+
+
+def page_runs(connection: psycopg.Connection[Any], table: Table, snapshot: str, lsn: int, count: int) -> list[Pages]:
+    """A table without a usable key, cut by its pages; pages that are added later hold nothing that the snapshot shows."""
+    if table.partitioned:
+        return [Pages(table.stream, 0, None, snapshot, lsn)]
+    row = connection.execute("SELECT pg_relation_size(%s::oid) / current_setting('block_size')::int", [table.oid])
+    pages = int((row.fetchone() or (0,))[0])
+    step = max(1024, -(-pages // count))
+    edges = [*range(0, max(pages, 1), step)]
+    return [
+        Pages(table.stream, first, None if first == edges[-1] else first + step, snapshot, lsn) for first in edges
+    ]
+
+
+def _where(table: Table, after: Key | None, upto: Key | None) -> str:
+    key = ", ".join(table.order_by())
+    parts = [
+        f"({key}) {sign} ({', '.join(wal.literal(value) for value in edge)})"
+        for sign, edge in ((">", after), ("<=", upto))
+        if edge is not None
+    ]
+    return f" WHERE {' AND '.join(parts)}" if parts else ""
+
+
+def _from(table: Table) -> str:
+    return table.sql if table.partitioned else f"ONLY {table.sql}"
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_part(
+    config: PostgresCdcConfig, table: Table, catalog: TypeCatalog, part: Chunk | Pages
+) -> Iterator[SourceBatch | Note]:
+    """The rows of a part in one snapshot, and then which snapshot that was."""
+    with wal.errors(f"cannot copy {part.stream}"), contextlib.closing(wal.connect_arrow(config)) as connection:
+        wal.run(connection, "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        if isinstance(part, Pages):
+            wal.run(connection, f"SET TRANSACTION SNAPSHOT {wal.literal(part.snapshot)}")
+            where = f" WHERE ctid >= '({part.first},0)'" + (f" AND ctid < '({part.last},0)'" if part.last else "")
+            where = "" if table.partitioned else where
+            edges: dict[str, Key | None] = {}
+        else:
+            where = _where(table, part.after, part.upto)
+            edges = {"after": part.after, "upto": part.upto}
+        # The log's end is asked after the snapshot is taken: it is behind every commit that the snapshot shows.
+        seen = wal.run(
+            connection, "SELECT pg_current_snapshot()::text AS s, (pg_current_wal_insert_lsn() - '0/0')::int8 AS l"
+        ).to_pylist()[0]
+        columns = ", ".join(select_native(column, catalog) for column in table.columns) or "1"
+        with connection.cursor() as cursor:
+            cursor.execute(f"SELECT {columns} FROM {_from(table)}{where}")
+            for batch in cursor.fetch_record_batch():
+                if batch.num_rows:
+                    yield SourceBatch(_seeded(batch, table, catalog, part.lsn), stream=table.stream)
+        wal.run(connection, "COMMIT")
+    yield Note({"copied": Copied(stream=part.stream, snapshot=seen["s"], lsn=seen["l"], **edges).model_dump(mode="json")})
+
+
+def clear(table: Table, catalog: TypeCatalog, lsn: int) -> SourceBatch:
+    """One row that empties the target of a table."""
+    row = {"_op": str(Op.TRUNCATE), "_position": position_text(lsn - 1, 0)}
+    return SourceBatch(pa.RecordBatch.from_pylist([row], schema=table.schema(catalog)), stream=table.stream)
+
+
+def _seeded(batch: pa.RecordBatch, table: Table, catalog: TypeCatalog, lsn: int) -> pa.RecordBatch:
+    rows = batch.num_rows
+    columns = [from_select(values, column, catalog) for values, column in zip(batch.columns, table.columns, strict=True)]
+    # No commit record starts at an odd place, so this sorts behind all that was read and before all that comes.
+    fixed = {"_op": str(Op.SEEDED), "_position": position_text(lsn - 1, 1)}
+    columns += [pa.repeat(pa.scalar(fixed.get(each.name), each.type), rows) for each in CHANGE_FIELDS]
+    return pa.RecordBatch.from_arrays(columns, schema=table.schema(catalog))
+
+
+# -- which changes count ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rule:
+    """Which changes of one table belong behind its copy; the others are in the copy, or will be."""
+
+    table: Table
+    catalog: TypeCatalog
+    progress: Progress
+    copied: Sequence[Copied]
+    reset: bool = False
+    """Its copy begins anew behind this range."""
+
+    def rows(self, item: Rows) -> Iterator[pa.RecordBatch]:
+        """The rows that count, in order."""
+        batch = item.batch
+        if self.reset or (self.progress.state != "seeded" and self.progress.frontier is None and not self.copied):
+            return
+        if self.progress.state == "seeded" and not self.copied:
+            yield batch
+        elif not self.table.chunked:
+            yield _only(batch, ~self._contained(self.copied, _txids(batch)))
+        else:
+            yield from self._by_key(batch)
+
+    def _by_key(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+        truncated = np.flatnonzero(_numpy(pc.equal(batch["_op"], str(Op.TRUNCATE))))
+        end = int(truncated[0]) if len(truncated) else batch.num_rows
+        yield from self._keyed(batch.slice(0, end))
+        if end < batch.num_rows and not self.reset:
+            self.reset = True  # what the copy holds is gone, and what comes now is in the next copy
+            yield batch.slice(end, 1)
+
+    def _keyed(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+        names = [column.name for column in self.table.key_columns]
+        missing = [name for name in names if name not in batch.schema.names]
+        if missing:
+            raise FatalError(
+                f"the key column {missing[0]!r} of {self.table.stream} was renamed or dropped while it was copied",
+                hint="`penstock offsets FILE reset` begins a new copy",
+            )
+        live = self._live([batch[name] for name in names], _txids(batch))
+        moved = np.flatnonzero(_numpy(batch["_old_key"].is_valid()))
+        done = 0
+        for index in map(int, moved):
+            yield _only(batch.slice(done, index - done), live[done:index])
+            done = index + 1
+            row = batch.slice(index, 1)
+            yield from self._moved(row, bool(live[index]))
+            if self.reset:
+                return
+        yield _only(batch.slice(done), live[done:])
+
+    def _moved(self, row: pa.RecordBatch, new_lives: bool) -> Iterator[pa.RecordBatch]:
+        """A row whose key changed: it may leave the part that is copied, or enter it."""
+        old = json.loads(row["_old_key"][0].as_py())
+        keys = [
+            parse_text(pa.array([_text(old[column.name])]), column.type_oid, column.typmod, self.catalog)
+            for column in self.table.key_columns
+        ]
+        old_lives = bool(self._live(keys, _txids(row))[0])
+        if old_lives and new_lives:
+            yield row
+        elif old_lives:
+            values = dict(zip(self.table.key, keys, strict=True))
+            yield _changed(row, {"_op": Op.DELETE}, keep=("_position", "_txid", "_committed_at"), values=values)
+        elif new_lives and row["_unchanged"][0].as_py():
+            # It enters without all of its values, and the target has never had them: copy the table again.
+            self.reset = True
+            yield _changed(row, {"_op": Op.TRUNCATE}, keep=("_position", "_txid", "_committed_at"))
+        elif new_lives:
+            names = tuple(name for name in row.schema.names if name not in ("_op", "_old_key"))
+            yield _changed(row, {"_op": Op.INSERT}, keep=names)
+
+    def _live(self, keys: Sequence[pa.Array], txids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        live = np.ones(len(txids), dtype=bool)
+        if self.progress.state != "seeded":
+            live &= self._at_most(keys, self.progress.frontier) if self.progress.frontier else False
+        for chunk in self.copied:
+            inside = wal.Snapshot.parse(chunk.snapshot).sees(txids)
+            if chunk.upto is not None:
+                inside &= self._at_most(keys, chunk.upto)
+            if chunk.after is not None:
+                inside &= ~self._at_most(keys, chunk.after)
+            live &= ~inside
+        return live
+
+    def _contained(self, copied: Sequence[Copied], txids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        contained = np.zeros(len(txids), dtype=bool)
+        for each in copied:
+            contained |= wal.Snapshot.parse(each.snapshot).sees(txids)
+        return contained
+
+    def _at_most(self, keys: Sequence[pa.Array], edge: Key) -> npt.NDArray[np.bool_]:
+        """Which keys are not behind the edge, compared column by column."""
+        result = np.ones(len(keys[0]), dtype=bool)
+        for values, text, column in reversed(list(zip(keys, edge, self.table.key_columns, strict=True))):
+            bound = _plain(parse_text(pa.array([text]), column.type_oid, column.typmod, self.catalog))[0]
+            less, same = _numpy(pc.less(_plain(values), bound)), _numpy(pc.equal(_plain(values), bound))
+            result = less | (same & result)
+        return result
+
+
+@dataclass
+class Rules:
+    """The rules of all tables in one WAL range."""
+
+    by_stream: Mapping[str, Rule] = field(default_factory=dict)
+
+    def rows(self, item: Rows) -> Iterator[SourceBatch]:
+        rule = self.by_stream.get(item.relation.stream)
+        for batch in rule.rows(item) if rule else ():
+            if batch.num_rows:
+                yield SourceBatch(batch, stream=item.relation.stream)
+
+    @property
+    def reset(self) -> list[str]:
+        return sorted(stream for stream, rule in self.by_stream.items() if rule.reset)
+
+
+def _txids(batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
+    return batch["_txid"].to_numpy(zero_copy_only=False).astype(np.int64)  # type: ignore[no-any-return]
+
+
+def _only(batch: pa.RecordBatch, mask: npt.NDArray[np.bool_]) -> pa.RecordBatch:
+    return batch if mask.all() else batch.filter(pa.array(mask))
+
+
+def _numpy(mask: pa.Array) -> npt.NDArray[np.bool_]:
+    return pc.fill_null(mask, False).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+
+
+def _plain(values: pa.Array) -> pa.Array:
+    return values.storage if isinstance(values.type, pa.BaseExtensionType) else values
+
+
+def _text(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else json.dumps(value)
+
+
+def _changed(
+    row: pa.RecordBatch, new: Mapping[str, str], keep: Sequence[str], values: Mapping[str, pa.Array] | None = None
+) -> pa.RecordBatch:
+    """One row with some columns kept, some replaced, and null in the others."""
+    columns = []
+    for each, column in zip(row.schema, row.columns, strict=True):
+        if values and each.name in values:
+            columns.append(values[each.name])
+        elif each.name in new:
+            columns.append(pa.array([str(new[each.name])], each.type))
+        else:
+            columns.append(column if each.name in keep else pa.nulls(1, each.type))
+    return pa.RecordBatch.from_arrays(columns, schema=row.schema)

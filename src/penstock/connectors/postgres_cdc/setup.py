@@ -1,0 +1,328 @@
+"""What is there and what must be there: tables, keys, publications, and the SQL that mends what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pyarrow as pa
+
+from penstock.change import CHANGE_FIELDS
+from penstock.connectors.postgres_cdc import wal
+from penstock.connectors.postgres_cdc.types import Column, TypeCatalog, table_schema
+from penstock.errors import ConfigError
+from penstock.source import Finding
+
+if TYPE_CHECKING:
+    from penstock.connectors.postgres_cdc.source import PostgresCdcConfig
+
+COMPARABLE = {
+    20: "int8", 21: "int2", 23: "int4", 2950: "uuid", 25: "text", 1043: "varchar", 17: "bytea",
+    1082: "date", 1114: "timestamp", 1184: "timestamptz",
+}  # fmt: skip
+"""Types whose order is the same in Arrow as in the server (text: by `COLLATE "C"`)."""
+
+_TEXT = (25, 1043)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that the options choose, as the catalog shows it."""
+
+    oid: int
+    namespace: str
+    name: str
+    partitioned: bool
+    replica_identity: str
+    primary_key: tuple[str, ...]
+    columns: tuple[Column, ...]
+    """Those that are captured; `is_key`: part of the replica identity."""
+    insert_only: bool = False
+    plain_order: bool = True
+    """The key's own order is that of its bytes, so that an index on it serves."""
+    comparable: bool = True
+    """Keys can be compared outside the server as it does."""
+
+    @property
+    def stream(self) -> str:
+        return f"{self.namespace}.{self.name}"
+
+    @property
+    def sql(self) -> str:
+        return f"{quoted(self.namespace)}.{quoted(self.name)}"
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """The columns that tell rows apart, in the order of their index: what a delete is sure to carry."""
+        if self.replica_identity in "fn":
+            return self.primary_key
+        named = {column.name for column in self.columns if column.is_key}
+        ordered = [name for name in self.primary_key if name in named]
+        return (*ordered, *(c.name for c in self.columns if c.is_key and c.name not in ordered))
+
+    @property
+    def key_columns(self) -> tuple[Column, ...]:
+        by_name = {column.name: column for column in self.columns}
+        return tuple(by_name[name] for name in self.key)
+
+    @property
+    def chunked(self) -> bool:
+        """True if it can be copied in the order of its key, part by part."""
+        return bool(self.key) and self.comparable
+
+    @property
+    def has_identity(self) -> bool:
+        """True if the server lets updates and deletes be published."""
+        return self.replica_identity == "f" or any(column.is_key for column in self.columns)
+
+    def order_by(self) -> list[str]:
+        """The key as expressions whose order is the same everywhere."""
+        return [
+            f'{quoted(column.name)} COLLATE "C"' if column.type_oid in _TEXT and not self.plain_order else quoted(column.name)
+            for column in self.key_columns
+        ]
+
+    def schema(self, catalog: TypeCatalog) -> pa.Schema:
+        """What its changes look like."""
+        own = table_schema(self.columns, catalog, self.key)
+        return pa.schema([*own, *CHANGE_FIELDS], metadata=own.metadata)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The tables that are captured, and those that are chosen and cannot be."""
+
+    captured: Mapping[str, Table] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Why, by stream."""
+
+
+def find_tables(connection: psycopg.Connection[Any], config: PostgresCdcConfig, version: int) -> Tables:
+    """The tables that the options choose, as they are now."""
+    rows = connection.execute(_TABLES).fetchall()
+    chosen = {row[0]: row for row in rows if _chosen(f"{row[1]}.{row[2]}", config)}
+    # A partition whose root is captured comes with it.
+    chosen = {oid: row for oid, row in chosen.items() if row[6] == oid or row[6] not in chosen}
+    columns: dict[int, list[tuple[Any, ...]]] = {oid: [] for oid in chosen}
+    for row in connection.execute(_COLUMNS, [list(chosen)]).fetchall():
+        columns[row[0]].append(row[1:])
+    (utf8,) = _one(connection, "SELECT current_setting('server_encoding') = 'UTF8'")
+    captured, refused = {}, {}
+    for oid, (_, namespace, name, kind, identity, primary_key, _, identity_key) in sorted(chosen.items()):
+        stream = f"{namespace}.{name}"
+        key = set(primary_key if identity == "d" else identity_key if identity == "i" else ())
+        found = [
+            (Column(column, type_oid, typmod, column in key, not required), plain)
+            for column, type_oid, typmod, required, generated, plain in columns[oid]
+            if _published(generated, version) and not excluded(stream, column, config)
+        ]
+        insert_only = _matches(stream, config.insert_only)
+        names = {column.name for column, _ in found}
+        missing = [column for column in (*primary_key, *sorted(key)) if column not in names]
+        table = Table(
+            oid, namespace, name, kind == "p", identity, tuple(primary_key), tuple(column for column, _ in found),
+            insert_only, all(plain for column, plain in found if column.name in (*primary_key, *key)),
+        )  # fmt: skip
+        if not missing:
+            types = {column.type_oid for column in table.key_columns}
+            table = replace(table, comparable=types <= {*COMPARABLE} and (utf8 or types.isdisjoint(_TEXT)))
+        if missing:
+            raise ConfigError(
+                f"exclude_columns leaves out {missing[0]!r}, which is part of the key of {stream}",
+                code="PEN-1016",
+                hint="keep the key; rows could not be told apart without it",
+            )
+        if table.has_identity or insert_only:
+            captured[stream] = table
+        elif stream in config.tables:
+            raise ConfigError(
+                f"{stream} has no replica identity: publishing its updates would make them fail for everyone",
+                code="PEN-1016",
+                hint=f"{identity_fix(table)}; or put it into `insert_only`, or into `exclude_tables`",
+            )
+        else:
+            refused[stream] = f"no replica identity ({identity_fix(table)})"
+    if not captured:
+        raise ConfigError(
+            f"no table that can be captured matches tables = {list(config.tables)}"
+            + (f"; {', '.join(refused)}: no replica identity" if refused else ""),
+            code="PEN-1016",
+            hint='patterns are "schema.table", with * for any part',
+        )
+    return Tables(captured, refused)
+
+
+def identity_fix(table: Table) -> str:
+    """The SQL that lets updates and deletes of a table be published."""
+    if table.primary_key:
+        return f"ALTER TABLE {table.sql} REPLICA IDENTITY DEFAULT"
+    return f"ALTER TABLE {table.sql} REPLICA IDENTITY FULL"
+
+
+# -- publications ----------------------------------------------------------------------------------------------------
+
+
+def publications(config: PostgresCdcConfig) -> list[str]:
+    """The publications that are read: one for all changes, one more for tables of which only inserts are captured."""
+    return [config.publication, *([f"{config.publication}_inserts"] if config.insert_only else [])]
+
+
+def publish(connection: psycopg.Connection[Any], config: PostgresCdcConfig, tables: Tables, version: int) -> None:
+    """Make the publications and add what they lack, or, with `manage = false`, only see that nothing is missing."""
+    for statement in missing(connection, config, tables, version):
+        if not config.manage:
+            raise ConfigError(
+                f"the publication {config.publication!r} does not hold every table, and manage = false",
+                code="PEN-1016",
+                hint=statement,
+            )
+        connection.execute(statement)
+
+
+def missing(
+    connection: psycopg.Connection[Any], config: PostgresCdcConfig, tables: Tables, version: int
+) -> Iterator[str]:
+    """The statements that make the publications complete."""
+    known = {name for (name,) in connection.execute("SELECT pubname FROM pg_publication").fetchall()}
+    for publication in publications(config):
+        inserts = publication != config.publication
+        wanted = [table for table in tables.captured.values() if table.insert_only == inserts]
+        rows = connection.execute(
+            "SELECT schemaname, tablename FROM pg_publication_tables WHERE pubname = %s", [publication]
+        ).fetchall()
+        lacking = [table.sql for table in wanted if (table.namespace, table.name) not in set(rows)]
+        if publication not in known:
+            options = {
+                "publish": "'insert, truncate'" if inserts else "'insert, update, delete, truncate'",
+                "publish_via_partition_root": "true",
+                **({"publish_generated_columns": "stored"} if version >= 180000 else {}),
+            }
+            settings = ", ".join(f"{name} = {value}" for name, value in options.items())
+            of = f" FOR TABLE {', '.join(lacking)}" if lacking else ""
+            yield f"CREATE PUBLICATION {quoted(publication)}{of} WITH ({settings})"
+        elif lacking:
+            yield f"ALTER PUBLICATION {quoted(publication)} ADD TABLE {', '.join(lacking)}"
+
+
+# -- check -----------------------------------------------------------------------------------------------------------
+
+
+def findings(connection: psycopg.Connection[Any], config: PostgresCdcConfig) -> Iterator[Finding]:
+    """Everything that would fail later, with the SQL that mends it."""
+    here = wal.server(connection)
+    yield Finding(
+        here.wal_level == "logical",
+        f"wal_level is {here.wal_level}",
+        "" if here.wal_level == "logical" else "ALTER SYSTEM SET wal_level = 'logical'; then restart the server",
+    )
+    slot = wal.slot(connection, config.slot)
+    slots, max_slots, senders, max_senders, may_replicate, may_create = _one(connection, _LIMITS)
+    free = slots < max_slots
+    if slot is None and not config.manage:
+        fix = f"SELECT pg_create_logical_replication_slot({wal.literal(config.slot)}, '{wal.PLUGIN}')"
+        yield Finding(False, f"the replication slot {config.slot!r} is not there, and manage = false", fix)
+    elif slot is None:
+        fix = "" if free else f"ALTER SYSTEM SET max_replication_slots = {max_slots + 5}; then restart the server"
+        yield Finding(free, f"{slots} of {max_slots} replication slots are in use; one more will be made", fix)
+    else:
+        lost = slot.wal_status == "lost"
+        fix = f"SELECT pg_drop_replication_slot({wal.literal(config.slot)})" if lost else ""
+        yield Finding(not lost, f"the replication slot {config.slot!r} is {slot.wal_status}", fix)
+    room = senders < max_senders
+    fix = "" if room else f"ALTER SYSTEM SET max_wal_senders = {max_senders + 5}; then restart the server"
+    yield Finding(room, f"{senders} of {max_senders} senders are in use", fix)
+    fix = "" if may_replicate else "ALTER ROLE CURRENT_USER REPLICATION -- as a superuser"
+    yield Finding(may_replicate, f"the user {'may' if may_replicate else 'may not'} replicate", fix)
+    tables = find_tables(connection, config, here.version)
+    lacking = list(missing(connection, config, tables, here.version))
+    if lacking and config.manage:
+        fix = "" if may_create else "GRANT CREATE ON DATABASE … TO CURRENT_USER -- or run it yourself: " + lacking[0]
+        yield Finding(bool(may_create), f"the publication {config.publication!r} will be made or completed", fix)
+    else:
+        yield Finding(
+            not lacking, f"the publication {config.publication!r} {'lacks tables' if lacking else 'is there'}", *lacking[:1]
+        )
+    yield from _table_findings(connection, tables)
+
+
+def _table_findings(connection: psycopg.Connection[Any], tables: Tables) -> Iterator[Finding]:
+    for stream, why in tables.refused.items():
+        what, _, fix = why.partition(" (")
+        yield Finding(False, f"{stream} is left out: {what}", fix.rstrip(")"))
+    names = {"d": "default", "f": "full", "i": "index", "n": "nothing"}
+    for table in tables.captured.values():
+        (may_read,) = _one(connection, "SELECT has_table_privilege(%s::oid, 'SELECT')", [table.oid])
+        if not may_read:
+            yield Finding(False, f"{table.stream} may not be read", f"GRANT SELECT ON {table.sql} TO CURRENT_USER")
+        what = f"{table.stream}: replica identity {names[table.replica_identity]}, key {', '.join(table.key) or 'none'}"
+        if table.insert_only:
+            yield Finding(True, f"{what}; only inserts are captured")
+        elif table.key:
+            yield Finding(True, what)
+        else:
+            fix = f"ALTER TABLE {table.sql} ADD PRIMARY KEY (…); or use it with sinks that append only"
+            yield Finding(False, f"{what}; it is copied in one go, and cannot be upserted", fix)
+
+
+# -- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def quoted(name: str) -> str:
+    """An SQL identifier."""
+    escaped = name.replace('"', '""')
+    return f'"{escaped}"'
+
+
+def _one(connection: psycopg.Connection[Any], query: str, values: Sequence[Any] = ()) -> Any:
+    return connection.execute(query, values or None).fetchone()
+
+
+def _chosen(stream: str, config: PostgresCdcConfig) -> bool:
+    return _matches(stream, config.tables) and not _matches(stream, config.exclude_tables)
+
+
+def excluded(stream: str, column: str, config: PostgresCdcConfig) -> bool:
+    return _matches(f"{stream}.{column}", config.exclude_columns)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _published(generated: str, version: int) -> bool:
+    return not generated or (generated == "s" and version >= 180000)
+
+
+_KEY = """
+    coalesce((SELECT array_agg(a.attname::text ORDER BY k.place)
+       FROM pg_index i, unnest(i.indkey) WITH ORDINALITY AS k(attnum, place), pg_attribute a
+      WHERE i.indrelid = c.oid AND i.{which} AND i.indisvalid AND k.place <= i.indnkeyatts
+        AND a.attrelid = c.oid AND a.attnum = k.attnum), '{{}}')"""
+
+_TABLES = f"""
+    SELECT c.oid::int8, n.nspname::text, c.relname::text, c.relkind::text, c.relreplident::text,
+           {_KEY.format(which="indisprimary")},
+           coalesce(pg_partition_root(c.oid), c.oid)::oid::int8,
+           {_KEY.format(which="indisreplident")}
+      FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+     WHERE c.relkind IN ('r', 'p') AND c.relpersistence = 'p'
+       AND n.nspname NOT IN ('pg_catalog', 'information_schema') AND n.nspname NOT LIKE 'pg\\_toast%'
+     ORDER BY c.oid"""
+
+_COLUMNS = """
+    SELECT a.attrelid::int8, a.attname::text, a.atttypid::int8, a.atttypmod, a.attnotnull, a.attgenerated::text,
+           a.attcollation = 0 OR co.collname IN ('C', 'POSIX', 'ucs_basic') OR co.collprovider = 'b'
+           OR (co.collname = 'default' AND (SELECT d.datcollate IN ('C', 'POSIX') OR d.datlocprovider::text = 'b'
+                                              FROM pg_database d WHERE d.datname = current_database()))
+      FROM pg_attribute a LEFT JOIN pg_collation co ON co.oid = a.attcollation
+     WHERE a.attrelid = ANY(%s::oid[]) AND a.attnum > 0 AND NOT a.attisdropped
+     ORDER BY a.attrelid, a.attnum"""
+
+_LIMITS = """
+    SELECT (SELECT count(*) FROM pg_replication_slots), current_setting('max_replication_slots')::int,
+           (SELECT count(*) FROM pg_stat_replication), current_setting('max_wal_senders')::int,
+           (SELECT rolreplication OR rolsuper FROM pg_roles WHERE rolname = current_user),
+           has_database_privilege(current_database(), 'CREATE')"""

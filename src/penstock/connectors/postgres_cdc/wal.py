@@ -1,0 +1,357 @@
+"""The server's side of a WAL range: connections, the slot, peeking and acknowledging."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import psycopg
+import pyarrow as pa
+from adbc_driver_manager import dbapi as adbc_dbapi
+from adbc_driver_postgresql import dbapi as adbc
+from psycopg.conninfo import make_conninfo
+
+from penstock.connectors.postgres_cdc.decode import lsn_text
+from penstock.connectors.postgres_cdc.types import SESSION
+from penstock.errors import ConfigError, FatalError, RetryableError
+
+if TYPE_CHECKING:
+    from penstock.connectors.postgres_cdc.source import PostgresCdcConfig
+
+PLUGIN = "pgoutput"
+OLDEST = 150000
+"""`server_version_num` of the oldest server that is read from."""
+
+_LOST = (
+    "start over with `penstock offsets FILE reset` (empty the targets first), "
+    'or set snapshot = "when_needed" to have everything copied again'
+)
+
+
+@dataclass(frozen=True)
+class Server:
+    """Which server this is and how far its log is flushed; `flushed` and `timeline` are 0 on a standby."""
+
+    system: str
+    timeline: int
+    version: int
+    database: str
+    wal_level: str
+    flushed: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A replication slot as `pg_replication_slots` shows it."""
+
+    plugin: str
+    database: str
+    active_pid: int | None
+    restart: int
+    confirmed: int
+    wal_status: str
+    safe_wal_size: int | None
+
+
+class SlotLost(FatalError):
+    """The slot does not hold what comes next; nothing but a new copy brings it back."""
+
+    default_code = "PEN-5011"
+
+
+# -- connections -----------------------------------------------------------------------------------------------------
+
+
+def conninfo(config: PostgresCdcConfig) -> str:
+    """The connection string with everything that the options add; it holds the password, so it is kept nowhere."""
+    options: dict[str, Any] = {
+        "application_name": "penstock",
+        "connect_timeout": config.connect_timeout_secs,
+        "password": config.password.reveal() if config.password else None,
+        "sslmode": config.sslmode,
+        **{name: _path(getattr(config, name)) for name in ("sslrootcert", "sslcert", "sslkey")},
+    }
+    return make_conninfo(config.dsn, **{name: value for name, value in options.items() if value is not None})
+
+
+def connect(config: PostgresCdcConfig) -> psycopg.Connection[Any]:
+    """A connection for questions and orders, in autocommit; not for rows."""
+    with errors("cannot connect to PostgreSQL"):
+        connection = psycopg.connect(conninfo(config), autocommit=True)
+        with _closing_on_error(connection):
+            connection.execute(_settings(config))
+    return connection
+
+
+def connect_arrow(config: PostgresCdcConfig, **settings: str) -> Any:
+    """A connection that answers in Arrow, in autocommit; for rows."""
+    with errors("cannot connect to PostgreSQL"):
+        connection = adbc.connect(conninfo(config), autocommit=True)
+        with _closing_on_error(connection):
+            run(connection, _settings(config, settings))
+    return connection
+
+
+def run(connection: Any, query: str) -> pa.Table:
+    """What a query answers over an Arrow connection."""
+    with connection.cursor() as cursor:
+        cursor.execute(query)
+        return cursor.fetch_arrow_table()
+
+
+@contextlib.contextmanager
+def errors(what: str) -> Iterator[None]:
+    """Turn a driver's errors into ours, by what should happen next."""
+    try:
+        yield
+    except (psycopg.Error, adbc_dbapi.Error) as error:
+        state = str(getattr(error, "sqlstate", None) or "")
+        text = str(error).strip().partition("\n")[0]
+        message = f"{what}: {text}"
+        if state == "55006":  # object in use
+            raise RetryableError(message, hint="another session reads the slot; it is tried again") from error
+        if state == "55000" and "can no longer" in text:
+            raise SlotLost(message, hint=_LOST) from error
+        if state == "57014":
+            raise RetryableError(message, code="PEN-2003", hint="raise `statement_timeout_secs`") from error
+        if state[:2] in ("28", "3D") or state in ("42501", "42704", "42P01") or _is_refusal(text):
+            hint = "see `penstock check` for the grants and settings that are needed"
+            raise ConfigError(message, code="PEN-1016", hint=hint) from error
+        if not state or state[:2] in ("08", "40", "53", "55", "57", "58"):
+            raise RetryableError(message, code="PEN-2001") from error
+        raise FatalError(message) from error
+
+
+def _is_refusal(text: str) -> bool:
+    """True for what libpq says, without a state, about settings that will not mend by themselves."""
+    return any(
+        part in text
+        for part in (
+            "password authentication failed",
+            "no password supplied",
+            "certificate",
+            "SSL",
+            "sslmode",
+            "pg_hba.conf",
+            "could not translate host name",
+        )
+    ) or ("database" in text and "does not exist" in text)
+
+
+@contextlib.contextmanager
+def _closing_on_error(connection: Any) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _settings(config: PostgresCdcConfig, more: Mapping[str, str] | None = None) -> str:
+    settings = {
+        **SESSION,
+        "statement_timeout": f"{config.statement_timeout_secs}s",
+        "client_connection_check_interval": "1s",  # frees the slot soon after a reader was killed
+        **(more or {}),
+    }
+    calls = ", ".join(f"set_config({literal(name)}, {literal(value)}, false)" for name, value in settings.items())
+    return f"SELECT {calls}"
+
+
+def _path(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def literal(text: str) -> str:
+    """An SQL string."""
+    escaped = text.replace("'", "''")
+    return f" E'{escaped}'".replace("\\", "\\\\") if "\\" in escaped else f"'{escaped}'"
+
+
+# -- the server and its slot -----------------------------------------------------------------------------------------
+
+
+def server(connection: psycopg.Connection[Any]) -> Server:
+    """Who answers, and how far its log is flushed."""
+    row = connection.execute(
+        "SELECT (SELECT system_identifier FROM pg_control_system())::text, pg_is_in_recovery(), "
+        "current_setting('server_version_num')::int, current_database(), current_setting('wal_level')"
+    ).fetchone()
+    assert row is not None
+    system, standby, version, database, wal_level = row
+    if standby:
+        return Server(system, 0, version, database, wal_level, 0)
+    row = connection.execute(
+        "SELECT ('x' || left(pg_walfile_name(pg_current_wal_flush_lsn()), 8))::bit(32)::int, "
+        "(pg_current_wal_flush_lsn() - '0/0')::int8"
+    ).fetchone()
+    assert row is not None
+    return Server(system, row[0], version, database, wal_level, row[1])
+
+
+def slot(connection: psycopg.Connection[Any], name: str) -> Slot | None:
+    row = connection.execute(
+        "SELECT coalesce(plugin, ''), coalesce(database, ''), active_pid, coalesce(restart_lsn - '0/0', 0)::int8, "
+        "coalesce(confirmed_flush_lsn - '0/0', 0)::int8, coalesce(wal_status, 'lost'), safe_wal_size "
+        "FROM pg_replication_slots WHERE slot_name = %s",
+        [name],
+    ).fetchone()
+    return Slot(*row) if row else None
+
+
+def make_slot(connection: psycopg.Connection[Any], name: str) -> Slot:
+    """Make the slot; waits until every transaction that writes now has ended."""
+    connection.execute("SELECT pg_create_logical_replication_slot(%s, %s)", [name, PLUGIN])
+    made = slot(connection, name)
+    assert made is not None
+    return made
+
+
+def verify_slot(found: Slot | None, name: str, here: Server) -> Slot:
+    """The slot, if it is one that can be read here."""
+    if found is None:
+        raise SlotLost(f"the replication slot {name!r} is gone", hint=_LOST)
+    if found.plugin != PLUGIN or found.database != here.database:
+        raise ConfigError(
+            f"the replication slot {name!r} decodes the database {found.database!r} by {found.plugin!r}, "
+            f"not {here.database!r} by {PLUGIN!r}",
+            code="PEN-1016",
+            hint="name another `slot`; one that does not exist is made",
+        )
+    if found.wal_status == "lost":
+        raise SlotLost(
+            f"the replication slot {name!r} is invalidated: the server removed log that it still needed",
+            hint=f"raise max_slot_wal_keep_size on the server; drop the slot; then {_LOST}",
+        )
+    return found
+
+
+def verify_range(found: Slot, name: str, here: Server, start: int, system: str, timeline: int) -> None:
+    """Refuse a start that this server's log does not lead on from."""
+    if here.system != system:
+        raise FatalError(
+            f"this is another server: its system identifier is {here.system}, the recorded position is of {system}",
+            code="PEN-5011",
+            hint=f"point `dsn` at the server that was read before; or {_LOST}",
+        )
+    if here.timeline != timeline or start > here.flushed:
+        raise SlotLost(
+            f"the server went another way: it is on timeline {here.timeline} at {lsn_text(here.flushed)}, "
+            f"the recorded position is {lsn_text(start)} on timeline {timeline}",
+            hint=f"it was failed over or put back from a copy; {_LOST}",
+        )
+    if found.confirmed > start:
+        raise SlotLost(
+            f"the replication slot {name!r} begins at {lsn_text(found.confirmed)}, behind the recorded position "
+            f"{lsn_text(start)}: it was made again, or another reader moved it",
+            hint=f"give each pipeline a `slot` of its own; {_LOST}",
+        )
+
+
+# -- ranges ----------------------------------------------------------------------------------------------------------
+
+
+def _peek(slot_name: str, publications: Sequence[str], upto: int, changes: str) -> str:
+    names = ",".join(f'"{name}"' for name in publications)
+    return (
+        f"pg_logical_slot_peek_binary_changes({literal(slot_name)}, '{lsn_text(upto)}', {changes}, "
+        f"'proto_version', '1', 'publication_names', {literal(names)})"
+    )
+
+
+def has_changes(
+    connection: psycopg.Connection[Any], slot_name: str, publications: Sequence[str], start: int, end: int
+) -> bool:
+    """True if a transaction in the range touches a published table."""
+    row = connection.execute(
+        # A BEGIN says where its transaction commits; what was read before and is not yet acknowledged does not count.
+        "SELECT EXISTS (SELECT FROM (SELECT ('x' || encode(substr(data, 2, 8), 'hex'))::bit(64)::int8 AS at "
+        f"FROM {_peek(slot_name, publications, end, '1')} WHERE substr(data, 1, 1) = 'B') AS begun "
+        f"WHERE at >= {start} AND at < {end})"
+    ).fetchone()
+    return bool(row and row[0])
+
+
+def peek(connection: Any, slot_name: str, publications: Sequence[str], end: int) -> Iterator[pa.RecordBatch]:
+    """The messages from the slot's own place to `end`, as the server sends them."""
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT lsn, xid, data FROM {_peek(slot_name, publications, end, 'NULL')}")
+        yield from cursor.fetch_record_batch()
+
+
+def acknowledge(connection: psycopg.Connection[Any], slot_name: str, end: int) -> None:
+    """Let the server forget what is before `end`; one that it has forgotten is a success."""
+    connection.execute(
+        "SELECT CASE WHEN confirmed_flush_lsn < %(end)s::pg_lsn THEN pg_replication_slot_advance(slot_name, %(end)s) END "
+        "FROM pg_replication_slots WHERE slot_name = %(slot)s AND wal_status IS DISTINCT FROM 'lost'",
+        {"end": lsn_text(end), "slot": slot_name},
+    )
+
+
+# -- transactions ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A `pg_snapshot`: every transaction below `xmax` that is not in `running` is visible in it."""
+
+    xmin: int
+    xmax: int
+    running: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Snapshot:
+        xmin, xmax, running = text.split(":")
+        return cls(int(xmin), int(xmax), tuple(int(xid) for xid in running.split(",") if xid))
+
+    def sees(self, xids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        return (xids < self.xmax) & ~np.isin(xids, np.array(self.running, dtype=np.int64))
+
+
+def snapshot(connection: psycopg.Connection[Any]) -> Snapshot:
+    row = connection.execute("SELECT pg_current_snapshot()::text").fetchone()
+    assert row is not None
+    return Snapshot.parse(row[0])
+
+
+def current_xid(connection: psycopg.Connection[Any]) -> int:
+    """A 64-bit transaction number of now; none is used up."""
+    return snapshot(connection).xmax
+
+
+def wait_visible(connection: psycopg.Connection[Any], xids: npt.NDArray[np.int64], timeout_secs: float) -> None:
+    """Wait until every one of these committed transactions is seen by whoever looks."""
+    until, pause = time.monotonic() + timeout_secs, 0.001
+    while len(xids := xids[~snapshot(connection).sees(xids)]):
+        if time.monotonic() > until:
+            raise RetryableError(
+                f"transaction {xids[0]} is committed in the log and still not visible after {timeout_secs:g} s: "
+                f"{_why_invisible(connection)}",
+                code="PEN-2003",
+                hint="bring the standby back, or take it out of synchronous_standby_names",
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+
+
+def oldest_writer(connection: psycopg.Connection[Any]) -> tuple[int, int] | None:
+    """The session whose open transaction makes every decoding begin far back, and for how many seconds it has been open."""
+    row = connection.execute(
+        "SELECT pid, extract(epoch FROM clock_timestamp() - xact_start)::int FROM pg_stat_activity "
+        "WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid() ORDER BY age(backend_xid) DESC LIMIT 1"
+    ).fetchone()
+    return (row[0], row[1]) if row else None
+
+
+def _why_invisible(connection: psycopg.Connection[Any]) -> str:
+    rows = connection.execute("SELECT pid FROM pg_stat_activity WHERE wait_event = 'SyncRep' ORDER BY pid").fetchall()
+    if not rows:
+        return "its session has not ended it yet"
+    pids = ", ".join(str(pid) for (pid,) in rows)
+    return f"a synchronous standby is missing ({pids} wait for it)"

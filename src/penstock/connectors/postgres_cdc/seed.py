@@ -19,7 +19,14 @@ from penstock.change import CHANGE_FIELDS, Op
 from penstock.connectors.postgres_cdc import wal
 from penstock.connectors.postgres_cdc.decode import Rows, position_text
 from penstock.connectors.postgres_cdc.setup import Table
-from penstock.connectors.postgres_cdc.types import TypeCatalog, from_select, parse_text, select_native, select_text
+from penstock.connectors.postgres_cdc.types import (
+    TypeCatalog,
+    arrow_type,
+    from_select,
+    parse_text,
+    select_native,
+    select_text,
+)
 from penstock.errors import FatalError
 from penstock.source import Note, SourceBatch
 
@@ -121,9 +128,7 @@ def edges(
         yield Edge(after, rows)
 
 
-def _count(
-    connection: psycopg.Connection[Any], table: Table, after: Key | None, upto: Key | None, most: int
-) -> int:
+def _count(connection: psycopg.Connection[Any], table: Table, after: Key | None, upto: Key | None, most: int) -> int:
     row = connection.execute(
         f"SELECT count(*) FROM (SELECT FROM {_from(table)}{_where(table, after, upto)} LIMIT {most}) AS rest"
     ).fetchone()
@@ -138,9 +143,7 @@ def page_runs(connection: psycopg.Connection[Any], table: Table, snapshot: str, 
     pages = int((row.fetchone() or (0,))[0])
     step = max(1024, -(-pages // count))
     edges = [*range(0, max(pages, 1), step)]
-    return [
-        Pages(table.stream, first, None if first == edges[-1] else first + step, snapshot, lsn) for first in edges
-    ]
+    return [Pages(table.stream, first, None if first == edges[-1] else first + step, snapshot, lsn) for first in edges]
 
 
 def _where(table: Table, after: Key | None, upto: Key | None) -> str:
@@ -185,7 +188,9 @@ def read_part(
                 if batch.num_rows:
                     yield SourceBatch(_seeded(batch, table, catalog, part.lsn), stream=table.stream)
         wal.run(connection, "COMMIT")
-    yield Note({"copied": Copied(stream=part.stream, snapshot=seen["s"], lsn=seen["l"], **edges).model_dump(mode="json")})
+    yield Note(
+        {"copied": Copied(stream=part.stream, snapshot=seen["s"], lsn=seen["l"], **edges).model_dump(mode="json")}
+    )
 
 
 def clear(table: Table, catalog: TypeCatalog, lsn: int) -> SourceBatch:
@@ -196,7 +201,9 @@ def clear(table: Table, catalog: TypeCatalog, lsn: int) -> SourceBatch:
 
 def _seeded(batch: pa.RecordBatch, table: Table, catalog: TypeCatalog, lsn: int) -> pa.RecordBatch:
     rows = batch.num_rows
-    columns = [from_select(values, column, catalog) for values, column in zip(batch.columns, table.columns, strict=True)]
+    columns = [
+        from_select(values, column, catalog) for values, column in zip(batch.columns, table.columns, strict=True)
+    ]
     # No commit record starts at an odd place, so this sorts behind all that was read and before all that comes.
     fixed = {"_op": str(Op.SEEDED), "_position": position_text(lsn - 1, 1)}
     columns += [pa.repeat(pa.scalar(fixed.get(each.name), each.type), rows) for each in CHANGE_FIELDS]
@@ -260,15 +267,13 @@ class Rule:
     def _moved(self, row: pa.RecordBatch, new_lives: bool) -> Iterator[pa.RecordBatch]:
         """A row whose key changed: it may leave the part that is copied, or enter it."""
         old = json.loads(row["_old_key"][0].as_py())
-        keys = [
-            parse_text(pa.array([_text(old[column.name])]), column.type_oid, column.typmod, self.catalog)
-            for column in self.table.key_columns
-        ]
+        columns = self.table.key_columns
+        keys = [_from_json(old[c.name], arrow_type(c.type_oid, c.typmod, self.catalog)) for c in columns]
         old_lives = bool(self._live(keys, _txids(row))[0])
         if old_lives and new_lives:
             yield row
         elif old_lives:
-            values = dict(zip(self.table.key, keys, strict=True))
+            values = {column.name: key for column, key in zip(columns, keys, strict=True)}
             yield _changed(row, {"_op": Op.DELETE}, keep=("_position", "_txid", "_committed_at"), values=values)
         elif new_lives and row["_unchanged"][0].as_py():
             # It enters without all of its values, and the target has never had them: copy the table again.
@@ -340,8 +345,11 @@ def _plain(values: pa.Array) -> pa.Array:
     return values.storage if isinstance(values.type, pa.BaseExtensionType) else values
 
 
-def _text(value: Any) -> str | None:
-    return value if value is None or isinstance(value, str) else json.dumps(value)
+def _from_json(value: Any, kind: pa.DataType) -> pa.Array:
+    """A value of `_old_key` as it stands in its column."""
+    if pa.types.is_binary(kind):
+        return pa.array([bytes.fromhex(value)], kind)
+    return pa.array([str(value)]).cast(kind)
 
 
 def _changed(

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from penstock.change import CHANGE_FIELDS
 from penstock.connectors.postgres_cdc import wal
-from penstock.connectors.postgres_cdc.types import Column, TypeCatalog, table_schema
+from penstock.connectors.postgres_cdc.types import Column, TypeCatalog, quoted, table_schema
 from penstock.errors import ConfigError
 from penstock.source import Finding
 
@@ -38,6 +38,8 @@ class Table:
     partitioned: bool
     replica_identity: str
     primary_key: tuple[str, ...]
+    index: tuple[str, ...]
+    """The columns of the index that is the key, in its order."""
     columns: tuple[Column, ...]
     """Those that are captured; `is_key`: part of the replica identity."""
     insert_only: bool = False
@@ -56,22 +58,20 @@ class Table:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """The columns that tell rows apart, in the order of their index: what a delete is sure to carry."""
-        if self.replica_identity in "fn":
-            return self.primary_key
-        named = {column.name for column in self.columns if column.is_key}
-        ordered = [name for name in self.primary_key if name in named]
-        return (*ordered, *(c.name for c in self.columns if c.is_key and c.name not in ordered))
+        """The columns that tell rows apart: what a delete is sure to carry."""
+        named = tuple(column.name for column in self.columns if column.is_key)
+        return named if named and self.replica_identity != "f" else self.primary_key
 
     @property
     def key_columns(self) -> tuple[Column, ...]:
+        """The key in the order of its index."""
         by_name = {column.name: column for column in self.columns}
-        return tuple(by_name[name] for name in self.key)
+        return tuple(by_name[name] for name in self.index)
 
     @property
     def chunked(self) -> bool:
         """True if it can be copied in the order of its key, part by part."""
-        return bool(self.key) and self.comparable
+        return bool(self.index) and self.comparable
 
     @property
     def has_identity(self) -> bool:
@@ -81,7 +81,9 @@ class Table:
     def order_by(self) -> list[str]:
         """The key as expressions whose order is the same everywhere."""
         return [
-            f'{quoted(column.name)} COLLATE "C"' if column.type_oid in _TEXT and not self.plain_order else quoted(column.name)
+            f'{quoted(column.name)} COLLATE "C"'
+            if column.type_oid in _TEXT and not self.plain_order
+            else quoted(column.name)
             for column in self.key_columns
         ]
 
@@ -113,7 +115,8 @@ def find_tables(connection: psycopg.Connection[Any], config: PostgresCdcConfig, 
     captured, refused = {}, {}
     for oid, (_, namespace, name, kind, identity, primary_key, _, identity_key) in sorted(chosen.items()):
         stream = f"{namespace}.{name}"
-        key = set(primary_key if identity == "d" else identity_key if identity == "i" else ())
+        index = tuple(identity_key if identity == "i" else primary_key)
+        key = index if identity in "di" else ()
         found = [
             (Column(column, type_oid, typmod, column in key, not required), plain)
             for column, type_oid, typmod, required, generated, plain in columns[oid]
@@ -121,10 +124,10 @@ def find_tables(connection: psycopg.Connection[Any], config: PostgresCdcConfig, 
         ]
         insert_only = _matches(stream, config.insert_only)
         names = {column.name for column, _ in found}
-        missing = [column for column in (*primary_key, *sorted(key)) if column not in names]
+        missing = [column for column in (*primary_key, *index) if column not in names]
         table = Table(
-            oid, namespace, name, kind == "p", identity, tuple(primary_key), tuple(column for column, _ in found),
-            insert_only, all(plain for column, plain in found if column.name in (*primary_key, *key)),
+            oid, namespace, name, kind == "p", identity, tuple(primary_key), index, tuple(column for column, _ in found),
+            insert_only, all(plain for column, plain in found if column.name in index),
         )  # fmt: skip
         if not missing:
             types = {column.type_oid for column in table.key_columns}
@@ -243,7 +246,9 @@ def findings(connection: psycopg.Connection[Any], config: PostgresCdcConfig) -> 
         yield Finding(bool(may_create), f"the publication {config.publication!r} will be made or completed", fix)
     else:
         yield Finding(
-            not lacking, f"the publication {config.publication!r} {'lacks tables' if lacking else 'is there'}", *lacking[:1]
+            not lacking,
+            f"the publication {config.publication!r} {'lacks tables' if lacking else 'is there'}",
+            *lacking[:1],
         )
     yield from _table_findings(connection, tables)
 
@@ -268,12 +273,6 @@ def _table_findings(connection: psycopg.Connection[Any], tables: Tables) -> Iter
 
 
 # -- helpers ---------------------------------------------------------------------------------------------------------
-
-
-def quoted(name: str) -> str:
-    """An SQL identifier."""
-    escaped = name.replace('"', '""')
-    return f'"{escaped}"'
 
 
 def _one(connection: psycopg.Connection[Any], query: str, values: Sequence[Any] = ()) -> Any:

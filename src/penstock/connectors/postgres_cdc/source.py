@@ -136,7 +136,7 @@ class LogPosition(Position):
     timeline: int = 0
     run: str = ""
     """With `snapshot = "always"`: the start that the copies are of."""
-    tables: dict[str, Progress] = {}
+    tables: dict[str, Progress] = Field(default_factory=dict)
     copied: tuple[Copied, ...] = ()
     """Chunks whose snapshots the log has not passed."""
     turn: Literal["log", "copy"] = "copy"
@@ -383,9 +383,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         found = wal.verify_slot(wal.slot(connection, self.config.slot), self.config.slot, here)
         wal.verify_range(found, self.config.slot, here, start.lsn, start.system, start.timeline)
 
-    def _begin_again(
-        self, connection: psycopg.Connection[Any], start: LogPosition, here: wal.Server
-    ) -> LogPosition:
+    def _begin_again(self, connection: psycopg.Connection[Any], start: LogPosition, here: wal.Server) -> LogPosition:
         """The slot is lost: make it anew, and copy every table again."""
         if wal.slot(connection, self.config.slot) is not None:
             connection.execute("SELECT pg_drop_replication_slot(%s)", [self.config.slot])
@@ -452,9 +450,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             for edge in seed.edges(connection, table, catalog, progress.frontier, None, rows, room):
                 room -= edge.rows
                 state = "seeding" if edge.upto else "seeded"
-                tables[stream] = progress.model_copy(
-                    update={"state": state, "until_xid": 0, "frontier": edge.upto}
-                )
+                tables[stream] = progress.model_copy(update={"state": state, "until_xid": 0, "frontier": edge.upto})
             if room <= 0:
                 break
         return start.model_copy(update={"tables": tables})
@@ -526,9 +522,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         known, catalog = self._known()
         rules = Rules(
             {
-                stream: Rule(
-                    known[stream], catalog, progress, [each for each in start.copied if each.stream == stream]
-                )
+                stream: Rule(known[stream], catalog, progress, [each for each in start.copied if each.stream == stream])
                 for stream, progress in start.tables.items()
                 if stream in known
             }
@@ -544,9 +538,10 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         )
         rows = 0
         memory = f"{self.config.decoding_memory_bytes // 1024}kB"
-        with wal.errors("cannot read the log"), contextlib.closing(
-            wal.connect_arrow(self.config, logical_decoding_work_mem=memory)
-        ) as connection:
+        with (
+            wal.errors("cannot read the log"),
+            contextlib.closing(wal.connect_arrow(self.config, logical_decoding_work_mem=memory)) as connection,
+        ):
             for messages in wal.peek(connection, self.config.slot, setup.publications(self.config), split.end):
                 for item in decoder.feed(messages):
                     if isinstance(item, Rows):

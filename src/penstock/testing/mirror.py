@@ -1,0 +1,141 @@
+"""A change-capture pipeline into the kit's sink, killed and started again at will, and the oracle that reads its log."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock import failpoints
+from penstock.change import CHANGE_FIELDS, Op
+from penstock.epochs import EpochLoop, State
+from penstock.errors import RetryableError
+from penstock.routing import Router
+from penstock.source import RangeSource
+from penstock.testing.crash import PATIENCE_SECS, _open_when_free
+from penstock.testing.engine import Forked, ForkEngine, Killed
+from penstock.testing.memory import MemorySink, MemorySinkConfig
+
+Row = dict[str, Any]
+
+_ABOUT = {each.name for each in CHANGE_FIELDS}
+
+
+@dataclass
+class Mirror:
+    """A pipeline from one range source into a log of changes, in a directory."""
+
+    path: Path
+    source: RangeSource[Any, Any]
+    parallelism: int = 2
+
+    def run(self, failpoint: str | None = None, epochs: int | None = None, caught_up: bool = True) -> int:
+        """Run in a process of its own until there is nothing left to read (or so many epochs); how many it committed."""
+        return self.start(failpoint, epochs, caught_up).result()
+
+    def start(self, failpoint: str | None = None, epochs: int | None = None, caught_up: bool = True) -> Forked[int]:
+        """Begin a run; without `caught_up` it goes on until it is killed."""
+        return Forked(lambda: self._drive(failpoint, epochs, caught_up))
+
+    def killed(self, failpoint: str) -> bool:
+        """Run until the failpoint kills it; False if it came to its end instead."""
+        try:
+            self.run(failpoint)
+        except Killed:
+            return True
+        return False
+
+    def log(self, stream: str) -> list[Row]:
+        """Everything that was written of a stream, in the order of the changes."""
+        rows = self._sink().visible(f"/{stream}")
+        return sorted(rows, key=lambda row: row["_position"])
+
+    def _sink(self) -> MemorySink:
+        return MemorySink(MemorySinkConfig(path=self.path / "target"))
+
+    def _drive(self, failpoint: str | None, epochs: int | None, caught_up: bool) -> int:
+        state, sink, committed = State(self.path / "state", "mirror"), self._sink(), 0
+        _open_when_free(state)
+        sink.open()
+        engine = ForkEngine(self.parallelism, die_with_task=True)
+        loop = EpochLoop(state, {"source": self.source}, {"target": sink}, Router((), ("target",)), engine)
+        failpoints.arm(failpoint)
+        until = time.monotonic() + PATIENCE_SECS
+        try:
+            self.source.open()
+            loop.start([])
+            while epochs is None or committed < epochs:
+                try:
+                    report = loop.step()
+                except RetryableError:  # a killed run's session may hold the slot for a moment
+                    if time.monotonic() > until:
+                        raise
+                    time.sleep(0.05)
+                    continue
+                committed += report is not None
+                if report is None and caught_up and not loop.unacked and not _copying(loop):
+                    break
+                if report is None:
+                    time.sleep(0.01)
+        finally:
+            failpoints.arm(None)
+            self.source.close()
+            state.close()
+        return committed
+
+
+def _copying(loop: EpochLoop) -> bool:
+    newest = loop.state.newest
+    if newest is None:
+        return True
+    source = loop.sources["source"]
+    end = source.position_type.model_validate(newest.ranges["source"].end)
+    return bool(getattr(source.advance(end, newest.notes.get("source", ())), "copying", False))
+
+
+def replayed(log: Sequence[Row], key: Sequence[str]) -> list[Row]:
+    """
+    The table that a log of changes leads to; the log must be exact.
+
+    Every key begins with one `r` or `c`, is updated and deleted only while it is there, and is copied only while it is not.
+    """
+    table: dict[tuple[Any, ...], Row] = {}
+    for row in log:
+        op, values = row["_op"], {name: value for name, value in row.items() if name not in _ABOUT}
+        place = tuple(values[name] for name in key)
+        if op == Op.TRUNCATE:
+            table.clear()
+            continue
+        if op == Op.DELETE:
+            assert place in table, f"{place} is deleted and not there: {row}"
+            del table[place]
+            continue
+        old = place
+        if row["_old_key"] is not None:
+            before = json.loads(row["_old_key"])
+            old = tuple(before[name] for name in key)
+        if op == Op.UPDATE:
+            assert old in table, f"{old} is updated and not there: {row}"
+            for name in row["_unchanged"] or ():
+                values[name] = table[old][name]
+            del table[old]
+        assert place not in table, f"{place} comes twice: {row} after {table[place]}"
+        table[place] = values
+    return sorted(table.values(), key=lambda row: tuple(map(repr, (row[name] for name in key))))
+
+
+def versions_are_dense(log: Sequence[Row], key: str, version: str) -> None:
+    """Every change of a row counts `version` up by one: none may be missing, none may come twice."""
+    last: dict[Any, int] = {}
+    for row in log:
+        if row["_op"] == Op.TRUNCATE:
+            last.clear()
+        elif row["_op"] == Op.DELETE:
+            last.pop(row[key])
+        else:
+            before = last.get(row[key])
+            assert before is None or row[version] == before + 1, f"{row[key]} was at {before}, then came {row}"
+            last[row[key]] = row[version]

@@ -101,7 +101,7 @@ class TestContract(SourceContract):
         made.open()
         made.initial()
         made.close()
-        for number in range(30):
+        for number in range(12):
             database.run(
                 f"INSERT INTO orders SELECT i, 0, repeat('x', 100) FROM generate_series({number * 9}, {number * 9 + 8}) i",
                 f"INSERT INTO people VALUES ('p{number}', {number})",
@@ -116,3 +116,23 @@ class TestContract(SourceContract):
     @pytest.fixture
     def wrong(self, database):
         return PostgresCdc(PostgresCdcConfig(dsn=database.dsn + "_nowhere", tables=["*"]))
+
+
+class TestMirror:
+    def test_a_copy_and_the_changes_behind_it_make_the_table(self, database, tmp_path):
+        database.run(ORDERS, "INSERT INTO orders SELECT i, 0, 'n' || i FROM generate_series(1, 1000) i")
+        mirror = Mirror(tmp_path, database.source(chunk_rows=100))
+        mirror.run()
+        log = mirror.log("public.orders")
+        assert [row["_op"] for row in log] == ["r"] * 1000
+        assert replayed(log, ["id"]) == database.table("orders", ["id"])
+        database.run(
+            "UPDATE orders SET version = version + 1 WHERE id <= 10",
+            "DELETE FROM orders WHERE id = 1000",
+            "INSERT INTO orders VALUES (2000)",
+            "UPDATE orders SET id = 3000 WHERE id = 999",
+        )
+        mirror.run()
+        log = mirror.log("public.orders")
+        assert [row["_op"] for row in log[1000:]] == ["u"] * 10 + ["d", "c", "u"]
+        assert replayed(log, ["id"]) == database.table("orders", ["id"])

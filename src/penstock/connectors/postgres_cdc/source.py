@@ -178,7 +178,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         self._tables: Tables | None = None
         self._looked = 0.0
         self._catalog: TypeCatalog | None = None
-        self._planned: tuple[LogPosition, LogPosition] | None = None
+        self._planned: tuple[tuple[LogPosition, ReadLimit], LogPosition] | None = None
         self._since = (0, 0.0)
         self._probed = (0, 0)
         self._began: LogPosition | None = None
@@ -353,16 +353,18 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         if self._exporter is not None:  # the epoch that read under its snapshot is over
             self._exporter.close()
             self._exporter = None
-        if self._planned is not None and self._planned[0] == start:
-            return self._planned[1]
-        end = self._ask(lambda connection: self._next(connection, start, limit))
-        self._planned = (start, end) if end != start else None
-        return end
+        asked = (start, limit)
+        if self._planned is None or self._planned[0] != asked:
+            end = self._ask(lambda connection: self._next(connection, start, limit))
+            if end == start:
+                return start
+            self._planned = (asked, end)
+        return self._planned[1]
 
     def _next(self, connection: psycopg.Connection[Any], start: LogPosition, limit: ReadLimit) -> LogPosition:
         here = wal.server(connection)
         try:
-            self._verify(connection, here, start)
+            found = self._verify(connection, here, start)
         except wal.SlotLost:
             if self.config.snapshot != "when_needed" or not self.config.manage:
                 raise
@@ -376,12 +378,13 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             planned = self._copy(connection, end, limit)
             if planned.tables != end.tables:
                 return planned.model_copy(update={"turn": "log"})
-        upto = self._log_end(connection, start, here.flushed)
+        upto = self._log_end(connection, start, here.flushed, found.confirmed, limit)
         return end.model_copy(update={"lsn": upto, "turn": "copy"}) if upto > start.lsn or end != start else start
 
-    def _verify(self, connection: psycopg.Connection[Any], here: wal.Server, start: LogPosition) -> None:
+    def _verify(self, connection: psycopg.Connection[Any], here: wal.Server, start: LogPosition) -> wal.Slot:
         found = wal.verify_slot(wal.slot(connection, self.config.slot), self.config.slot, here)
         wal.verify_range(found, self.config.slot, here, start.lsn, start.system, start.timeline)
+        return found
 
     def _begin_again(self, connection: psycopg.Connection[Any], start: LogPosition, here: wal.Server) -> LogPosition:
         """The slot is lost: make it anew, and copy every table again."""
@@ -415,10 +418,12 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         setup.publish(connection, self.config, self._tables, here.version)
         return self._with_tables(connection, start, new)
 
-    def _log_end(self, connection: psycopg.Connection[Any], start: LogPosition, flushed: int) -> int:
+    def _log_end(
+        self, connection: psycopg.Connection[Any], start: LogPosition, flushed: int, confirmed: int, limit: ReadLimit
+    ) -> int:
         """How far the next range of log goes; not at all while it holds no changes and none is due."""
         most = self.config.max_wal_bytes * (QUIET_FACTOR if start.quiet else 1)
-        end = min(flushed, start.lsn + most)
+        end = flushed if limit.rows is None else min(flushed, start.lsn + most)
         if end <= start.lsn:
             return start.lsn
         due = time.monotonic() - self._since[1] >= self.config.heartbeat_secs
@@ -426,7 +431,9 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             return end
         if self._probed == (start.lsn, end):
             return start.lsn
-        if wal.has_changes(connection, self.config.slot, setup.publications(self.config), start.lsn, end):
+        if wal.has_changes(
+            connection, self.config.slot, setup.publications(self.config), confirmed, start.lsn, end
+        ):
             return end
         self._probed = (start.lsn, end)
         return start.lsn

@@ -266,13 +266,20 @@ def _peek(slot_name: str, publications: Sequence[str], upto: int, changes: str) 
 
 
 def has_changes(
-    connection: psycopg.Connection[Any], slot_name: str, publications: Sequence[str], start: int, end: int
+    connection: psycopg.Connection[Any],
+    slot_name: str,
+    publications: Sequence[str],
+    confirmed: int,
+    start: int,
+    end: int,
 ) -> bool:
     """True if a transaction in the range touches a published table."""
+    # The first will do, unless there may be some before it that were read and are not yet acknowledged.
+    changes = "1" if confirmed == start else "NULL"
     row = connection.execute(
-        # A BEGIN says where its transaction commits; what was read before and is not yet acknowledged does not count.
+        # A BEGIN says where its transaction commits.
         "SELECT EXISTS (SELECT FROM (SELECT ('x' || encode(substr(data, 2, 8), 'hex'))::bit(64)::int8 AS at "
-        f"FROM {_peek(slot_name, publications, end, '1')} WHERE substr(data, 1, 1) = 'B') AS begun "
+        f"FROM {_peek(slot_name, publications, end, changes)} WHERE substr(data, 1, 1) = 'B') AS begun "
         f"WHERE at >= {start} AND at < {end})"
     ).fetchone()
     return bool(row and row[0])

@@ -101,7 +101,7 @@ class TestContract(SourceContract):
         made.open()
         made.initial()
         made.close()
-        for number in range(12):
+        for number in range(6):
             database.run(
                 f"INSERT INTO orders SELECT i, 0, repeat('x', 100) FROM generate_series({number * 9}, {number * 9 + 8}) i",
                 f"INSERT INTO people VALUES ('p{number}', {number})",
@@ -136,3 +136,79 @@ class TestMirror:
         log = mirror.log("public.orders")
         assert [row["_op"] for row in log[1000:]] == ["u"] * 10 + ["d", "c", "u"]
         assert replayed(log, ["id"]) == database.table("orders", ["id"])
+
+    def test_writers_that_race_the_copy_on_its_own_keys_lose_and_double_nothing(self, database, tmp_path):
+        database.run(
+            ORDERS,
+            "CREATE TABLE items (region text COLLATE \"C\", number int4, version int8, PRIMARY KEY (region, number))",
+            "INSERT INTO orders SELECT i, 0, 'n' || i FROM generate_series(1, 400) i",
+            "INSERT INTO items SELECT chr(97 + i % 5), i, 0 FROM generate_series(1, 300) i",
+        )
+        mirror = Mirror(tmp_path, database.source(chunk_rows=40))
+        with Writers(database, 2):
+            mirror.run(until="copied")
+        mirror.run()
+        check(database, mirror)
+
+
+class Writers:
+    """Threads that insert, update, move and delete rows at random until they are stopped."""
+
+    def __init__(self, database, count, seed=0):
+        self.dsn = database.dsn
+        self.stopped = threading.Event()
+        self.failed = []
+        self.threads = [threading.Thread(target=self._run, args=(seed * 100 + n,)) for n in range(count)]
+
+    def __enter__(self):
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exc):
+        self.stopped.set()
+        for thread in self.threads:
+            thread.join()
+        assert not self.failed, self.failed
+
+    def _run(self, seed):
+        chance = random.Random(seed)
+        try:
+            with psycopg.connect(self.dsn, autocommit=True) as connection:
+                while not self.stopped.is_set():
+                    try:
+                        with connection.transaction():
+                            for _ in range(chance.randint(1, 4)):
+                                self._write(connection, chance)
+                            if chance.random() < 0.1:
+                                raise psycopg.Rollback()
+                    except (psycopg.errors.UniqueViolation, psycopg.errors.DeadlockDetected):
+                        pass
+                    self.stopped.wait(chance.random() * 0.01)
+        except psycopg.Error as error:
+            self.failed.append(error)
+
+    def _write(self, connection, chance):
+        key, other = chance.randint(1, 500), chance.randint(1, 500)
+        region, number = chance.choice("abcdez"), chance.randint(1, 320)
+        connection.execute(
+            chance.choice(
+                [
+                    f"INSERT INTO orders VALUES ({key}) ON CONFLICT DO NOTHING",
+                    f"UPDATE orders SET version = version + 1 WHERE id = {key}",
+                    f"UPDATE orders SET version = version + 1 WHERE id BETWEEN {key} AND {key + 10}",
+                    f"UPDATE orders SET id = {other} WHERE id = {key} AND NOT EXISTS (SELECT FROM orders WHERE id = {other})",
+                    f"DELETE FROM orders WHERE id = {key}",
+                    f"INSERT INTO items VALUES ('{region}', {number}, 0) ON CONFLICT DO NOTHING",
+                    f"UPDATE items SET version = version + 1 WHERE number = {number}",
+                    f"UPDATE items SET region = '{region}' WHERE number = {number}",
+                    f"DELETE FROM items WHERE region = '{region}' AND number = {number}",
+                ]
+            )
+        )
+
+
+def check(database, mirror):
+    """The log of every table is exact, and leads to what the table holds."""
+    for name, key in (("orders", ["id"]), ("items", ["region", "number"])):
+        assert replayed(mirror.log(f"public.{name}"), key) == database.table(name, key)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from penstock import failpoints
 from penstock.change import CHANGE_FIELDS, Op
@@ -20,6 +20,8 @@ from penstock.testing.engine import Forked, ForkEngine, Killed
 from penstock.testing.memory import MemorySink, MemorySinkConfig
 
 Row = dict[str, Any]
+Until = Literal["caught_up", "copied", "killed"]
+"""When a run ends: with nothing left to read, as soon as every table is copied, or not by itself."""
 
 _ABOUT = {each.name for each in CHANGE_FIELDS}
 
@@ -32,13 +34,13 @@ class Mirror:
     source: RangeSource[Any, Any]
     parallelism: int = 2
 
-    def run(self, failpoint: str | None = None, epochs: int | None = None, caught_up: bool = True) -> int:
-        """Run in a process of its own until there is nothing left to read (or so many epochs); how many it committed."""
-        return self.start(failpoint, epochs, caught_up).result()
+    def run(self, failpoint: str | None = None, until: Until = "caught_up") -> int:
+        """Run in a process of its own to its end; how many epochs it committed."""
+        return self.start(failpoint, until).result()
 
-    def start(self, failpoint: str | None = None, epochs: int | None = None, caught_up: bool = True) -> Forked[int]:
-        """Begin a run; without `caught_up` it goes on until it is killed."""
-        return Forked(lambda: self._drive(failpoint, epochs, caught_up))
+    def start(self, failpoint: str | None = None, until: Until = "killed") -> Forked[int]:
+        """Begin a run."""
+        return Forked(lambda: self._drive(failpoint, until))
 
     def killed(self, failpoint: str) -> bool:
         """Run until the failpoint kills it; False if it came to its end instead."""
@@ -56,35 +58,35 @@ class Mirror:
     def _sink(self) -> MemorySink:
         return MemorySink(MemorySinkConfig(path=self.path / "target"))
 
-    def _drive(self, failpoint: str | None, epochs: int | None, caught_up: bool) -> int:
+    def _drive(self, failpoint: str | None, until: Until) -> int:
         state, sink, committed = State(self.path / "state", "mirror"), self._sink(), 0
         _open_when_free(state)
         sink.open()
         engine = ForkEngine(self.parallelism, die_with_task=True)
         loop = EpochLoop(state, {"source": self.source}, {"target": sink}, Router((), ("target",)), engine)
         failpoints.arm(failpoint)
-        until = time.monotonic() + PATIENCE_SECS
+        patience = time.monotonic() + PATIENCE_SECS
         try:
             self.source.open()
             loop.start([])
-            while epochs is None or committed < epochs:
+            while True:
                 try:
                     report = loop.step()
                 except RetryableError:  # a killed run's session may hold the slot for a moment
-                    if time.monotonic() > until:
+                    if time.monotonic() > patience:
                         raise
                     time.sleep(0.05)
                     continue
                 committed += report is not None
-                if report is None and caught_up and not loop.unacked and not _copying(loop):
-                    break
+                ended = {"killed": False, "copied": True, "caught_up": report is None and not loop.unacked}[until]
+                if ended and not _copying(loop):
+                    return committed
                 if report is None:
                     time.sleep(0.01)
         finally:
             failpoints.arm(None)
             self.source.close()
             state.close()
-        return committed
 
 
 def _copying(loop: EpochLoop) -> bool:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import json
 import pickle
 import random
+import select
 import threading
 from contextlib import closing
+from dataclasses import replace
 
 import psycopg
+import psycopg.rows
 import pytest
 from pydantic import ValidationError
 
-from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, seed, source, wal
-from penstock.errors import ConfigError, FatalError, RetryableError
-from penstock.schema import key_of
+from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, wal
+from penstock.errors import ConfigError, FatalError
 from penstock.source import Note, ReadLimit
 from penstock.testing import SourceContract
+from penstock.testing.crash import wait_until
 from penstock.testing.mirror import Mirror, replayed, versions_are_dense
 from penstock.testing.postgres import PostgresServer, binaries
 
@@ -72,7 +74,9 @@ def database(server):
         )
         while connection.execute("SELECT FROM pg_replication_slots WHERE database = %s AND active", [name]).fetchall():
             pass
-        connection.execute("SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database = %s", [name])
+        connection.execute(
+            "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database = %s", [name]
+        )
         connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
 
 
@@ -140,7 +144,7 @@ class TestMirror:
     def test_writers_that_race_the_copy_on_its_own_keys_lose_and_double_nothing(self, database, tmp_path):
         database.run(
             ORDERS,
-            "CREATE TABLE items (region text COLLATE \"C\", number int4, version int8, PRIMARY KEY (region, number))",
+            'CREATE TABLE items (region text COLLATE "C", number int4, version int8, PRIMARY KEY (region, number))',
             "INSERT INTO orders SELECT i, 0, 'n' || i FROM generate_series(1, 400) i",
             "INSERT INTO items SELECT chr(97 + i % 5), i, 0 FROM generate_series(1, 300) i",
         )
@@ -149,6 +153,275 @@ class TestMirror:
             mirror.run(until="copied")
         mirror.run()
         check(database, mirror)
+
+    def test_tables_without_a_key_or_with_one_that_cannot_be_compared_are_copied_under_one_snapshot(
+        self, database, tmp_path
+    ):
+        database.run(
+            "CREATE TABLE events (what text)",
+            "ALTER TABLE events REPLICA IDENTITY FULL",
+            "CREATE TABLE scores (score numeric PRIMARY KEY, name text)",
+            "CREATE TABLE nothing (id int PRIMARY KEY)",
+            "INSERT INTO events SELECT 'e' || i % 10 FROM generate_series(1, 500) i",
+            "INSERT INTO scores SELECT i / 7.0, 's' || i FROM generate_series(1, 500) i",
+        )
+        mirror = Mirror(tmp_path, database.source())
+        mirror.run()
+        database.run("INSERT INTO events VALUES ('later')", "DELETE FROM scores WHERE name = 's1'")
+        mirror.run()
+        events = mirror.log("public.events")
+        assert [row["_op"] for row in events] == ["r"] * 500 + ["c"]
+        assert sorted(row["what"] for row in events) == sorted(
+            what for (what,) in database.rows("SELECT what FROM events")
+        )
+        assert len(replayed(mirror.log("public.scores"), ["score"])) == 499
+        assert mirror.log("public.nothing") == []
+
+    def test_a_table_that_is_added_later_is_copied_while_the_others_stream(self, database, tmp_path):
+        database.run(ORDERS, "INSERT INTO orders SELECT i FROM generate_series(1, 10) i")
+        Mirror(tmp_path, database.source(tables=["public.orders"])).run()
+        database.run(
+            "CREATE TABLE items (region text, number int4, version int8, PRIMARY KEY (region, number))",
+            "INSERT INTO items SELECT 'x', i, 0 FROM generate_series(1, 10) i",
+        )
+        mirror = Mirror(tmp_path, database.source(tables=["public.orders", "public.items"], chunk_rows=4))
+        with psycopg.connect(database.dsn) as early:
+            early.execute("INSERT INTO items VALUES ('early', 1, 0)")  # written before ALTER PUBLICATION …
+            run = mirror.start(until="caught_up")
+            wait_until(lambda: database.rows("SELECT FROM pg_publication_tables WHERE tablename = 'items'"), "ALTER")
+            database.run("INSERT INTO orders VALUES (11)")
+            wait_until(lambda: len(mirror.log("public.orders")) == 11, "the other table to stream")
+            assert mirror.log("public.items") == []
+            early.commit()  # … and committed behind it
+        run.result()
+        check(database, mirror)
+
+    def test_truncate_in_the_middle_of_a_copy_begins_it_anew(self, database, tmp_path):
+        database.run(ORDERS, "INSERT INTO orders SELECT i FROM generate_series(1, 100) i")
+        opened = database.source(chunk_rows=10)
+        opened.open()
+        try:
+            log, position = [], opened.initial()
+            for number in range(40):
+                end = opened.latest(position, ReadLimit(rows=10))
+                rows, notes = read(opened, position, end)
+                log += rows.get("public.orders", [])
+                position = opened.advance(end, notes)
+                opened.ack(position)
+                if number == 6:
+                    assert position.tables["public.orders"].state == "seeding"
+                    database.run(
+                        "UPDATE orders SET version = 1",
+                        "TRUNCATE orders",
+                        "INSERT INTO orders SELECT i, 5 FROM generate_series(50, 70) i",
+                    )
+                if number > 6 and not position.copying and not position.copied:
+                    break
+            else:
+                pytest.fail("the copy never ended")
+        finally:
+            opened.close()
+        assert "t" in [row["_op"] for row in log]
+        assert replayed(sorted(log, key=lambda row: row["_position"]), ["id"]) == database.table("orders", ["id"])
+
+    def test_names_of_all_kinds_and_partitions(self, database, tmp_path):
+        database.run(
+            'CREATE SCHEMA "Odd.Schema"',
+            'CREATE TABLE "Odd.Schema"."Mixed ""Case" ("Id %" int PRIMARY KEY, "select" text)',
+            'INSERT INTO "Odd.Schema"."Mixed ""Case" VALUES (1, NULL), (2, $$it\'s \\ "x" ☕$$)',
+            "CREATE TABLE parts (id int, at date, PRIMARY KEY (id, at)) PARTITION BY RANGE (at)",
+            "CREATE TABLE parts_1 PARTITION OF parts FOR VALUES FROM ('2024-01-01') TO ('2025-01-01')",
+            "CREATE TABLE parts_2 PARTITION OF parts FOR VALUES FROM ('2025-01-01') TO ('2026-01-01')",
+            "INSERT INTO parts VALUES (1, '2024-02-02'), (2, '2025-02-02')",
+        )
+        mirror = Mirror(tmp_path, database.source(tables=["*"]))
+        mirror.run()
+        database.run(
+            'UPDATE "Odd.Schema"."Mixed ""Case" SET "select" = $$y$$ WHERE "Id %" = 1',
+            "UPDATE parts SET at = '2025-03-03' WHERE id = 1",
+        )
+        mirror.run()
+        odd = 'Odd.Schema.Mixed "Case'
+        assert replayed(mirror.log(odd), ["Id %"]) == database.table('"Odd.Schema"."Mixed ""Case"', ["Id %"])
+        assert replayed(mirror.log("public.parts"), ["id", "at"]) == database.table("parts", ["id", "at"])
+        assert mirror.log("public.parts_1") == []
+
+    def test_text_keys_of_any_collation_are_copied_in_the_order_of_their_bytes(self, database, tmp_path):
+        database.run(
+            'CREATE TABLE words (word text COLLATE "C.utf8" PRIMARY KEY, version int8)',
+            "INSERT INTO words SELECT chr(65 + i % 26) || chr(97 + i % 23) || i || (ARRAY['ä', '-', 'Z', ''])[1 + i % 4], 0 "
+            "FROM generate_series(1, 200) i",
+        )
+        mirror = Mirror(tmp_path, database.source(chunk_rows=30))
+        with closing(psycopg.connect(database.dsn, autocommit=True)) as writer:
+            run = mirror.start(until="copied")
+            while not select.select([run], [], [], 0.005)[0]:
+                writer.execute("UPDATE words SET version = version + 1 WHERE random() < 0.1")
+            run.result()
+        mirror.run()
+        assert replayed(mirror.log("public.words"), ["word"]) == database.table("words", ["word"])
+        versions_are_dense(mirror.log("public.words"), "word", "version")
+
+    def test_always_copies_again_at_every_start_and_clears_what_was_there(self, database, tmp_path):
+        database.run(ORDERS, "INSERT INTO orders SELECT i FROM generate_series(1, 5) i")
+        mirror = Mirror(tmp_path, database.source(snapshot="always"))
+        mirror.run()
+        mirror.run()
+        log = mirror.log("public.orders")
+        assert [row["_op"] for row in log] == ["r"] * 5 + ["t"] + ["r"] * 5
+        assert replayed(log, ["id"]) == database.table("orders", ["id"])
+
+
+class TestSlot:
+    def test_a_slot_that_was_made_again_stops_the_pipeline_with_the_choices(self, database, tmp_path):
+        database.run(ORDERS, "INSERT INTO orders VALUES (1)")
+        mirror = Mirror(tmp_path, database.source())
+        mirror.run()
+        name = database.name
+        database.run(f"SELECT pg_drop_replication_slot('{name}')", "INSERT INTO orders VALUES (2)")
+        with pytest.raises(FatalError, match=r"PEN-5011 .*is gone") as caught:
+            mirror.run()
+        assert "when_needed" in caught.value.hint
+        assert not database.rows(f"SELECT FROM pg_replication_slots WHERE slot_name = '{name}'")
+        database.run(f"SELECT pg_create_logical_replication_slot('{name}', 'pgoutput')")
+        with pytest.raises(FatalError, match=r"PEN-5011 .*made again"):
+            mirror.run()
+
+    def test_when_needed_copies_everything_again_after_the_slot_was_lost(self, database, tmp_path):
+        database.run(ORDERS, "INSERT INTO orders SELECT i FROM generate_series(1, 5) i")
+        mirror = Mirror(tmp_path, database.source(snapshot="when_needed"))
+        mirror.run()
+        database.run(f"SELECT pg_drop_replication_slot('{database.name}')", "DELETE FROM orders WHERE id = 2")
+        mirror.run()
+        database.run("INSERT INTO orders VALUES (9)")
+        mirror.run()
+        assert replayed(mirror.log("public.orders"), ["id"]) == database.table("orders", ["id"])
+
+    def test_a_slot_of_another_database_or_plugin_is_refused(self, database, server):
+        database.run(f"SELECT pg_create_logical_replication_slot('{database.name}', 'pgoutput')")
+        with pytest.raises(ConfigError, match=f"PEN-1016 .*decodes the database '{database.name}'"):
+            PostgresCdc(PostgresCdcConfig(dsn=server.dsn, slot=database.name, tables=["*"])).open()
+        here = wal.server(database.connection)
+        found = replace(wal.slot(database.connection, database.name), plugin="test_decoding")
+        with pytest.raises(ConfigError, match="PEN-1016 .*by 'test_decoding'"):
+            wal.verify_slot(found, database.name, here)
+
+    def test_a_position_of_another_server_is_refused(self, database):
+        database.run(ORDERS)
+        opened = database.source()
+        opened.open()
+        start = opened.initial()
+        try:
+            with pytest.raises(FatalError, match="PEN-5011 this is another server"):
+                opened.latest(start.model_copy(update={"system": "1"}), ReadLimit())
+            with pytest.raises(FatalError, match="PEN-5011 .*another way"):
+                opened.latest(start.model_copy(update={"timeline": 7}), ReadLimit())
+            with pytest.raises(FatalError, match="PEN-5011 .*another way"):
+                opened.latest(start.model_copy(update={"lsn": 1 << 50}), ReadLimit())
+        finally:
+            opened.close()
+
+    def test_an_idle_table_on_a_busy_server_is_acknowledged_at_every_heartbeat(self, database):
+        database.run(ORDERS, "CREATE TABLE other (id int)")
+        opened = database.source(snapshot="never", tables=["public.orders"], heartbeat_secs=0.3)
+        opened.open()
+        try:
+            position = opened.initial()
+            database.run("INSERT INTO other SELECT generate_series(1, 1000)")
+            assert opened.latest(position, ReadLimit(rows=10)) == position
+            assert opened.lag() > 0
+            end = wait_until(lambda: _moved(opened, position), "the heartbeat")
+            rows, notes = read(opened, position, end)
+            assert rows == {}
+            assert notes == [{"quiet": True}]
+            for _ in range(2):
+                opened.ack(end)
+            opened.ack(position)
+            (confirmed,) = database.rows(
+                f"SELECT (confirmed_flush_lsn - '0/0')::int8 FROM pg_replication_slots WHERE slot_name = '{database.name}'"
+            )[0]
+            assert confirmed == end.lsn
+        finally:
+            opened.close()
+
+
+class TestSetUp:
+    def test_what_is_missing_is_listed_with_the_sql_that_mends_it(self, database):
+        database.run(
+            ORDERS,
+            "CREATE TABLE keyless (id int)",
+            "CREATE TABLE logged (id int)",
+            "ALTER TABLE logged REPLICA IDENTITY FULL",
+        )
+        opened = database.source()
+        opened.open()
+        try:
+            found = {finding.what: finding for finding in opened.check()}
+        finally:
+            opened.close()
+        wrong = {what: finding.fix for what, finding in found.items() if not finding.ok}
+        assert wrong.pop("public.keyless is left out: no replica identity") == (
+            'ALTER TABLE "public"."keyless" REPLICA IDENTITY FULL'
+        )
+        assert [what for what in wrong if what.startswith("public.logged: replica identity full, key none")]
+        assert len(wrong) == 1
+        assert "wal_level is logical" in found
+        assert "public.orders: replica identity default, key id" in found
+
+    def test_a_table_without_replica_identity_is_never_published_with_its_updates(self, database, tmp_path):
+        database.run(ORDERS, "CREATE TABLE keyless (id int)", "INSERT INTO keyless VALUES (1)")
+        with pytest.raises(ConfigError, match="PEN-1016 public.keyless has no replica identity"):
+            database.source(tables=["public.orders", "public.keyless"]).open()
+        Mirror(tmp_path / "a", database.source()).run()
+        database.run("UPDATE keyless SET id = 2")
+        mirror = Mirror(tmp_path / "b", database.source(insert_only=["public.keyless"], slot=database.name + "_b"))
+        mirror.run()
+        database.run("UPDATE keyless SET id = 3", "INSERT INTO keyless VALUES (4)")
+        mirror.run()
+        assert [(row["_op"], row["id"]) for row in mirror.log("public.keyless")] == [("r", 2), ("c", 4)]
+
+    def test_without_manage_nothing_is_made(self, database):
+        database.run(ORDERS)
+        with pytest.raises(ConfigError, match="PEN-1016 .*manage = false") as caught:
+            database.source(manage=False).open()
+        assert "pg_create_logical_replication_slot" in caught.value.hint
+        database.run(f"SELECT pg_create_logical_replication_slot('{database.name}', 'pgoutput')")
+        opened = database.source(manage=False)
+        opened.open()
+        try:
+            with pytest.raises(ConfigError, match="PEN-1016 .*does not hold every table") as caught:
+                opened.initial()
+        finally:
+            opened.close()
+        assert caught.value.hint.startswith('CREATE PUBLICATION "penstock" FOR TABLE "public"."orders"')
+
+    def test_a_password_in_the_dsn_and_an_excluded_key_are_refused(self, database):
+        with pytest.raises(ValidationError, match="leave the password out"):
+            PostgresCdcConfig(dsn="postgresql://u:secret@h/d", tables=["*"])
+        database.run(ORDERS)
+        with pytest.raises(ConfigError, match="PEN-1016 exclude_columns leaves out 'id'"):
+            database.source(exclude_columns=["public.orders.id"]).open()
+
+    def test_columns_are_left_out_of_the_copy_and_of_the_log(self, database, tmp_path):
+        database.run(ORDERS, "INSERT INTO orders VALUES (1, 0, 'secret')")
+        mirror = Mirror(tmp_path, database.source(exclude_columns=["*.note"]))
+        mirror.run()
+        database.run("INSERT INTO orders VALUES (2, 0, 'secret')")
+        mirror.run()
+        assert [sorted(row)[-2:] for row in mirror.log("public.orders")] == [["id", "version"]] * 2
+
+    def test_health_tells_of_the_slot(self, database):
+        database.run(ORDERS)
+        opened = database.source()
+        opened.open()
+        try:
+            assert "is not there" in opened.health_check().reason
+            opened.initial()
+            health = opened.health_check()
+            assert health.state == "healthy"
+            assert "reserved" in health.reason
+        finally:
+            opened.close()
 
 
 class Writers:
@@ -212,3 +485,8 @@ def check(database, mirror):
     """The log of every table is exact, and leads to what the table holds."""
     for name, key in (("orders", ["id"]), ("items", ["region", "number"])):
         assert replayed(mirror.log(f"public.{name}"), key) == database.table(name, key)
+
+
+def _moved(opened, position):
+    end = opened.latest(position, ReadLimit(rows=10))
+    return end if end != position else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -73,6 +73,7 @@ class Chunk:
     after: Key | None
     upto: Key | None
     lsn: int
+    copy: int = 1
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Pages:
     last: int | None
     snapshot: str
     lsn: int
+    copy: int = 1
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Clear:
 
     stream: str
     lsn: int
+    copy: int
 
 
 # -- planning --------------------------------------------------------------------------------------------------------
@@ -135,15 +138,15 @@ def _count(connection: psycopg.Connection[Any], table: Table, after: Key | None,
     return int(row[0]) if row else 0
 
 
-def page_runs(connection: psycopg.Connection[Any], table: Table, snapshot: str, lsn: int, count: int) -> list[Pages]:
+def page_runs(connection: psycopg.Connection[Any], table: Table, whole: Pages, count: int) -> list[Pages]:
     """A table without a usable key, cut by its pages; pages that are added later hold nothing that the snapshot shows."""
     if table.partitioned:
-        return [Pages(table.stream, 0, None, snapshot, lsn)]
+        return [whole]
     row = connection.execute("SELECT pg_relation_size(%s::oid) / current_setting('block_size')::int", [table.oid])
     pages = int((row.fetchone() or (0,))[0])
     step = max(1024, -(-pages // count))
     edges = [*range(0, max(pages, 1), step)]
-    return [Pages(table.stream, first, None if first == edges[-1] else first + step, snapshot, lsn) for first in edges]
+    return [replace(whole, first=each, last=None if each == edges[-1] else each + step) for each in edges]
 
 
 def _where(table: Table, after: Key | None, upto: Key | None) -> str:
@@ -186,26 +189,26 @@ def read_part(
             cursor.execute(f"SELECT {columns} FROM {_from(table)}{where}")
             for batch in cursor.fetch_record_batch():
                 if batch.num_rows:
-                    yield SourceBatch(_seeded(batch, table, catalog, part.lsn), stream=table.stream)
+                    yield SourceBatch(_seeded(batch, table, catalog, part), stream=table.stream)
         wal.run(connection, "COMMIT")
     yield Note(
         {"copied": Copied(stream=part.stream, snapshot=seen["s"], lsn=seen["l"], **edges).model_dump(mode="json")}
     )
 
 
-def clear(table: Table, catalog: TypeCatalog, lsn: int) -> SourceBatch:
+def clear(table: Table, catalog: TypeCatalog, part: Clear) -> SourceBatch:
     """One row that empties the target of a table."""
-    row = {"_op": str(Op.TRUNCATE), "_position": position_text(lsn - 1, 0)}
+    row = {"_op": str(Op.TRUNCATE), "_position": position_text(part.lsn - 1, 2 * part.copy)}
     return SourceBatch(pa.RecordBatch.from_pylist([row], schema=table.schema(catalog)), stream=table.stream)
 
 
-def _seeded(batch: pa.RecordBatch, table: Table, catalog: TypeCatalog, lsn: int) -> pa.RecordBatch:
+def _seeded(batch: pa.RecordBatch, table: Table, catalog: TypeCatalog, part: Chunk | Pages) -> pa.RecordBatch:
     rows = batch.num_rows
     columns = [
         from_select(values, column, catalog) for values, column in zip(batch.columns, table.columns, strict=True)
     ]
     # No commit record starts at an odd place, so this sorts behind all that was read and before all that comes.
-    fixed = {"_op": str(Op.SEEDED), "_position": position_text(lsn - 1, 1)}
+    fixed = {"_op": str(Op.SEEDED), "_position": position_text(part.lsn - 1, 2 * part.copy + 1)}
     columns += [pa.repeat(pa.scalar(fixed.get(each.name), each.type), rows) for each in CHANGE_FIELDS]
     return pa.RecordBatch.from_arrays(columns, schema=table.schema(catalog))
 

@@ -431,9 +431,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             return end
         if self._probed == (start.lsn, end):
             return start.lsn
-        if wal.has_changes(
-            connection, self.config.slot, setup.publications(self.config), confirmed, start.lsn, end
-        ):
+        if wal.has_changes(connection, self.config.slot, setup.publications(self.config), confirmed, start.lsn, end):
             return end
         self._probed = (start.lsn, end)
         return start.lsn
@@ -472,7 +470,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
 
     def split(self, start: LogPosition, end: LogPosition) -> Sequence[Split]:
         cleared = [
-            Clear(stream, end.lsn)
+            Clear(stream, end.lsn, progress.copies)
             for stream, progress in end.tables.items()
             if stream in start.tables and progress.copies != start.tables[stream].copies
         ]
@@ -493,14 +491,14 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         if table is None:
             raise RetryableError(f"{stream} is not there any more", hint="it is left out as soon as that is committed")
         if not table.chunked:
-            return self._ask(lambda connection: self._pages(connection, table, lsn))
+            return self._ask(lambda connection: self._pages(connection, table, lsn, after.copies))
         rows = self.config.chunk_rows
         found = self._ask(
             lambda c: [e.upto for e in seed.edges(c, table, catalog, before.frontier, after.frontier, rows, _ENDLESS)]
         )
-        return [Chunk(stream, a, b, lsn) for a, b in pairwise([before.frontier, *found])]
+        return [Chunk(stream, a, b, lsn, after.copies) for a, b in pairwise([before.frontier, *found])]
 
-    def _pages(self, connection: psycopg.Connection[Any], table: Table, lsn: int) -> Sequence[Split]:
+    def _pages(self, connection: psycopg.Connection[Any], table: Table, lsn: int, copy: int) -> Sequence[Split]:
         if self._exporter is not None:
             self._exporter.close()
         self._exporter = wal.connect(self.config)
@@ -508,7 +506,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         self._exporter.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         row = self._exporter.execute("SELECT pg_export_snapshot()").fetchone()
         assert row is not None
-        return seed.page_runs(connection, table, row[0], lsn, 8)
+        return seed.page_runs(connection, table, Pages(table.stream, 0, None, row[0], lsn, copy), 8)
 
     def read(self, split: Split) -> Iterator[SourceBatch | Note]:
         if isinstance(split, LogRange):
@@ -519,7 +517,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         if table is None:
             raise RetryableError(f"{split.stream} is not there any more", hint="was it dropped or renamed?")
         if isinstance(split, Clear):
-            yield seed.clear(table, catalog, split.lsn)
+            yield seed.clear(table, catalog, split)
         else:
             yield from seed.read_part(self.config, table, catalog, split)
 

@@ -378,7 +378,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             planned = self._copy(connection, end, limit)
             if planned.tables != end.tables:
                 return planned.model_copy(update={"turn": "log"})
-        upto = self._log_end(connection, start, here.flushed, found.confirmed, limit)
+        upto = self._log_end(connection, start, here, found.confirmed, limit)
         return end.model_copy(update={"lsn": upto, "turn": "copy"}) if upto > start.lsn or end != start else start
 
     def _verify(self, connection: psycopg.Connection[Any], here: wal.Server, start: LogPosition) -> wal.Slot:
@@ -419,15 +419,22 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         return self._with_tables(connection, start, new)
 
     def _log_end(
-        self, connection: psycopg.Connection[Any], start: LogPosition, flushed: int, confirmed: int, limit: ReadLimit
+        self,
+        connection: psycopg.Connection[Any],
+        start: LogPosition,
+        here: wal.Server,
+        confirmed: int,
+        limit: ReadLimit,
     ) -> int:
         """How far the next range of log goes; not at all while it holds no changes and none is due."""
         most = self.config.max_wal_bytes * (QUIET_FACTOR if start.quiet else 1)
-        end = flushed if limit.rows is None else min(flushed, start.lsn + most)
+        end = here.flushed if limit.rows is None else min(here.flushed, start.lsn + most)
         if end <= start.lsn:
             return start.lsn
+        if here.torn and end == here.flushed and self._probed != (start.lsn, end):
+            wal.mend(connection)
         due = time.monotonic() - self._since[1] >= self.config.heartbeat_secs
-        if start.copying or due or end < flushed or (end - start.lsn > PROBED_BYTES and not start.quiet):
+        if start.copying or due or end < here.flushed or (end - start.lsn > PROBED_BYTES and not start.quiet):
             return end
         if self._probed == (start.lsn, end):
             return start.lsn

@@ -44,6 +44,8 @@ class Server:
     database: str
     wal_level: str
     flushed: int
+    torn: bool = False
+    """The flushed log ends inside a record: a session has written whole pages of it and not yet committed."""
 
 
 @dataclass(frozen=True)
@@ -189,10 +191,12 @@ def server(connection: psycopg.Connection[Any]) -> Server:
         return Server(system, 0, version, database, wal_level, 0)
     row = connection.execute(
         "SELECT ('x' || left(pg_walfile_name(pg_current_wal_flush_lsn()), 8))::bit(32)::int, "
-        "(pg_current_wal_flush_lsn() - '0/0')::int8"
+        "(pg_current_wal_flush_lsn() - '0/0')::int8, (pg_current_wal_insert_lsn() - '0/0')::int8, "
+        "current_setting('wal_block_size')::int"
     ).fetchone()
     assert row is not None
-    return Server(system, row[0], version, database, wal_level, row[1])
+    timeline, flushed, inserted, page = row
+    return Server(system, timeline, version, database, wal_level, flushed, flushed % page == 0 and flushed < inserted)
 
 
 def slot(connection: psycopg.Connection[Any], name: str) -> Slot | None:
@@ -290,6 +294,15 @@ def peek(connection: Any, slot_name: str, publications: Sequence[str], end: int)
     with connection.cursor() as cursor:
         cursor.execute(f"SELECT lsn, xid, data FROM {_peek(slot_name, publications, end, 'NULL')}")
         yield from cursor.fetch_record_batch()
+
+
+def mend(connection: psycopg.Connection[Any]) -> None:
+    """
+    Have a torn log flushed to the end of a record, for a reader waits there until somebody does: 15 s on a quiet server.
+
+    An empty transaction with a number is enough; the log's writer flushes its commit at once.
+    """
+    connection.execute("SELECT pg_current_xact_id()")
 
 
 def acknowledge(connection: psycopg.Connection[Any], slot_name: str, end: int) -> None:

@@ -15,7 +15,7 @@ import psycopg.rows
 import pytest
 from pydantic import ValidationError
 
-from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, wal
+from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, source, wal
 from penstock.errors import ConfigError, FatalError
 from penstock.source import Note, ReadLimit
 from penstock.testing import SourceContract
@@ -271,6 +271,41 @@ class TestMirror:
         assert [row["_op"] for row in log] == ["r"] * 5 + ["t"] + ["r"] * 5
         assert replayed(log, ["id"]) == database.table("orders", ["id"])
 
+    def test_ddl_in_mid_stream_leads_to_the_same_table(self, database, tmp_path, monkeypatch):
+        monkeypatch.setattr(source, "LOOKED_SECS", 0.0)
+        database.run(ORDERS, "INSERT INTO orders SELECT i, 0, 'n' FROM generate_series(1, 5) i")
+        mirror = Mirror(tmp_path, database.source())
+        mirror.run()
+        database.run(
+            "INSERT INTO orders VALUES (6)",
+            "ALTER TABLE orders ADD COLUMN plain int",
+            "INSERT INTO orders VALUES (7, 0, 'n', 7)",
+        )
+        mirror.run()
+        assert [row["_op"] for row in mirror.log("public.orders")] == ["r"] * 5 + ["c"] * 2
+        assert replayed(_filled(mirror.log("public.orders")), ["id"]) == database.table("orders", ["id"])
+        database.run("ALTER TABLE orders DROP COLUMN note", "INSERT INTO orders VALUES (8)")
+        mirror.run()
+        assert [row["_op"] for row in mirror.log("public.orders")] == ["r"] * 5 + ["c"] * 3
+        database.run("ALTER TABLE orders ADD COLUMN filled int DEFAULT 9", "INSERT INTO orders VALUES (9)")
+        mirror.run()
+        log = [{name: row[name] for name in row if name != "note"} for row in _filled(mirror.log("public.orders"))]
+        assert [row["_op"] for row in log if row["filled"] is not None][-9:] == ["r"] * 9
+        assert replayed(log, ["id"]) == database.table("orders", ["id"])
+
+    def test_a_table_that_goes_and_comes_back_is_copied_again(self, database, tmp_path, monkeypatch):
+        monkeypatch.setattr(source, "LOOKED_SECS", 0.0)
+        database.run(ORDERS, "CREATE TABLE other (id int PRIMARY KEY)", "INSERT INTO orders VALUES (1), (2)")
+        mirror = Mirror(tmp_path, database.source())
+        mirror.run()
+        database.run("DROP TABLE orders", "INSERT INTO other VALUES (1)")
+        mirror.run()
+        database.run(ORDERS, "INSERT INTO orders VALUES (2), (3)")
+        mirror.run()
+        database.run("INSERT INTO orders VALUES (4)")
+        mirror.run()
+        assert replayed(mirror.log("public.orders"), ["id"]) == database.table("orders", ["id"])
+
 
 class TestSlot:
     def test_a_slot_that_was_made_again_stops_the_pipeline_with_the_choices(self, database, tmp_path):
@@ -299,11 +334,11 @@ class TestSlot:
 
     def test_a_slot_of_another_database_or_plugin_is_refused(self, database, server):
         database.run(f"SELECT pg_create_logical_replication_slot('{database.name}', 'pgoutput')")
-        with pytest.raises(ConfigError, match=f"PEN-1016 .*decodes the database '{database.name}'"):
+        with pytest.raises(ConfigError, match=rf"PEN-1016 .*decodes the database '{database.name}'"):
             PostgresCdc(PostgresCdcConfig(dsn=server.dsn, slot=database.name, tables=["*"])).open()
         here = wal.server(database.connection)
         found = replace(wal.slot(database.connection, database.name), plugin="test_decoding")
-        with pytest.raises(ConfigError, match="PEN-1016 .*by 'test_decoding'"):
+        with pytest.raises(ConfigError, match=r"PEN-1016 .*by 'test_decoding'"):
             wal.verify_slot(found, database.name, here)
 
     def test_a_position_of_another_server_is_refused(self, database):
@@ -314,9 +349,9 @@ class TestSlot:
         try:
             with pytest.raises(FatalError, match="PEN-5011 this is another server"):
                 opened.latest(start.model_copy(update={"system": "1"}), ReadLimit())
-            with pytest.raises(FatalError, match="PEN-5011 .*another way"):
+            with pytest.raises(FatalError, match=r"PEN-5011 .*another way"):
                 opened.latest(start.model_copy(update={"timeline": 7}), ReadLimit())
-            with pytest.raises(FatalError, match="PEN-5011 .*another way"):
+            with pytest.raises(FatalError, match=r"PEN-5011 .*another way"):
                 opened.latest(start.model_copy(update={"lsn": 1 << 50}), ReadLimit())
         finally:
             opened.close()
@@ -370,7 +405,7 @@ class TestSetUp:
 
     def test_a_table_without_replica_identity_is_never_published_with_its_updates(self, database, tmp_path):
         database.run(ORDERS, "CREATE TABLE keyless (id int)", "INSERT INTO keyless VALUES (1)")
-        with pytest.raises(ConfigError, match="PEN-1016 public.keyless has no replica identity"):
+        with pytest.raises(ConfigError, match=r"PEN-1016 public\.keyless has no replica identity"):
             database.source(tables=["public.orders", "public.keyless"]).open()
         Mirror(tmp_path / "a", database.source()).run()
         database.run("UPDATE keyless SET id = 2")
@@ -382,14 +417,14 @@ class TestSetUp:
 
     def test_without_manage_nothing_is_made(self, database):
         database.run(ORDERS)
-        with pytest.raises(ConfigError, match="PEN-1016 .*manage = false") as caught:
+        with pytest.raises(ConfigError, match=r"PEN-1016 .*manage = false") as caught:
             database.source(manage=False).open()
         assert "pg_create_logical_replication_slot" in caught.value.hint
         database.run(f"SELECT pg_create_logical_replication_slot('{database.name}', 'pgoutput')")
         opened = database.source(manage=False)
         opened.open()
         try:
-            with pytest.raises(ConfigError, match="PEN-1016 .*does not hold every table") as caught:
+            with pytest.raises(ConfigError, match=r"PEN-1016 .*does not hold every table") as caught:
                 opened.initial()
         finally:
             opened.close()
@@ -490,3 +525,9 @@ def check(database, mirror):
 def _moved(opened, position):
     end = opened.latest(position, ReadLimit(rows=10))
     return end if end != position else None
+
+
+def _filled(log):
+    """The rows of a log, each with every column that any of them has."""
+    names = {name: None for row in log for name in row}
+    return [names | row for row in log]

@@ -32,13 +32,23 @@ STEPS = (
 ROWS = 300
 
 
-@pytest.fixture
-def server(need):
+@pytest.fixture(scope="module")
+def running(need):
     need(binaries(18), "PostgreSQL 18 is not installed")
-    with PostgresServer(18) as running, psycopg.connect(running.dsn, autocommit=True) as connection:
+    with PostgresServer(18) as server:
+        yield server
+
+
+@pytest.fixture
+def server(running):
+    with psycopg.connect(running.dsn, autocommit=True) as connection:
+        connection.execute("DROP PUBLICATION IF EXISTS penstock")
+        connection.execute("DROP TABLE IF EXISTS orders")
         connection.execute("CREATE TABLE orders (id int8 PRIMARY KEY, version int8 NOT NULL, note text)")
         connection.execute(f"INSERT INTO orders SELECT i, 0, 'n' || i FROM generate_series(1, {ROWS}) i")
-        yield running
+    yield running
+    with psycopg.connect(running.dsn, autocommit=True) as connection:
+        connection.execute("SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots")
 
 
 def source_of(server, **options):
@@ -152,7 +162,7 @@ def test_a_missing_synchronous_standby_is_named_and_nothing_is_lost(server, tmp_
         try:
             waits = "SELECT FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
             wait_until(lambda: connection.execute(waits).fetchall(), "the commit to wait")
-            with pytest.raises(RetryableError, match="PEN-2003 .*synchronous standby is missing"):
+            with pytest.raises(RetryableError, match=r"PEN-2003 .*synchronous standby is missing"):
                 _read(opened, position, opened.latest(position, ReadLimit(rows=30)))
         finally:
             connection.execute("ALTER SYSTEM RESET synchronous_standby_names")

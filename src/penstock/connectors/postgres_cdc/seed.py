@@ -45,7 +45,10 @@ class Progress(_Value):
     """How far the copy of one table is; part of the position."""
 
     oid: int
-    state: Literal["waiting", "seeding", "seeded"]
+    state: Literal["waiting", "seeding", "seeded", "gone"]
+    """`gone`: it is not captured any more; if it comes back, it is copied again."""
+    shape: str = ""
+    """What its columns looked like; see `Table.differs`."""
     copies: int = 1
     """How often a copy was begun; one more means that what the target holds is cleared first."""
     until_xid: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -47,6 +48,10 @@ class Table:
     """The key's own order is that of its bytes, so that an index on it serves."""
     comparable: bool = True
     """Keys can be compared outside the server as it does."""
+    shape: str = ""
+    """Four digits for each column that it ever had: its name and type; `----` for one that was dropped."""
+    defaults: frozenset[int] = frozenset()
+    """Numbers of the columns that have a default, or are generated."""
 
     @property
     def stream(self) -> str:
@@ -87,6 +92,12 @@ class Table:
             for column in self.key_columns
         ]
 
+    def differs(self, shape: str) -> bool:
+        """True if rows that were copied in that shape hold other values now, though no change of theirs is in the log."""
+        old, new = (re.findall("....", each) for each in (shape, self.shape))
+        changed = any(a != b != "----" for a, b in zip(old, new, strict=False))
+        return changed or any(number in self.defaults for number in range(len(old) + 1, len(new) + 1))
+
     def schema(self, catalog: TypeCatalog) -> pa.Schema:
         """What its changes look like."""
         own = table_schema(self.columns, catalog, self.key)
@@ -111,6 +122,7 @@ def find_tables(connection: psycopg.Connection[Any], config: PostgresCdcConfig, 
     columns: dict[int, list[tuple[Any, ...]]] = {oid: [] for oid in chosen}
     for row in connection.execute(_COLUMNS, [list(chosen)]).fetchall():
         columns[row[0]].append(row[1:])
+    shapes = {row[0]: row[1:] for row in connection.execute(_SHAPES, [list(chosen)]).fetchall()}
     (utf8,) = _one(connection, "SELECT current_setting('server_encoding') = 'UTF8'")
     captured, refused = {}, {}
     for oid, (_, namespace, name, kind, identity, primary_key, _, identity_key) in sorted(chosen.items()):
@@ -129,6 +141,8 @@ def find_tables(connection: psycopg.Connection[Any], config: PostgresCdcConfig, 
             oid, namespace, name, kind == "p", identity, tuple(primary_key), index, tuple(column for column, _ in found),
             insert_only, all(plain for column, plain in found if column.name in index),
         )  # fmt: skip
+        shape, defaults = shapes.get(oid, ("", []))
+        table = replace(table, shape=shape, defaults=frozenset(defaults))
         if not missing:
             types = {column.type_oid for column in table.key_columns}
             table = replace(table, comparable=types <= {*COMPARABLE} and (utf8 or types.isdisjoint(_TEXT)))
@@ -319,6 +333,14 @@ _COLUMNS = """
       FROM pg_attribute a LEFT JOIN pg_collation co ON co.oid = a.attcollation
      WHERE a.attrelid = ANY(%s::oid[]) AND a.attnum > 0 AND NOT a.attisdropped
      ORDER BY a.attrelid, a.attnum"""
+
+_SHAPES = """
+    SELECT a.attrelid::int8,
+           string_agg(CASE WHEN a.attisdropped THEN '----' ELSE left(md5(a.attname || ':' || a.atttypid || CASE
+                      WHEN a.atttypid = 1700 THEN ':' || a.atttypmod ELSE '' END), 4) END, '' ORDER BY a.attnum),
+           coalesce(array_agg(a.attnum::int) FILTER (WHERE a.atthasdef OR a.atthasmissing), '{}')
+      FROM pg_attribute a WHERE a.attrelid = ANY(%s::oid[]) AND a.attnum > 0
+     GROUP BY a.attrelid"""
 
 _LIMITS = """
     SELECT (SELECT count(*) FROM pg_replication_slots), current_setting('max_replication_slots')::int,

@@ -148,7 +148,7 @@ class LogPosition(Position):
 
     @property
     def copying(self) -> bool:
-        return any(progress.state != "seeded" for progress in self.tables.values())
+        return any(progress.state in ("waiting", "seeding") for progress in self.tables.values())
 
 
 @dataclass(frozen=True)
@@ -342,6 +342,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
                 oid=table.oid,
                 state=state,
                 until_xid=until,
+                shape=table.shape,
                 copies=start.tables[stream].copies + (state == "waiting") if stream in start.tables else 1,
             )
             for stream, table in tables.items()
@@ -408,11 +409,15 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         if self._tables is None or time.monotonic() - self._looked > LOOKED_SECS:
             self._look(connection, here)
         assert self._tables is not None
-        new = {
-            stream: table
-            for stream, table in self._tables.captured.items()
-            if stream not in start.tables or start.tables[stream].oid != table.oid
-        }
+        captured, kept = self._tables.captured, dict(start.tables)
+        for stream, progress in start.tables.items():
+            table = captured.get(stream)
+            if table is None:
+                kept[stream] = progress.model_copy(update={"state": "gone", "frontier": None})
+            elif progress.shape != table.shape and not table.differs(progress.shape):
+                kept[stream] = progress.model_copy(update={"shape": table.shape})
+        start = start if kept == start.tables else start.model_copy(update={"tables": kept})
+        new = {stream: table for stream, table in captured.items() if _is_new(table, kept.get(stream))}
         if not new:
             return start
         setup.publish(connection, self.config, self._tables, here.version)
@@ -452,7 +457,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         tables = dict(start.tables)
         for stream, progress in start.tables.items():
             table = known.get(stream)
-            if progress.state == "seeded" or table is None or progress.until_xid > oldest:
+            if progress.state in ("seeded", "gone") or table is None or progress.until_xid > oldest:
                 continue
             if not table.chunked:
                 if tables == start.tables:  # by itself: one snapshot for all of it, and one epoch
@@ -488,7 +493,10 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         parts: list[Split] = []
         for stream, progress in end.tables.items():
             before = start.tables.get(stream) or Progress(oid=progress.oid, state="waiting")
-            if progress != before and progress.state != "waiting":
+            if progress.state in ("seeding", "seeded") and (before.state, before.frontier) != (
+                progress.state,
+                progress.frontier,
+            ):
                 parts += self._parts(stream, before, progress, start.lsn)
         return parts
 
@@ -586,3 +594,13 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
 
     def ack(self, end: LogPosition) -> None:
         self._ask(lambda connection: wal.acknowledge(connection, self.config.slot, end.lsn))
+
+
+def _is_new(table: Table, progress: Progress | None) -> bool:
+    """True if a table must be copied: it was not there, it is another one, or it changed without a trace in the log."""
+    return (
+        progress is None
+        or progress.oid != table.oid
+        or progress.state == "gone"
+        or (bool(progress.shape) and table.differs(progress.shape))
+    )

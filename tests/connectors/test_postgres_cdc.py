@@ -307,6 +307,22 @@ class TestMirror:
         assert replayed(mirror.log("public.orders"), ["id"]) == database.table("orders", ["id"])
 
 
+@pytest.mark.parametrize("version", [16, 15])
+def test_an_older_server_is_mirrored_as_well(need, tmp_path, version):
+    need(binaries(version), f"PostgreSQL {version} is not installed")
+    with PostgresServer(version) as server, closing(Database(server, "postgres").connection) as connection:
+        database = Database(server, "postgres")
+        connection.execute(ORDERS)
+        connection.execute("INSERT INTO orders SELECT i FROM generate_series(1, 50) i")
+        mirror = Mirror(tmp_path, database.source(slot="mirror", chunk_rows=20))
+        mirror.run()
+        connection.execute("UPDATE orders SET version = 1, note = repeat('x', 5000) WHERE id < 5")
+        connection.execute("UPDATE orders SET version = 2 WHERE id < 5")
+        mirror.run()
+        assert replayed(mirror.log("public.orders"), ["id"]) == database.table("orders", ["id"])
+        database.connection.close()
+
+
 class TestSlot:
     def test_a_slot_that_was_made_again_stops_the_pipeline_with_the_choices(self, database, tmp_path):
         database.run(ORDERS, "INSERT INTO orders VALUES (1)")
@@ -444,6 +460,13 @@ class TestSetUp:
         database.run("INSERT INTO orders VALUES (2, 0, 'secret')")
         mirror.run()
         assert [sorted(row)[-2:] for row in mirror.log("public.orders")] == [["id", "version"]] * 2
+
+    def test_tls_is_really_asked_for(self, database):
+        database.run(ORDERS)
+        with pytest.raises(ConfigError, match=r"PEN-1016 .*SSL"):
+            database.source(sslmode="require").open()
+        with pytest.raises(ConfigError, match=r"PEN-1016 .*SSL"):
+            wal.connect_arrow(database.source(sslmode="require").config)
 
     def test_health_tells_of_the_slot(self, database):
         database.run(ORDERS)

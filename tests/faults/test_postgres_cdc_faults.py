@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
+import subprocess
 import threading
 from contextlib import closing
 
 import psycopg
 import pytest
 
-from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig
-from penstock.errors import RetryableError
+from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, wal
+from penstock.errors import ConfigError, RetryableError
 from penstock.source import Note, ReadLimit
 from penstock.testing.crash import wait_until
 from penstock.testing.engine import Killed
@@ -199,6 +201,29 @@ def test_a_reader_that_was_killed_frees_the_slot(server):
 
         assert wait_until(rows, "the slot to be free") == 59001
     opened.close()
+
+
+def test_a_server_of_another_authority_is_not_connected_to(need, tmp_path_factory):
+    need(binaries(15), "PostgreSQL 15 is not installed, and the others here have no TLS")
+    need(shutil.which("openssl"), "openssl is not installed")
+    place = tmp_path_factory.mktemp("tls")
+    for parent in (place, *place.parents[:2]):
+        parent.chmod(0o755)
+    for name in ("right", "wrong"):
+        made = ["-keyout", place / f"{name}.key", "-out", place / f"{name}.crt", "-subj", "/CN=localhost", "-days", "2"]
+        alternative = ["-addext", "subjectAltName=IP:127.0.0.1"]
+        command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *made, *alternative]
+        subprocess.run(command, check=True, capture_output=True)
+    settings = {"ssl": "on", "ssl_cert_file": str(place / "right.crt"), "ssl_key_file": str(place / "right.key")}
+    server = PostgresServer(15, settings=settings)
+    if server._user is not None:
+        os.chown(place / "right.key", server._user.pw_uid, server._user.pw_gid)
+    with server:
+        for connect in (wal.connect, wal.connect_arrow):
+            options = {"dsn": server.dsn, "tables": ["*"], "sslmode": "verify-full"}
+            connect(PostgresCdcConfig(**options, sslrootcert=place / "right.crt")).close()
+            with pytest.raises(ConfigError, match=r"PEN-1016 .*certificate"):
+                connect(PostgresCdcConfig(**options, sslrootcert=place / "wrong.crt"))
 
 
 def _read(opened, start, end):

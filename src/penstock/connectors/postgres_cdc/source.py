@@ -37,8 +37,8 @@ T = TypeVar("T")
 
 _ENDLESS = 1 << 62
 
-PROBED_BYTES = 1 << 20
-"""A range of log up to this size is looked through for changes before it is made an epoch of."""
+PROBED_BYTES = 16 << 20
+"""As long as the server decodes no more than this, a range is looked through for changes before it is made an epoch of."""
 
 LOOKED_SECS = 10.0
 """How often the catalog is looked through for tables that are new."""
@@ -379,7 +379,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             planned = self._copy(connection, end, limit)
             if planned.tables != end.tables:
                 return planned.model_copy(update={"turn": "log"})
-        upto = self._log_end(connection, start, here, found.confirmed, limit)
+        upto = self._log_end(connection, start, here, found, limit)
         return end.model_copy(update={"lsn": upto, "turn": "copy"}) if upto > start.lsn or end != start else start
 
     def _verify(self, connection: psycopg.Connection[Any], here: wal.Server, start: LogPosition) -> wal.Slot:
@@ -428,7 +428,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         connection: psycopg.Connection[Any],
         start: LogPosition,
         here: wal.Server,
-        confirmed: int,
+        found: wal.Slot,
         limit: ReadLimit,
     ) -> int:
         """How far the next range of log goes; not at all while it holds no changes and none is due."""
@@ -439,11 +439,13 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         if here.torn and end == here.flushed and self._probed != (start.lsn, end):
             wal.mend(connection)
         due = time.monotonic() - self._since[1] >= self.config.heartbeat_secs
-        if start.copying or due or end < here.flushed or (end - start.lsn > PROBED_BYTES and not start.quiet):
+        if start.copying or due or end < here.flushed or (end - found.restart > PROBED_BYTES and not start.quiet):
             return end
         if self._probed == (start.lsn, end):
             return start.lsn
-        if wal.has_changes(connection, self.config.slot, setup.publications(self.config), confirmed, start.lsn, end):
+        if wal.has_changes(
+            connection, self.config.slot, setup.publications(self.config), found.confirmed, start.lsn, end
+        ):
             return end
         self._probed = (start.lsn, end)
         return start.lsn

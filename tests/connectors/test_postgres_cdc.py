@@ -101,7 +101,7 @@ class TestContract(SourceContract):
     @pytest.fixture
     def source(self, database):
         database.run(ORDERS, "CREATE TABLE people (name text PRIMARY KEY, age int4)")
-        made = database.source(snapshot="never", max_wal_bytes=4096, heartbeat_secs=600)
+        made = database.source(snapshot="never", max_wal_bytes=12000, heartbeat_secs=600)
         made.open()
         made.initial()
         made.close()
@@ -223,6 +223,31 @@ class TestMirror:
             opened.close()
         assert "t" in [row["_op"] for row in log]
         assert replayed(sorted(log, key=lambda row: row["_position"]), ["id"]) == database.table("orders", ["id"])
+
+    def test_a_drain_ends_behind_the_copy_although_a_writer_goes_on(self, database):
+        database.run(ORDERS, "INSERT INTO orders SELECT i FROM generate_series(1, 50) i")
+        opened = database.source(chunk_rows=10)
+        opened.open()
+        try:
+            log, position = [], opened.initial()
+            frozen = opened.latest(position, ReadLimit(parallelism=1))
+            for number in range(1000, 1040):
+                end = opened.earlier(opened.latest(position, ReadLimit(rows=10)), frozen)
+                if end == position:
+                    break
+                rows, notes = read(opened, position, end)
+                log += rows.get("public.orders", [])
+                position = opened.advance(end, notes)
+                opened.ack(position)
+                database.run(
+                    f"INSERT INTO orders VALUES ({number})", f"UPDATE orders SET version = 1 WHERE id = {number - 960}"
+                )
+            else:
+                pytest.fail("the drain never ended")
+        finally:
+            opened.close()
+        ids = [row["id"] for row in replayed(log, ["id"])]
+        assert set(ids) >= set(range(1, 51))
 
     def test_names_of_all_kinds_and_partitions(self, database, tmp_path):
         database.run(

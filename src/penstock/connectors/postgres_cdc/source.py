@@ -21,7 +21,7 @@ from penstock.connectors.postgres_cdc.seed import Chunk, Clear, Copied, Pages, P
 from penstock.connectors.postgres_cdc.setup import Table, Tables
 from penstock.connectors.postgres_cdc.types import TypeCatalog
 from penstock.durable import Json
-from penstock.errors import ConfigError, RetryableError
+from penstock.errors import ConfigError
 from penstock.source import (
     Finding,
     HealthStatus,
@@ -438,8 +438,9 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             return start.lsn
         if here.torn and end == here.flushed and self._probed != (start.lsn, end):
             wal.mend(connection)
+        forced = start.copying and (start.turn == "log" or bool(start.copied))
         due = time.monotonic() - self._since[1] >= self.config.heartbeat_secs
-        if start.copying or due or end < here.flushed or (end - found.restart > PROBED_BYTES and not start.quiet):
+        if forced or due or end < here.flushed or (end - found.restart > PROBED_BYTES and not start.quiet):
             return end
         if self._probed == (start.lsn, end):
             return start.lsn
@@ -476,7 +477,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
 
     def earlier(self, a: LogPosition, b: LogPosition) -> LogPosition:
         """While tables are copied there is no end; afterwards the log is read at least as far as the copies reach into it."""
-        if a.copying or a.tables != b.tables:
+        if a.copying:
             return a
         return a.model_copy(update={"lsn": min(a.lsn, max(b.lsn, a.settled))})
 
@@ -505,8 +506,8 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
     def _parts(self, stream: str, before: Progress, after: Progress, lsn: int) -> Sequence[Split]:
         known, catalog = self._known()
         table = known.get(stream)
-        if table is None:
-            raise RetryableError(f"{stream} is not there any more", hint="it is left out as soon as that is committed")
+        if table is None:  # it was dropped; the next range says so
+            return []
         if not table.chunked:
             return self._ask(lambda connection: self._pages(connection, table, lsn, after.copies))
         rows = self.config.chunk_rows
@@ -532,7 +533,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         known, catalog = self._known()
         table = known.get(split.stream)
         if table is None:
-            raise RetryableError(f"{split.stream} is not there any more", hint="was it dropped or renamed?")
+            return
         if isinstance(split, Clear):
             yield seed.clear(table, catalog, split)
         else:

@@ -122,10 +122,10 @@ def errors(what: str) -> Iterator[None]:
             raise SlotLost(message, hint=_LOST) from error
         if state == "57014":
             raise RetryableError(message, code="PEN-2003", hint="raise `statement_timeout_secs`") from error
-        if state[:2] in ("28", "3D") or state in ("42501", "42704", "42P01") or _is_refusal(text):
+        if state[:2] in ("28", "3D") or state in ("42501", "42704") or _is_refusal(text):
             hint = "see `penstock check` for the grants and settings that are needed"
             raise ConfigError(message, code="PEN-1016", hint=hint) from error
-        if not state or state[:2] in ("08", "40", "53", "55", "57", "58"):
+        if not state or state == "42P01" or state[:2] in ("08", "40", "53", "55", "57", "58"):
             raise RetryableError(message, code="PEN-2001") from error
         raise FatalError(message) from error
 

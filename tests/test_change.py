@@ -291,5 +291,5 @@ def test_the_cost_of_a_row_is_far_below_that_of_python_per_row():
     )
     begin = time.process_time()
     rows = collapse(events.append_column("doc", pa.nulls(count, pa.string())), ["k"])
-    assert time.process_time() - begin < 1.0  # measured 0.1 s
+    assert time.process_time() - begin < 1.0  # 0.06 to 0.12 s in five runs on two busy cores
     assert rows.kept["doc"].all()

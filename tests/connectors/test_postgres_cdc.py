@@ -125,7 +125,7 @@ class TestContract(SourceContract):
 class TestMirror:
     def test_a_copy_and_the_changes_behind_it_make_the_table(self, database, tmp_path):
         database.run(ORDERS, "INSERT INTO orders SELECT i, 0, 'n' || i FROM generate_series(1, 1000) i")
-        mirror = Mirror(tmp_path, database.source(chunk_rows=100))
+        mirror = Mirror(tmp_path, database.source(seed_chunk_rows=100))
         mirror.run()
         log = mirror.log("public.orders")
         assert [row["_op"] for row in log] == ["r"] * 1000
@@ -148,7 +148,7 @@ class TestMirror:
             "INSERT INTO orders SELECT i, 0, 'n' || i FROM generate_series(1, 400) i",
             "INSERT INTO items SELECT chr(97 + i % 5), i, 0 FROM generate_series(1, 300) i",
         )
-        mirror = Mirror(tmp_path, database.source(chunk_rows=40))
+        mirror = Mirror(tmp_path, database.source(seed_chunk_rows=40))
         with Writers(database, 2):
             mirror.run(until="copied")
         mirror.run()
@@ -184,7 +184,7 @@ class TestMirror:
             "CREATE TABLE items (region text, number int4, version int8, PRIMARY KEY (region, number))",
             "INSERT INTO items SELECT 'x', i, 0 FROM generate_series(1, 10) i",
         )
-        mirror = Mirror(tmp_path, database.source(tables=["public.orders", "public.items"], chunk_rows=4))
+        mirror = Mirror(tmp_path, database.source(tables=["public.orders", "public.items"], seed_chunk_rows=4))
         with psycopg.connect(database.dsn) as early:
             early.execute("INSERT INTO items VALUES ('early', 1, 0)")  # written before ALTER PUBLICATION …
             run = mirror.start(until="caught_up")
@@ -198,7 +198,7 @@ class TestMirror:
 
     def test_truncate_in_the_middle_of_a_copy_begins_it_anew(self, database, tmp_path):
         database.run(ORDERS, "INSERT INTO orders SELECT i FROM generate_series(1, 100) i")
-        opened = database.source(chunk_rows=10)
+        opened = database.source(seed_chunk_rows=10)
         opened.open()
         try:
             log, position = [], opened.initial()
@@ -226,7 +226,7 @@ class TestMirror:
 
     def test_a_drain_ends_behind_the_copy_although_a_writer_goes_on(self, database):
         database.run(ORDERS, "INSERT INTO orders SELECT i FROM generate_series(1, 50) i")
-        opened = database.source(chunk_rows=10)
+        opened = database.source(seed_chunk_rows=10)
         opened.open()
         try:
             log, position = [], opened.initial()
@@ -277,7 +277,7 @@ class TestMirror:
             "INSERT INTO words SELECT chr(65 + i % 26) || chr(97 + i % 23) || i || (ARRAY['ä', '-', 'Z', ''])[1 + i % 4], 0 "
             "FROM generate_series(1, 200) i",
         )
-        mirror = Mirror(tmp_path, database.source(chunk_rows=30))
+        mirror = Mirror(tmp_path, database.source(seed_chunk_rows=30))
         with closing(psycopg.connect(database.dsn, autocommit=True)) as writer:
             run = mirror.start(until="copied")
             while not select.select([run], [], [], 0.005)[0]:
@@ -339,7 +339,7 @@ def test_an_older_server_is_mirrored_as_well(need, tmp_path, version):
         database = Database(server, "postgres")
         connection.execute(ORDERS)
         connection.execute("INSERT INTO orders SELECT i FROM generate_series(1, 50) i")
-        mirror = Mirror(tmp_path, database.source(slot="mirror", chunk_rows=20))
+        mirror = Mirror(tmp_path, database.source(slot="mirror", seed_chunk_rows=20))
         mirror.run()
         connection.execute("UPDATE orders SET version = 1, note = repeat('x', 5000) WHERE id < 5")
         connection.execute("UPDATE orders SET version = 2 WHERE id < 5")

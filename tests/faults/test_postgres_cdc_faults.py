@@ -54,7 +54,9 @@ def server(running):
 
 
 def source_of(server, **options):
-    return PostgresCdc(PostgresCdcConfig(dsn=server.dsn, tables=["public.orders"], **{"chunk_rows": 30, **options}))
+    return PostgresCdc(
+        PostgresCdcConfig(dsn=server.dsn, tables=["public.orders"], **{"seed_chunk_rows": 30, **options})
+    )
 
 
 class Writer:

@@ -86,7 +86,7 @@ class PostgresCdcConfig(Config):
     max_wal_bytes: PositiveInt = 256 << 20
     """Most log that goes into one epoch; a transaction is never cut, however large it is."""
 
-    chunk_rows: PositiveInt = 250_000
+    seed_chunk_rows: PositiveInt = 250_000
     """Rows that one task copies at a time."""
 
     heartbeat_secs: PositiveFloat = 10.0
@@ -454,7 +454,9 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
     def _copy(self, connection: psycopg.Connection[Any], start: LogPosition, limit: ReadLimit) -> LogPosition:
         """The position behind the next chunks: as many rows as the tasks of one epoch can copy at a time."""
         known, catalog = self._known()
-        rows = self.config.chunk_rows if limit.rows is None else max(1, min(self.config.chunk_rows, limit.rows))
+        rows = (
+            self.config.seed_chunk_rows if limit.rows is None else max(1, min(self.config.seed_chunk_rows, limit.rows))
+        )
         room = rows * limit.parallelism if limit.rows is None else min(rows * limit.parallelism, limit.rows)
         oldest = wal.snapshot(connection).xmin
         tables = dict(start.tables)
@@ -510,7 +512,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             return []
         if not table.chunked:
             return self._ask(lambda connection: self._pages(connection, table, lsn, after.copies))
-        rows = self.config.chunk_rows
+        rows = self.config.seed_chunk_rows
         found = self._ask(
             lambda c: [e.upto for e in seed.edges(c, table, catalog, before.frontier, after.frontier, rows, _ENDLESS)]
         )

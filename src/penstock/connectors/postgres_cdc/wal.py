@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,7 +76,9 @@ def conninfo(config: PostgresCdcConfig) -> str:
         "connect_timeout": config.connect_timeout_secs,
         "password": config.password.reveal() if config.password else None,
         "sslmode": config.sslmode,
-        **{name: _path(getattr(config, name)) for name in ("sslrootcert", "sslcert", "sslkey")},
+        "sslrootcert": config.sslrootcert,
+        "sslcert": config.sslcert,
+        "sslkey": config.sslkey,
     }
     return make_conninfo(config.dsn, **{name: value for name, value in options.items() if value is not None})
 
@@ -164,10 +165,6 @@ def _settings(config: PostgresCdcConfig, more: Mapping[str, str] | None = None) 
     }
     calls = ", ".join(f"set_config({literal(name)}, {literal(value)}, false)" for name, value in settings.items())
     return f"SELECT {calls}"
-
-
-def _path(path: Path | None) -> str | None:
-    return None if path is None else str(path)
 
 
 def literal(text: str) -> str:

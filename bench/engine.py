@@ -106,16 +106,21 @@ def pump(
 
 
 def epoch_cost(bench: Bench, engine: SparkEngine, scratch: Path) -> None:
-    ours = statistics.median(pump(engine, OneRow(NoOptions()), Nowhere(NoOptions()), scratch, 60, 1)[10:]) * 1000
-    files = FilesSink(FilesSinkConfig(path=str(scratch / "one" / "{topic}")))
-    with_files = statistics.median(pump(engine, OneRow(NoOptions()), files, scratch, 40, 1)[10:]) * 1000
-    theirs = micro_batch(engine, scratch)
-    bench.row("an epoch with one row → nowhere", f"{ours:.0f} ms", "manifests planned, prepared, committed: fsynced")
-    bench.row("an epoch with one row → files", f"{with_files:.0f} ms", "the same, and a Parquet file, fsynced")
+    ours, with_files, theirs = [], [], []
+    for round_ in range(3):  # in turns, so that a noisy moment of the machine does not fall on one of them
+        files = FilesSink(FilesSinkConfig(path=str(scratch / f"one-{round_}" / "{topic}")))
+        ours.append(
+            statistics.median(pump(engine, OneRow(NoOptions()), Nowhere(NoOptions()), scratch, 50, 1)[10:]) * 1000
+        )
+        with_files.append(statistics.median(pump(engine, OneRow(NoOptions()), files, scratch, 40, 1)[10:]) * 1000)
+        theirs.append(micro_batch(engine, scratch))
+    note = "manifests planned, prepared, committed: fsynced; best median of 3"
+    bench.row("an epoch with one row → nowhere", f"{min(ours):.0f} ms", note)
+    bench.row("an epoch with one row → files", f"{min(with_files):.0f} ms", "the same, and a Parquet file, fsynced")
     bench.row(
-        "Spark's micro-batch, one row → noop", f"{theirs:.0f} ms", "FileSystemBasedCheckpointFileManager, no fsync"
+        "Spark's micro-batch, one row → noop", f"{min(theirs):.0f} ms", "FileSystemBasedCheckpointFileManager, no fsync"
     )
-    bench.claim("epoch_vs_micro_batch", ours / theirs, "<=", 0.8)
+    bench.claim("epoch_vs_micro_batch", min(ours) / min(theirs), "<=", 0.8)
 
 
 def micro_batch(engine: SparkEngine, scratch: Path) -> float:
@@ -157,7 +162,7 @@ def micro_batch(engine: SparkEngine, scratch: Path) -> float:
         .option("checkpointLocation", checkpoint)
         .start()
     )
-    while query.isActive and (query.lastProgress is None or query.lastProgress.batchId < 60):
+    while query.isActive and (query.lastProgress is None or query.lastProgress.batchId < 40):
         time.sleep(0.2)
     took = [progress.durationMs["triggerExecution"] for progress in query.recentProgress if progress.batchId >= 10]
     query.stop()
@@ -238,8 +243,8 @@ def sql(bench: Bench, engine: SparkEngine, scratch: Path) -> None:
         sink = FilesSink(FilesSinkConfig(path=str(scratch / "sql")))
         return sum(pump(engine, source, sink, scratch, 9, SQL_ROWS, sql=QUERY))
 
-    theirs_best = min(plain() for _ in range(3))
-    ours_best = min(ours() for _ in range(3))
+    turns = [(plain(), ours()) for _ in range(5)]
+    theirs_best, ours_best = (min(times) for times in zip(*turns, strict=True))
     spark.read.parquet(str(scratch / "sql")).createOrReplaceTempView("a")
     spark.read.parquet(str(scratch / "plain-sql")).createOrReplaceTempView("b")
     digest = "SELECT count(*), sum(id), sum(hash(name)), sum(amount), sum(ratio), max(at) FROM "
@@ -248,7 +253,9 @@ def sql(bench: Bench, engine: SparkEngine, scratch: Path) -> None:
     bench.row(
         "Parquet → SQL → Parquet, a route", f"{SQL_ROWS / ours_best / 1e6:.2f} M rows/s", f"{SQL_ROWS // 10**6} M rows"
     )
-    bench.row("the same query in plain Spark", f"{SQL_ROWS / theirs_best / 1e6:.2f} M rows/s", "best of 3 each")
+    bench.row(
+        "the same query in plain Spark", f"{SQL_ROWS / theirs_best / 1e6:.2f} M rows/s", "best of 5 each, in turns"
+    )
     bench.claim("sql_vs_plain_spark", theirs_best / ours_best, ">=", 0.7)
 
 

@@ -17,13 +17,16 @@ import pyarrow as pa
 import pytest
 
 from penstock import supervisor
+from penstock.change import CHANGE_FIELDS
 from penstock.config import Config, Secret
+from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.files_sink import FilesSink, FilesSinkConfig, read_published
 from penstock.connectors.generator import Generator, GeneratorConfig
 from penstock.epochs import State, reset
 from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError
 from penstock.pipeline import Pipeline, Processing
 from penstock.routing import Route, Router
+from penstock.schema import with_key
 from penstock.sink import DeliveryGuarantee
 from penstock.source import (
     BufferedBridge,
@@ -334,6 +337,27 @@ def test_a_failed_open_is_told_without_waiting_for_the_engine(build: Any) -> Non
     assert not engine.stopped.is_set()
     engine.let_go.set()
     assert engine.stopped.wait(10), "an engine that is no longer wanted stops itself"
+
+
+class Changing(Tap):
+    """Rows that are changes."""
+
+    def schema(self) -> Schemas:
+        return {"rows": with_key(pa.schema([("row", pa.int64()), *CHANGE_FIELDS]), ["row"])}
+
+
+def test_changes_that_a_query_could_filter_out_are_refused_by_a_sink_that_applies_them(tmp_path: Path) -> None:
+    pipeline = Pipeline(
+        "filtered",
+        sources={"source": Changing()},
+        sinks={"lake": Delta(DeltaConfig(path=str(tmp_path / "lake"), mode="upsert"))},
+        router=Router((Route(sql="SELECT * FROM input WHERE row > 1"),), ("lake",)),
+        processing=Processing(state_dir=tmp_path / "state"),
+    )
+    running = Running(pipeline, drain=True)
+    running.ends()
+    assert isinstance(running.error, ConfigError)
+    assert running.error.code == "PEN-1009"
 
 
 def test_two_runs_at_once_are_refused_and_the_first_is_named(build: Any) -> None:

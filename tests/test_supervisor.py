@@ -288,6 +288,18 @@ def test_drain_ends_with_what_was_there_though_more_keeps_coming(build: Any, row
     assert rows() == list(range(10))
 
 
+def test_a_drain_that_is_asked_for_later_takes_what_is_there_by_then(build: Any, rows: Any) -> None:
+    tap, drain = Tap(), threading.Event()
+    tap.available = 5
+    running = Running(build(tap), drain=drain)
+    until(lambda: tap.acked == [5])
+    tap.available = 12
+    drain.set()
+    running.ends()
+    assert running.error is None
+    assert rows() == list(range(12))
+
+
 def test_without_checkpoints_a_restart_begins_anew(tmp_path: Path) -> None:
     for _ in range(2):
         pipeline = Pipeline(

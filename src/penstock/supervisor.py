@@ -61,13 +61,17 @@ def run(
     *,
     spark: Any = None,
     master: str | None = None,
-    drain: bool = False,
+    drain: bool | threading.Event = False,
     telemetry: Telemetry | None = None,
     stop: threading.Event | None = None,
     lost_state: LostState = "stop",
     engine: Engine | None = None,
 ) -> Summary:
-    """Run until `stop` is set, or with `drain` until all that was there at the start is committed."""
+    """
+    Run until `stop` is set, or with `drain` until all that was there at the start is committed.
+
+    An event as `drain` says later that it is time to: all that is there when it is set is committed.
+    """
     own = telemetry is None
     telemetry = telemetry or Telemetry.of(pipeline)
     supervisor = _Supervisor(pipeline, telemetry, stop or threading.Event(), drain, lost_state)
@@ -102,7 +106,7 @@ class _Supervisor:
     pipeline: Pipeline
     telemetry: Telemetry
     stop: threading.Event
-    drain: bool
+    drain: bool | threading.Event
     lost_state: LostState
     summary: Summary = field(default_factory=Summary)
     ingests: dict[str, Ingest] = field(default_factory=dict)
@@ -115,6 +119,10 @@ class _Supervisor:
 
     def __post_init__(self) -> None:
         self.router = self.pipeline.router
+
+    @property
+    def draining(self) -> bool:
+        return self.drain if isinstance(self.drain, bool) else self.drain.is_set()
 
     def run(self, resources: contextlib.ExitStack, engine: Engine) -> Summary:
         began = time.monotonic()
@@ -305,7 +313,7 @@ class _Supervisor:
                 waker.watch(event, clear=True)
         timer = None if signalled and all(event for name, event in signalled) else processing.poll_interval_ms / 1000
         self.requests = [event for source in self.pipeline.sources.values() if (event := source.checkpoint_requested())]
-        for event in self.requests:
+        for event in (*self.requests, *([] if isinstance(self.drain, bool) else [self.drain])):
             waker.watch(event, clear=False)
         retry = Backoff(processing.retry_backoff_ms, processing.max_backoff_ms, processing.max_retries)
         self.telemetry.state("pipeline", HealthStatus.healthy())
@@ -315,13 +323,13 @@ class _Supervisor:
                 if ingest.failure is not None:
                     raise ingest.failure
             early = last + interval - time.monotonic()
-            if early > 0 and not self.drain and not any(event.is_set() for event in self.requests):
+            if early > 0 and not self.draining and not any(event.is_set() for event in self.requests):
                 waker.wait(early)
                 continue
             last = time.monotonic()
             self.step = _Step(last)
             try:
-                if self.drain and loop.frozen is None and self._caught_up():
+                if self.draining and loop.frozen is None and self._caught_up():
                     loop.freeze()
                 report = loop.step()
             except ConnectorError as error:
@@ -336,9 +344,9 @@ class _Supervisor:
                 self.telemetry.epoch(report)
                 self._mark_seeded(loop.state)
                 waker.cut()
-            elif self.drain and loop.frozen is not None and not loop.unacked:
+            elif self.draining and loop.frozen is not None and not loop.unacked:
                 return
-            elif self.drain and loop.frozen is None:
+            elif self.draining and loop.frozen is None:
                 waker.wait(0.05)  # a journal that is full is emptied by epochs, so they go on meanwhile
             else:
                 if loop.unacked:

@@ -29,16 +29,17 @@ T = TypeVar("T")
 def run(
     pipeline: Pipeline,
     *,
-    drain: bool = False,
+    drain: bool | threading.Event = False,
+    stop: threading.Event | None = None,
     master: str | None = None,
     lost_state: Any = "stop",
     closing_line: bool = True,
 ) -> Telemetry:
-    """Run until stopped or drained; the telemetry that is handed back has ended."""
+    """Run until stopped, by a signal or the caller, or drained; the telemetry that is handed back has ended."""
     from penstock import supervisor
 
     telemetry = Telemetry.of(pipeline)
-    stop = threading.Event()
+    stop = stop or threading.Event()
     with shown(telemetry, pipeline.processing.log_level) as view, signals(stop, view):
         try:
             aside(

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
 import psycopg
 import pytest
 
@@ -40,3 +48,21 @@ def test_a_server_that_does_not_start_says_why_and_leaves_nothing(tmp_path, monk
     with pytest.raises(RuntimeError, match="wal_level"), PostgresServer(settings={"wal_level": "nonsense"}):
         pass
     assert not list(tmp_path.iterdir())
+
+
+def test_a_server_does_not_outlive_a_process_that_was_killed():
+    script = """if True:
+        import os, signal
+        from penstock.testing.postgres import PostgresServer
+        with PostgresServer() as server:
+            print(server.pid, server.data.parent, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    run = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=False)
+    assert run.returncode == -signal.SIGKILL
+    pid, home = run.stdout.split()
+    deadline = time.monotonic() + 30
+    while (psutil.pid_exists(int(pid)) or Path(home).exists()) and time.monotonic() < deadline:
+        threading.Event().wait(0.05)
+    assert not Path(home).exists()
+    assert not psutil.pid_exists(int(pid))

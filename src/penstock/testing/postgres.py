@@ -33,6 +33,14 @@ SETTINGS: Mapping[str, str] = {
 """What a test's server differs in from the defaults; `settings` of the server override it."""
 
 _WHEEL = {16: "pginstall", 18: "pginstall18"}
+_WATCH = """
+cat
+pid=$(head -n 1 "$1/data/postmaster.pid") && grep -qzF "$1" "/proc/$pid/cmdline" && kill -QUIT "$pid"
+while grep -qzF "$1" "/proc/$pid/cmdline"; do sleep 0.1; done
+rm -rf "$1"
+"""
+"""Waits until its starter is gone, however it went, and takes the server with it; at other times there is nothing to do."""
+
 _SIGNALS = {"fast": signal.SIGINT, "immediate": signal.SIGQUIT, "kill": signal.SIGKILL}
 
 
@@ -59,6 +67,7 @@ class PostgresServer:
         self._user = _user()
         self._process: subprocess.Popen[bytes] | None = None
         self._home: Path | None = None
+        self._watch: subprocess.Popen[bytes] | None = None
 
     @property
     def dsn(self) -> str:
@@ -108,6 +117,9 @@ class PostgresServer:
             if self._home is not None:
                 shutil.rmtree(self._home, ignore_errors=True)
                 self._home = None
+            if self._watch is not None:
+                self._watch.communicate()
+                self._watch = None
 
     def start(self) -> None:
         """Make the data directory if there is none yet, start, and wait until connections are taken."""
@@ -147,6 +159,13 @@ class PostgresServer:
 
     def _make(self) -> None:
         self._home = Path(tempfile.mkdtemp(prefix="penstock-postgres-"))
+        self._watch = subprocess.Popen(
+            ["sh", "-c", _WATCH, "sh", self._home],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         if self._user:
             os.chown(self._home, self._user.pw_uid, self._user.pw_gid)
         self._postgres = self._reachable() / "postgres"

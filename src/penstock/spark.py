@@ -76,6 +76,7 @@ class SparkEngine:
         self._ship = ship
         self._jvm_lock: Any = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._seeds: dict[int, Any] = {}
 
     def start(self) -> None:
         """Start Spark, or join the caller's session; takes seconds, so it runs while the connectors open."""
@@ -208,7 +209,7 @@ class SparkEngine:
     def _passthrough(self, job: Job) -> list[TaskResult]:
         groups = job.groups(self.parallelism)
         packed = _pack(job)
-        seeds = self._context.parallelize(range(len(groups)), len(groups))
+        seeds = self._empty(len(groups))
         lanes = _lanes(job.router.effective)
         if not lanes:
             return [pickle.loads(each) for each in seeds.mapPartitionsWithIndex(_plain_task(packed, groups)).collect()]
@@ -220,6 +221,12 @@ class SparkEngine:
             .mapPartitionsWithIndex(_gather_task(packed, len(groups)))
         )
         return [pickle.loads(each) for each in staged.collect()]
+
+    def _empty(self, tasks: int) -> Any:
+        """So many partitions of nothing, kept: making them anew takes 7 ms of every epoch."""
+        if tasks not in self._seeds:
+            self._seeds[tasks] = self._context.parallelize([], tasks)
+        return self._seeds[tasks]
 
     def _sql(self, job: Job, target: Target, schema: pa.Schema) -> list[TaskResult]:
         groups = job.groups(self.parallelism)
@@ -263,7 +270,8 @@ def _attempt() -> int:
 
 
 def _plain_task(packed: bytes, groups: list[list[Part]]) -> Callable[[int, Iterable[int]], Iterator[bytes]]:
-    def task(index: int, _: Iterable[int]) -> Iterator[bytes]:
+    def task(index: int, nothing: Iterable[int]) -> Iterator[bytes]:
+        list(nothing)  # a worker whose input is not read to its end is thrown away
         yield _pack(run_task(pickle.loads(packed), groups[index], Task(index, _attempt())))
 
     return task
@@ -286,7 +294,8 @@ def _scatter_task(
 ) -> Callable[[int, Iterable[int]], Iterator[tuple[Key, bytes]]]:
     """Read a group; write what needs no order across tasks, and send the rest to its lane as opaque Arrow bytes."""
 
-    def task(index: int, _: Iterable[int]) -> Iterator[tuple[Key, bytes]]:
+    def task(index: int, nothing: Iterable[int]) -> Iterator[tuple[Key, bytes]]:
+        list(nothing)  # a worker whose input is not read to its end is thrown away
         job: Job = pickle.loads(packed)
         tallies: dict[int, Tally] = {}
         writer = Writer(job, Task(index, _attempt()))

@@ -22,7 +22,7 @@ from penstock import failpoints
 from penstock.config import Config
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError
 from penstock.job import Job, Part, TaskResult
-from penstock.routing import Route, Router
+from penstock.routing import Route, Router, Target
 from penstock.sink import CommittedEpoch, Epoch, Receipt, SinkConnectorCapabilities, WriteResult
 from penstock.source import (
     PollingSource,
@@ -893,7 +893,7 @@ def test_a_route_with_partitions_keeps_the_rows_of_a_key_in_one_task_and_in_orde
 @pytest.mark.parametrize("route", [Route(sql="select 1"), Route(transform="module:function")])
 def test_routes_with_sql_are_refused(tmp_path, route):
     with pytest.raises(ConfigError, match="no SQL"):
-        ForkEngine().check([(route, "/rows", pa.schema([]))])
+        ForkEngine().check([(Target("/rows", ("sink",), route), pa.schema([]))])
     with pytest.raises(ConfigError, match="no SQL"):
         ForkEngine().run(job(tmp_path, tmp_path / "lake", ROWS[0], routes=[route]))
 

@@ -53,6 +53,7 @@ CODES: dict[str, str] = {
     "PEN-4000": "a schema does not fit",
     "PEN-4001": "a column changed in a way the target cannot follow",
     "PEN-4002": "the target was not made for these rows",
+    "PEN-4003": "SQL needs a value that a change does not carry",
     "PEN-5000": "a failure that needs a person",
     "PEN-5001": "the system cannot be reached",
     "PEN-5002": "the state directory is in use",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
@@ -83,8 +83,8 @@ class Engine(Protocol):
     def parallelism(self) -> int:
         """Tasks that can run at once."""
 
-    def check(self, routes: Sequence[tuple[Route, Topic, pa.Schema]]) -> None:
-        """Refuse what the routes ask for and the engine cannot do; before the first epoch."""
+    def check(self, routes: Sequence[tuple[Target, pa.Schema]], keyed: Collection[str] = ()) -> None:
+        """Refuse what the routes ask for and the engine cannot do; before the first epoch. `keyed` sinks apply changes."""
 
     def run(self, job: Job) -> Sequence[TaskResult]:
         """Run every task to its end and give back their results; raise if one failed for good."""

@@ -14,13 +14,15 @@ import threading
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 import penstock
+from penstock.change import Fates, is_changelog
 from penstock.durable import canonical, disk_errors
 from penstock.errors import ConfigError, ConnectorError, DataError, FatalError, RetryableError, SchemaError, from_text
 from penstock.java import java_problem
@@ -43,6 +45,9 @@ PER_EPOCH = {
     "Except",
 }
 """Operators whose answer depends on which rows happen to share an epoch."""
+
+_ROW_BY_ROW = {"Project", "Filter", "SubqueryAlias", "View", "MapInArrow", "LogicalRDD", "LocalRelation", "Range"}
+"""Operators that look at each change by itself, so that it is known what becomes of it."""
 
 _JVM_LOCK_WAIT_SECS = 30.0
 
@@ -157,9 +162,10 @@ class SparkEngine:
         except ConnectorError:  # the job tells it better
             return False
 
-    def check(self, routes: Sequence[tuple[Route, Topic, pa.Schema]]) -> None:
+    def check(self, routes: Sequence[tuple[Target, pa.Schema]], keyed: Collection[str] = ()) -> None:
         """Analyse the SQL of each route against its topic's schema; refuse what is wrong or works per epoch unasked."""
-        for route, topic, schema in routes:
+        for target, schema in routes:
+            route, topic = target.route, target.topic
             if is_plain(route):
                 continue
             session = _clone(self._spark)
@@ -191,6 +197,21 @@ class SparkEngine:
                         f"{_name(route, topic)} drops {', '.join(lost)}, without which a change cannot be applied",
                         code="PEN-1012",
                         hint=f"select {', '.join(lost)} as well",
+                    )
+                changed = [c for c in (*key_of(schema), "_op", "_position") if c in _computed(frame)]
+                if changed:
+                    raise ConfigError(
+                        f"{_name(route, topic)} changes {', '.join(changed)}, by which a change finds its row",
+                        code="PEN-1012",
+                        hint="select it as it is, and give what is computed from it another name",
+                    )
+                mixing = sorted(nodes - _ROW_BY_ROW) if set(target.sinks).intersection(keyed) else []
+                if mixing:
+                    raise ConfigError(
+                        f"{_name(route, topic)} uses {', '.join(mixing)}, and the sink applies its rows by key: "
+                        "of a change that is mixed with others nobody can tell what it leaves of its row",
+                        code="PEN-1012",
+                        hint='only select and filter there, or write to a sink with mode = "changes"',
                     )
 
     def run(self, job: Job) -> Sequence[TaskResult]:
@@ -229,24 +250,31 @@ class SparkEngine:
         return self._seeds[tasks]
 
     def _sql(self, job: Job, target: Target, schema: pa.Schema) -> list[TaskResult]:
+        from pyspark.sql.pandas.types import to_arrow_schema
+
         groups = job.groups(self.parallelism)
         packed = _pack(job)
         tallies = self._context.accumulator({}, _tally_param())
         session = _clone(self._spark)
 
         known = frozenset(schema.names)
+        fates = _fates(job, target, schema)
 
         def transformed(schema: pa.Schema) -> Any:
             seeds = session.range(0, len(groups), 1, len(groups))
-            task = _read_task(packed, groups, target, schema, known, tallies)
+            task = _read_task(packed, groups, target, schema, known, tallies, fates)
             rows = seeds.mapInArrow(task, _spark_schema(schema, target.topic))
             return _transformed(session, target.route, target.topic, rows)
 
         frame = transformed(schema)
+        if fates is not None:
+            fates.computed_on = _computed_on(frame, known)
+            frame = transformed(schema)  # once more: its tasks carry what has just been learnt
         if target.route.sql is not None:
             frame = _pruned(frame, schema, transformed)
         key = [column for column in key_of(schema) if column in frame.columns]
-        written = frame.mapInArrow(_write_task(packed, target, key), _RESULT).collect()
+        columns = with_key(to_arrow_schema(frame.schema, timezone="UTC"), key)
+        written = frame.mapInArrow(_write_task(packed, target, columns, fates), _RESULT).collect()
         results = [pickle.loads(row.result) for row in written]
         results.append(TaskResult(tallies=dict(tallies.value)))
         return results
@@ -341,17 +369,27 @@ def _gather_task(packed: bytes, offset: int) -> Callable[[int, Iterable[tuple[Ke
 
 
 def _read_task(
-    packed: bytes, groups: list[list[Part]], wanted: Target, schema: pa.Schema, known: frozenset[str], tallies: Any
+    packed: bytes,
+    groups: list[list[Part]],
+    wanted: Target,
+    schema: pa.Schema,
+    known: frozenset[str],
+    tallies: Any,
+    fates: Fates | None,
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def task(ids: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         job: Job = pickle.loads(packed)
         columns = frozenset(schema.names) if len(schema) < len(known) else None
-        for batch in ids:
-            for index in batch.column(0).to_pylist():
-                found: dict[int, Tally] = {}
-                for _, rows in read_parts(job, groups[index], found, lambda target: _same(target, wanted), columns):
-                    yield _conform(rows, schema, known, wanted.topic)
-                tallies.add(found)
+        if fates is not None and columns is not None:
+            columns |= fates.columns(known)
+        with fates.noting(_side_file(job)) if fates else contextlib.nullcontext(lambda rows: None) as note:
+            for batch in ids:
+                for index in batch.column(0).to_pylist():
+                    found: dict[int, Tally] = {}
+                    for _, rows in read_parts(job, groups[index], found, lambda target: _same(target, wanted), columns):
+                        note(rows)  # before the rows go on: who has seen the last of them finds all notes
+                        yield _conform(rows, schema, known, wanted.topic)
+                    tallies.add(found)
 
     return task
 
@@ -360,16 +398,32 @@ def _same(target: Target, wanted: Target) -> bool:
     return target.topic == wanted.topic and target.route == wanted.route
 
 
+def _side_file(job: Job) -> Path:
+    """Where the two Python processes of one task meet: Spark removes the directory with itself."""
+    from pyspark import TaskContext
+
+    directory = os.environ.get("SPARK_LOCAL_DIRS", "").partition(",")[0] or tempfile.gettempdir()
+    return Path(directory) / f"penstock-{job.epoch.stem()}-{TaskContext.get().taskAttemptId()}.arrow"
+
+
 def _write_task(
-    packed: bytes, target: Target, key: list[str]
+    packed: bytes, target: Target, columns: pa.Schema, fates: Fates | None
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext
 
-        writer = Writer(pickle.loads(packed), Task(TaskContext.get().partitionId(), _attempt()))
+        job: Job = pickle.loads(packed)
+        writer = Writer(job, Task(TaskContext.get().partitionId(), _attempt()))
+        came_out: list[pa.Table] = []
         try:
             for batch in batches:
-                writer.write(target, pa.RecordBatch.from_arrays(batch.columns, schema=with_key(batch.schema, key)))
+                rows = batch.replace_schema_metadata(columns.metadata)
+                writer.write(target, rows)
+                if fates is not None:
+                    came_out.append(fates.came_out(rows))
+            if fates is not None:
+                for rows in fates.gone(_side_file(job), came_out, columns):
+                    writer.write(replace(target, sinks=fates.sinks), rows.replace_schema_metadata(columns.metadata))
             result = writer.finish()
         finally:
             writer.close()
@@ -614,6 +668,54 @@ def _used_columns(plan: Any) -> set[str]:
 
     walk(plan)
     return {name for number, name in inputs.items() if number in used}
+
+
+def _computed(frame: Any) -> set[str]:
+    """The columns of the result that are not columns of the input."""
+    plan = frame._jdf.queryExecution().analyzed()
+    inputs: set[int] = set()
+
+    def walk(node: Any) -> None:
+        children = node.children()
+        if not children.size():
+            inputs.update(_ids(node.output()))
+        for index in range(children.size()):
+            walk(children.apply(index))
+
+    walk(plan)
+    return {name for number, name in _ids(plan.output()).items() if number not in inputs}
+
+
+def _fates(job: Job, target: Target, schema: pa.Schema) -> Fates | None:
+    """For changes on their way to sinks that apply them by key."""
+    keyed = tuple(name for name in target.sinks if name in job.sinks and job.sinks[name].capabilities.upsert)
+    if not keyed or not is_changelog(schema):
+        return None
+    key = getattr(job.sinks[keyed[0]].config, "key", ()) or key_of(schema)
+    return Fates(list(key), keyed)
+
+
+def _computed_on(frame: Any, known: frozenset[str]) -> frozenset[str]:
+    """The columns of the input that the query does not just hand on under their own name, with what tells of them."""
+    if "_unchanged" not in frame.columns:
+        return known
+    inputs: dict[int, str] = {}
+    used: set[int] = set()
+
+    def walk(node: Any) -> None:
+        if str(node.nodeName()) == "MapInArrow":
+            inputs.update(_ids(node.output()))
+            return
+        expressions = node.expressions()
+        for each in (expressions.apply(index) for index in range(expressions.size())):
+            if str(node.nodeName()) == "Filter" or str(each.nodeName()) != "AttributeReference":
+                used.update(_ids(each.references().toSeq()))
+        children = node.children()
+        for index in range(children.size()):
+            walk(children.apply(index))
+
+    walk(frame._jdf.queryExecution().analyzed())
+    return frozenset(name for number, name in inputs.items() if number in used)
 
 
 def _ids(attributes: Any) -> dict[int, str]:

@@ -18,12 +18,12 @@ import pyarrow as pa
 from penstock.capture import ChangeCapture, SnapshotTable
 from penstock.durable import Json
 from penstock.epochs import EpochLoop, State
-from penstock.errors import Action, ConfigError, ConnectorError, FatalError, RetryableError, action, without_secrets
+from penstock.errors import Action, ConnectorError, FatalError, RetryableError, action, without_secrets
 from penstock.ingest import Ingest
-from penstock.job import Engine, is_plain
+from penstock.job import Engine
 from penstock.journal import JournalPosition
 from penstock.pipeline import Pipeline, compare_shapes
-from penstock.routing import Route, Router, Target
+from penstock.routing import Router, Target
 from penstock.schema import discover
 from penstock.sink import SinkConnector, Topic
 from penstock.source import HealthState, HealthStatus, PollingSource, ProducerConfig, RangeSource, SourceConnector
@@ -278,29 +278,19 @@ class _Supervisor:
             on_phase=self._phase,
             on_ack_failed=lambda name, error: self.telemetry.retry(f"source:{name}", error, 0.0),
         )
-        routes: list[tuple[Route, Topic, pa.Schema]] = []
+        routes: list[tuple[Target, pa.Schema]] = []
         pairs: set[tuple[str, Topic]] = set()
         known = {name: discover(source) for name, source in self.ranges.items()}
         self.pipeline.require_streams(known)
         for name, schemas in known.items():
             for stream, schema in schemas.items():
                 for target in self.router.targets(name, stream):
-                    self._refuse_filtered_changes(target, schema)
                     pairs |= {(sink, target.topic) for sink in target.sinks}
-                    routes.append((target.route, target.topic, schema))
-        engine.check(routes)
+                    routes.append((target, schema))
+        keyed = [name for name, sink in self.pipeline.sinks.items() if sink.capabilities.upsert]
+        engine.check(routes, keyed)
         loop.start(sorted(pairs), self.lost_state)
         return loop
-
-    def _refuse_filtered_changes(self, target: Target, schema: pa.Schema) -> None:
-        """A change that the query filters out would leave its old row in a sink that applies changes by key."""
-        keyed = [name for name in target.sinks if getattr(self.pipeline.sinks[name].config, "mode", None) == "upsert"]
-        if keyed and "_op" in schema.names and not is_plain(target.route):
-            raise ConfigError(
-                f"the route to {target.topic!r} puts changes through SQL, and sink {keyed[0]!r} applies them by key",
-                code="PEN-1009",
-                hint='write them to a sink with mode = "changes", or without SQL: rows that it filters out would stay',
-            )
 
     # -- epochs --------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from penstock.change import CHANGE_FIELDS
 from penstock.config import Config
 from penstock.errors import DataError, SchemaError
 from penstock.schema import with_key
@@ -80,3 +81,35 @@ class Wide(Keyed):
         rows = range(*split)
         columns = [[f"key-{row % self.config.keys}" for row in rows], list(rows), [b"x"] * len(rows)]
         yield SourceBatch(pa.record_batch([pa.array(c) for c in columns], schema=self.schema()["rows"]), stream="rows")
+
+
+class ScriptedConfig(Config):
+    epochs: tuple[tuple[dict[str, str | int | list[str] | None], ...], ...] = ()
+
+
+class Scripted(RangeSource[ScriptedConfig, Next]):
+    """Changes of people, an epoch each, two to a split; `old` in the script is the key that a row has left."""
+
+    name = "scripted"
+
+    def schema(self) -> Schemas:
+        own = [("id", pa.int64()), ("name", pa.string()), ("age", pa.int64())]
+        return {"people": with_key(pa.schema([*(pa.field(*each) for each in own), *CHANGE_FIELDS]), ["id"])}
+
+    def latest(self, start: Next, limit: ReadLimit) -> Next:
+        return Next(row=min(len(self.config.epochs), start.row + (limit.rows or len(self.config.epochs))))
+
+    def split(self, start: Next, end: Next) -> Sequence[tuple[int, int]]:
+        return [(start.row, first) for first in range(0, len(self.config.epochs[start.row]), 2)]
+
+    def read(self, split: tuple[int, int]) -> Iterator[SourceBatch | Note]:
+        number, first = split
+        rows = [
+            {
+                **{name: change.get(name) for name in ("id", "name", "age", "_op", "_unchanged")},
+                "_position": f"{number:04}/{first + at:04}",
+                "_old_key": None if "old" not in change else f'{{"id":{change["old"]}}}',
+            }
+            for at, change in enumerate(self.config.epochs[number][first : first + 2])
+        ]
+        yield SourceBatch(pa.RecordBatch.from_pylist(rows, schema=self.schema()["people"]), stream="people")

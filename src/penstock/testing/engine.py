@@ -9,7 +9,7 @@ import pickle
 import select
 import signal
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -18,7 +18,7 @@ import pyarrow as pa
 from penstock import failpoints
 from penstock.errors import ConfigError, FatalError, RetryableError
 from penstock.job import Job, Tally, TaskResult, Writer, is_plain, read_parts, run_task
-from penstock.routing import Route, partition_of
+from penstock.routing import Route, Target, partition_of
 from penstock.sink import Task, Topic
 
 T = TypeVar("T")
@@ -101,9 +101,9 @@ class ForkEngine:
         self.task_attempts = task_attempts
         self.orphans = orphans
 
-    def check(self, routes: Sequence[tuple[Route, Topic, pa.Schema]]) -> None:
-        for route, topic, _ in routes:
-            _refuse_sql(route, topic)
+    def check(self, routes: Sequence[tuple[Target, pa.Schema]], keyed: Collection[str] = ()) -> None:
+        for target, _ in routes:
+            _refuse_sql(target.route, target.topic)
 
     def run(self, job: Job) -> Sequence[TaskResult]:
         for route in job.router.effective:

@@ -14,8 +14,8 @@ export PIP_BUILD_CONSTRAINT := constraints.txt
 .PHONY: run test check bench soak docs clean java servers
 .NOTPARALLEL:
 
-run: NAME = quickstart
-run: $(SET_UP) java  ## generated rows into Delta, counted; NAME=shop: a live PostgreSQL mirrored, every row compared
+run: NAME = shop
+run: $(SET_UP) java  ## a live PostgreSQL mirrored into Delta, every row compared; NAME=quickstart: two million generated rows
 	@$(BIN)/python examples/$(NAME).py
 
 test: $(SET_UP_DEV) java servers  ## all tests, those without a JVM first; ARGS= goes to pytest

@@ -284,7 +284,7 @@ def _figures(status: dict[str, Any], trade: Trade, lake: Path, behind: int) -> d
         f"{done['deleted']:,} deleted, {done['ALTER TABLE']} ALTER TABLE",
         "commit to visible": f"{p50:.2f} s at the median, {p99:.2f} s at the 99th percentile, behind the first copy",
         "lag": f"at most {size(trade.most_behind)} of log, at the end {size(behind)}",
-        "epochs": f"{status['epochs']:,}",
+        "rows": f"{status['rows']['in']:,} in, {status['rows']['out']:,} out, in {status['epochs']:,} epochs",
         "tables": f"{proof.near(lake)} (Delta)",
     }
 

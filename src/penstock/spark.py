@@ -487,25 +487,43 @@ def _session(master: str | None, name: str, log: Path | None) -> Any:
         # Arrow checks the bounds of every value that Spark writes into vectors which it has sized itself: a third of the
         # way from rows to Python. On a cluster these options are the operator's.
         settings["spark.driver.extraJavaOptions"] = _ARROW_OPTIONS
-    builder = SparkSession.builder.appName(name)
     if master is not None:
-        builder = builder.master(master)
+        settings["spark.master"] = master
+    settings["spark.app.name"] = name
+    builder = SparkSession.builder
     for option, value in settings.items():
         builder = builder.config(option, value)
-    with _stderr_to(log):
-        try:
-            session = builder.getOrCreate()
-        except Exception as error:
-            raise FatalError(
-                f"Spark did not start: {_last_line(str(error))}",
-                code="PEN-5012",
-                hint=f"its log is {log}" if log else "",
-            ) from error
-        session.sparkContext.setLogLevel("ERROR")
-        # They would print the traces of connections that broke because the JVM was killed, which we say in a line.
-        logging.getLogger().addFilter(_not_of_py4j)
-        session.sparkContext._accumulatorServer.handle_error = lambda *_: None
+    try:
+        _launch(settings, log)
+        session = builder.getOrCreate()
+    except Exception as error:
+        raise FatalError(
+            f"Spark did not start: {_last_line(str(error))}",
+            code="PEN-5012",
+            hint=f"its log is {log}" if log else "",
+        ) from error
+    session.sparkContext.setLogLevel("ERROR")
+    # They would print the traces of connections that broke because the JVM was killed, which we say in a line.
+    logging.getLogger().addFilter(_not_of_py4j)
+    session.sparkContext._accumulatorServer.handle_error = lambda *_: None
     return session
+
+
+def _launch(settings: dict[str, str], log: Path | None) -> None:
+    """Start the JVM with a log file for its stderr: its warnings would tear the progress view."""
+    from pyspark import SparkConf, SparkContext
+    from pyspark.java_gateway import launch_gateway
+
+    if log is None or SparkContext._gateway is not None:
+        return
+    with disk_errors():
+        log.parent.mkdir(parents=True, exist_ok=True)
+        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        conf = SparkConf().setAll(list(settings.items()))
+        SparkContext._ensure_initialized(gateway=launch_gateway(conf, {"stderr": target}))
+    finally:
+        os.close(target)
 
 
 def _not_of_py4j(record: logging.LogRecord) -> bool:
@@ -525,26 +543,6 @@ def _end(session: Any) -> None:
     except (Py4JError, ConnectionError):
         SparkContext._gateway = SparkContext._jvm = SparkContext._active_spark_context = None
         SparkSession._instantiatedSession = None
-
-
-@contextlib.contextmanager
-def _stderr_to(log: Path | None) -> Iterator[None]:
-    """Give the JVM, which inherits it, a log file for stderr: its warnings would tear the progress view."""
-    if log is None:
-        yield
-        return
-    sys.stderr.flush()
-    with disk_errors():
-        log.parent.mkdir(parents=True, exist_ok=True)
-        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    saved = os.dup(2)
-    os.dup2(target, 2)
-    os.close(target)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
 
 
 def _archive(path: Path, scratch: Path) -> Path:

@@ -813,8 +813,79 @@ def test_unseeded_tables_are_copied_first_and_only_once(tmp_path: Path, ingest: 
     one = ingest(lost, unseeded=lambda: [ORDERS])
     one.open(committed=JournalPosition(row=12))
     one.start()
-    until(lambda: one.journal.tail == 22)
+    until(lambda: one.journal.tail == 23)
     assert lost.snapshots == 1
+    assert [r["_op"] for r in changes(tmp_path / "journal")[12:]] == ["t"] + ["r"] * 10
+
+
+def test_a_copy_that_was_cut_short_is_cleared_before_it_is_made_again(tmp_path: Path, ingest: Any) -> None:
+    class Short(Capture):
+        def snapshot(self, tables: Sequence[SnapshotTable]) -> Iterator[Change]:
+            yield from list(super().snapshot(tables))[:3]
+            if self.snapshots == 1:
+                raise RetryableError("gone away")
+
+    one = ingest(Short(tmp_path / "slot", [], [upsert(n) for n in range(3)]), unseeded=lambda: [ORDERS, USERS])
+    one.start()
+    until(lambda: len(one.seeded) == 2)
+    found = changes(tmp_path / "journal")
+    assert [(r["_op"], r["id"]) for r in found] == [
+        *(("r", n) for n in range(3)),
+        ("t", None),
+        *(("r", n) for n in range(3)),
+    ]
+
+
+def test_a_copy_that_no_epoch_has_yet_is_not_made_again(tmp_path: Path, ingest: Any) -> None:
+    for _ in range(2):
+        source = Capture(tmp_path / "slot", [upsert(1)])
+        one = ingest(source, unseeded=lambda: [ORDERS])
+        one.start()
+        until(lambda one=one: one.journal.tail == 1 and one.seeded)
+        one.close()
+    assert source.snapshots == 0
+
+
+def test_a_capture_is_told_what_the_journal_holds(tmp_path: Path, ingest: Any) -> None:
+    class Placed(Capture):
+        restored: Any = None
+
+        def restore(self, position: Any, copies: Any) -> None:
+            self.restored = (position, copies)
+
+        def snapshot(self, tables: Sequence[SnapshotTable]) -> Iterator[Change]:
+            return (Change(row, position={"row": row.row["id"]}) for row in self.rows)
+
+    source = Placed(tmp_path / "slot", [upsert(1), upsert(2)], [upsert(7), upsert(8)])
+    one = ingest(source, unseeded=lambda: [ORDERS])
+    one.start()
+    until(lambda: 1 in written(tmp_path / "slot"))
+    one.close()
+    assert source.restored is None
+    source = Placed(tmp_path / "slot", [], ())
+    one = ingest(source)
+    one.start()
+    assert source.restored == (1, {"public.orders": {"row": 8}})
+
+
+def test_a_table_that_changes_its_shape_between_two_changes_keeps_both(tmp_path: Path, ingest: Any) -> None:
+    class Reshaped(Capture):
+        shape = pa.schema([("id", pa.int64())])
+
+        def schema(self) -> Schemas:
+            return {ORDERS.stream: self.shape}
+
+        def live(self) -> Iterator[Change | None]:
+            yield Change(Upsert(ORDERS, {"id": 1}), position=0)
+            yield None
+            self.shape = pa.schema([("id", pa.string())])
+            yield Change(Upsert(ORDERS, {"id": "two"}), position=1)
+            yield from super().live()
+
+    one = ingest(Reshaped(tmp_path / "slot", []))
+    one.start()
+    until(lambda: one.journal.tail == 2)
+    assert [r["id"] for r in changes(tmp_path / "journal")] == [1, "two"]
 
 
 def test_a_value_that_does_not_fit_its_column_stops_the_pipeline(tmp_path: Path, ingest: Any) -> None:

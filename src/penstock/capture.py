@@ -104,8 +104,18 @@ class ChangeCapture(SourceConnector[C]):
     """
     A capture mechanism: `live` from its own durable position, `snapshot` when the engine asks for one.
 
-    Whether a snapshot is needed is not the mechanism's call: the engine asks the sink (`is_seeded`).
+    Whether a snapshot is needed is not the mechanism's call: the engine asks the sink (`is_seeded`). `schema` is asked for
+    each batch of changes: keep it in memory, and yield None before a change whose row has another shape than the last.
     """
+
+    def restore(self, position: Json, copies: Mapping[str, Json]) -> None:
+        """
+        What the journal holds; after `open`, before anything is read. A kill may have lost the confirmation of it.
+
+        `position` is that of the last live change, `copies` those of the last row of each snapshot that is complete, by
+        stream. Changes that come again are left out if their positions are numbers or lists of numbers; a mechanism
+        with others goes on behind `position` by itself.
+        """
 
     def tables(self) -> Sequence[SnapshotTable]:
         """The tables that are captured; after `open`."""

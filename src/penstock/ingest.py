@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pyarrow as pa
 
 from penstock import failpoints
-from penstock.capture import Ack, Change, ChangeCapture, SnapshotTable, Upsert
+from penstock.capture import Ack, Change, ChangeCapture, Delete, SnapshotTable, Upsert
 from penstock.change import CHANGE_FIELDS, Op
 from penstock.durable import Json, canonical
 from penstock.errors import ConnectorError, DataError, FatalError, RetryableError
@@ -69,7 +69,7 @@ class Ingest:
         self.source = source
         self.ready = ready or threading.Event()
         self.idle = threading.Event()
-        """Set while a polling source has said that it has nothing more."""
+        """Set while a source that is asked has said that it has nothing more."""
         self.retries = 0
         self.skipped = 0
         """Bad records left out by `on_error = "skip"`."""
@@ -83,6 +83,7 @@ class Ingest:
         self._direct: Journal | None = None
         self._range_source: JournalSource | None = None
         self._committed = JournalPosition()
+        self._is_new = True  # no epoch of its rows was ever committed, and none of them is gone
         self._stop = threading.Event()
         self._data_ready: threading.Event | None = None
         self._thread = threading.Thread(target=self._run, name=f"ingest-{name}", daemon=True)
@@ -105,6 +106,7 @@ class Ingest:
             self._directory, processing.journal_max_bytes, processing.linger_ms, on_commit=self.ready.set
         )
         self._committed = committed or JournalPosition(row=self._journal.first)
+        self._is_new = committed is None and not self._journal.first
         planned = planned or self._committed
         self._journal.require(self._committed.row)
         self._journal.require(planned.row)
@@ -135,6 +137,9 @@ class Ingest:
             self._first(lambda: source.restore(checkpoint))
             # It may have died between the fsync and this: a source that stays idle must hear of it too.
             self._to_tell.append(checkpoint.offsets)
+        if isinstance(self.source, ChangeCapture) and self.journal.checkpoint is not None:
+            capture, known = self.source, self.journal.checkpoint["metadata"]
+            self._first(lambda: capture.restore(known.get("position"), known.get("copies", {})))
         self._thread.start()
 
     def stop(self, timeout_secs: float = 30) -> bool:
@@ -417,17 +422,24 @@ class Ingest:
             try:
                 self._snapshot(source, buffer)
                 buffer.resume()
+                quiet = 0  # one None may stand between two changes
                 for change in source.live():
                     if self._stop.is_set():
                         break
                     buffer.add(change)
-                    if change is None and self._status.state is not HealthState.HEALTHY:
+                    quiet = 0 if change is not None else quiet + 1
+                    if quiet == 0:
+                        self.idle.clear()
+                    elif quiet == 2:
+                        self._settle()
+                        self.idle.set()
                         self._say(HealthStatus.healthy())
                 buffer.flush()
             except RetryableError as broken:
                 error, why = broken, str(broken)
             if self._stop.is_set():
                 return
+            self.idle.clear()
             buffer.flush()
             self.journal.flush()  # confirmed before `live` looks for its resume point again
             if self.rows > before or time.monotonic() - began > self._processing.max_backoff_ms / 1000:
@@ -436,9 +448,10 @@ class Ingest:
 
     def _snapshot(self, source: ChangeCapture[Any], buffer: _Changes) -> None:
         """Copy the tables that no sink has, unless their copy is in the journal and only waits for its epoch."""
-        waiting = {stream for stream, end in self.seeded.items() if end.row > self._committed.row} | self._copied
+        waiting = {s for s, end in self.seeded.items() if self._is_new or end.row > self._committed.row} | self._copied
         tables = [table for table in self._unseeded() if table.stream not in waiting]
         if tables:
+            buffer.start_snapshot()
             for change in source.snapshot(tables):
                 if self._stop.is_set():
                     raise _Stopping
@@ -530,10 +543,12 @@ class _Changes:
         self._source = source
         self._number: int = known.get("number", 0)
         self._seeded: dict[str, int] = known.get("seeded", {})
+        self._copies: dict[str, Json] = known.get("copies", {})  # the position of a complete copy's last row
+        self._copying: dict[str, Json] = {}
+        self._known: set[str] = set()  # streams that had rows in the journal before the snapshot
         self._position: Json = known.get("position")
         self._at_position: int = known.get("at_position", 0)  # a transaction's changes may share its position
         self._repeats: tuple[Json, int] | None = None
-        self._schemas: dict[str, pa.Schema] = {}
         self._waiting: list[tuple[Op, Change, int]] = []
         self._first_at = 0.0
 
@@ -548,6 +563,9 @@ class _Changes:
             if op is None and self._is_repeat(change.position):
                 self._ingest.journal.append((), None, change.ack.confirm)
                 return
+            if op is Op.SEEDED:
+                self._clear(change.event.table)
+                self._copying[change.event.table.stream] = change.position
             if not self._waiting:
                 self._first_at = time.monotonic()
             live = Op.UPDATE if isinstance(change.event, Upsert) else Op.DELETE
@@ -572,12 +590,27 @@ class _Changes:
         self._repeats = None
         return False
 
+    def start_snapshot(self) -> None:
+        """Of streams that the journal knows, a copy is not the first: it was cut short, or is made for another sink."""
+        self.flush()
+        self._ingest.journal.flush()
+        self._known = set(self._ingest.journal.schemas())
+        self._copying = {}
+
+    def _clear(self, table: SnapshotTable) -> None:
+        """Before the first row of another copy: what was copied before may hold rows that are gone from this one."""
+        if table.stream in self._known:
+            self._known.remove(table.stream)
+            self.add(Change(Delete(table, {})), Op.TRUNCATE)
+
     def finish_snapshot(self, tables: Sequence[SnapshotTable]) -> None:
         """Note with the last rows where the snapshot ended: a restart need not make it again."""
         self.flush()
         self._ingest.journal.flush()
         end = self._ingest.journal.tail
         self._seeded = {**self._seeded, **{table.stream: end for table in tables}}
+        kept = {stream: at for stream, at in self._copies.items() if stream not in {table.stream for table in tables}}
+        self._copies = {**kept, **self._copying}
         self._ingest.journal.append((), self._checkpoint())
         self._ingest.journal.flush()
 
@@ -587,7 +620,11 @@ class _Changes:
         tables: dict[str, list[tuple[Op, Change, int]]] = {}
         for one in self._waiting:
             tables.setdefault(one[1].event.table.stream, []).append(one)
-        batches = [SourceBatch(self._batch(stream, changes), stream=stream) for stream, changes in tables.items()]
+        schemas = self._source.schema()
+        batches = [
+            SourceBatch(_batch(stream, schemas.get(stream), changes), stream=stream)
+            for stream, changes in tables.items()
+        ]
         acks = [change.ack for _, change, _ in self._waiting]
         self._waiting = []
         self._ingest.journal.append(batches, self._checkpoint(), lambda: _confirm(acks))
@@ -598,45 +635,38 @@ class _Changes:
             "position": self._position,
             "at_position": self._at_position,
             "seeded": self._seeded,
+            "copies": self._copies,
         }
         return SourceCheckpoint(metadata=metadata).model_dump()
 
-    def _batch(self, stream: str, changes: list[tuple[Op, Change, int]]) -> pa.RecordBatch:
-        rows = [c.event.row if isinstance(c.event, Upsert) else c.event.key for _, c, _ in changes]
-        schema = self._schema(stream, {name for row in rows for name in row})
-        columns = []
-        for field in schema:
-            values = [row.get(field.name) for row in rows]
-            try:
-                columns.append(pa.array(values, field.type))
-            except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-                raise DataError(f"{stream}.{field.name} does not fit {field.type}: {error}", code="PEN-3001") from error
-        fields = [field.with_nullable(True) for field in schema]  # a delete carries its key only
-        columns += [
-            pa.array([op.value for op, _, _ in changes], pa.string()),
-            pa.array([f"{number:020d}" for _, _, number in changes], pa.string()),
-            pa.nulls(len(changes), pa.int64()),
-            pa.nulls(len(changes), pa.timestamp("us", tz="UTC")),
-            pa.array([_missing(c, schema.names) for _, c, _ in changes], pa.list_(pa.string())),
-            pa.array([_old_key(c) for _, c, _ in changes], pa.string()),
-        ]
-        return pa.RecordBatch.from_arrays(
-            columns, schema=pa.schema([*fields, *CHANGE_FIELDS], metadata=schema.metadata)
-        )
 
-    def _schema(self, stream: str, names: set[str]) -> pa.Schema:
-        """The source's schema of a table, asked for again when a row has a column that it lacks."""
-        schema = self._schemas.get(stream)
-        if schema is None or names - set(schema.names):
-            self._schemas = dict(self._source.schema())
-            schema = self._schemas.get(stream)
-            if schema is None or names - set(schema.names):
-                raise DataError(
-                    f"{stream} has columns {sorted(names)}, its schema has {sorted(schema.names) if schema else 'none'}",
-                    code="PEN-3001",
-                    hint="schema() of a capture must name every column of every table that it captures",
-                )
-        return schema
+def _batch(stream: str, schema: pa.Schema | None, changes: list[tuple[Op, Change, int]]) -> pa.RecordBatch:
+    """The changes of one table as rows, with the columns that describe a change."""
+    rows = [c.event.row if isinstance(c.event, Upsert) else c.event.key for _, c, _ in changes]
+    names = {name for row in rows for name in row}
+    if schema is None or names - set(schema.names):
+        raise DataError(
+            f"{stream} has columns {sorted(names)}, its schema has {sorted(schema.names) if schema else 'none'}",
+            code="PEN-3001",
+            hint="schema() of a capture must name every column of every table that it captures",
+        )
+    columns = []
+    for field in schema:
+        values = [row.get(field.name) for row in rows]
+        try:
+            columns.append(pa.array(values, field.type))
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+            raise DataError(f"{stream}.{field.name} does not fit {field.type}: {error}", code="PEN-3001") from error
+    fields = [field.with_nullable(True) for field in schema]  # a delete carries its key only
+    columns += [
+        pa.array([op.value for op, _, _ in changes], pa.string()),
+        pa.array([f"{number:020d}" for _, _, number in changes], pa.string()),
+        pa.nulls(len(changes), pa.int64()),
+        pa.nulls(len(changes), pa.timestamp("us", tz="UTC")),
+        pa.array([_missing(c, schema.names) for _, c, _ in changes], pa.list_(pa.string())),
+        pa.array([_old_key(c) for _, c, _ in changes], pa.string()),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=pa.schema([*fields, *CHANGE_FIELDS], metadata=schema.metadata))
 
 
 def _rows(item: Item) -> int:

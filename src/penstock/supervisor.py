@@ -244,8 +244,9 @@ class _Supervisor:
                         sink.mark_seeded(topic)
 
     def _caught_up(self) -> bool:
-        """For `--drain`: True once every polling source has come to the end of what it has."""
-        return all(ingest.idle.is_set() for ingest in self.ingests.values() if isinstance(ingest.source, PollingSource))
+        """For `--drain`: True once every source that is asked has come to the end of what it has."""
+        asked = (PollingSource, ChangeCapture)
+        return all(ingest.idle.is_set() for ingest in self.ingests.values() if isinstance(ingest.source, asked))
 
     def _open_one(
         self, label: str, connector: Any, resources: contextlib.ExitStack, opening: Callable[[], None]

@@ -1,15 +1,17 @@
 """
 The kit: conformance tests for any connector, the crash suite, and the parts that they are made of.
 
-A source's test is a subclass of `SourceContract` with a fixture `source`, a sink's one of `SinkContract` with the
-fixtures `sink` and `visible`; an exactly-once sink adds a `CrashContract`. Needs pytest.
+A source's test is a subclass of `SourceContract` with a fixture `source`, a capture's one of `CaptureContract` with
+`source` and `more`, a sink's one of `SinkContract` with `sink` and `visible`; an exactly-once sink adds a
+`CrashContract`. Needs pytest.
 """
 
 import pytest
 
-pytest.register_assert_rewrite(*(f"penstock.testing.{module}" for module in ("crash", "sinks", "sources")))
+pytest.register_assert_rewrite(*(f"penstock.testing.{module}" for module in ("captures", "crash", "sinks", "sources")))
 
-from penstock.testing.crash import CrashContract  # noqa: E402 - asserts tell what they compared only if pytest sees them first
+from penstock.testing.captures import CaptureContract  # noqa: E402 - asserts tell what they compared only if pytest sees them first
+from penstock.testing.crash import CrashContract  # noqa: E402
 from penstock.testing.engine import ForkEngine  # noqa: E402
 from penstock.testing.faults import Fault, FaultySink, FaultySource  # noqa: E402
 from penstock.testing.memory import Crash, MemorySink, MemorySinkConfig, MemorySource, MemorySourceConfig, Pause  # noqa: E402
@@ -17,6 +19,7 @@ from penstock.testing.sinks import SinkContract  # noqa: E402
 from penstock.testing.sources import RecordingSender, SourceContract  # noqa: E402
 
 __all__ = [
+    "CaptureContract",
     "Crash",
     "CrashContract",
     "Fault",

@@ -47,7 +47,9 @@ QUIET_FACTOR = 8
 """So much more log goes into a range behind one without changes: a huge transaction is not decoded again and again."""
 
 
-class PostgresCdcConfig(Config):
+class PostgresLogConfig(Config):
+    """Whose log is read, and how: what every reader of it has to know."""
+
     identity: ClassVar[frozenset[str]] = frozenset({"tables", "slot"})
 
     dsn: str
@@ -77,17 +79,8 @@ class PostgresCdcConfig(Config):
     manage: bool = True
     """Make the slot and the publication, and add new tables to it; false: only verify that they are there."""
 
-    snapshot: Literal["initial", "when_needed", "always", "never"] = "initial"
-    """
-    When tables are copied: once before their changes (`initial`), also after the slot was lost (`when_needed`), at every
-    start (`always`), or not at all (`never`). A copy that is not the first clears the target's rows of the table.
-    """
-
     max_wal_bytes: PositiveInt = 256 << 20
-    """Most log that goes into one epoch; a transaction is never cut, however large it is."""
-
-    seed_chunk_rows: PositiveInt = 250_000
-    """Rows that one task copies at a time."""
+    """Most log that is read at a time; a transaction is never cut, however large it is."""
 
     heartbeat_secs: PositiveFloat = 10.0
     """After so long the log is acknowledged even if it held no changes, so that the server can let go of it."""
@@ -126,6 +119,17 @@ class PostgresCdcConfig(Config):
         if parts.get("password"):
             raise ValueError("leave the password out of the dsn, and give it as `password = { env = … }`")
         return dsn
+
+
+class PostgresCdcConfig(PostgresLogConfig):
+    snapshot: Literal["initial", "when_needed", "always", "never"] = "initial"
+    """
+    When tables are copied: once before their changes (`initial`), also after the slot was lost (`when_needed`), at every
+    start (`always`), or not at all (`never`). A copy that is not the first clears the target's rows of the table.
+    """
+
+    seed_chunk_rows: PositiveInt = 250_000
+    """Rows that one task copies at a time."""
 
 
 class LogPosition(Position):

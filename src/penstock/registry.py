@@ -61,7 +61,7 @@ BUILT_IN: dict[tuple[Kind, str], Entry] = {
             "source",
             "postgres_capture",
             "penstock.connectors.postgres_cdc.capture:PostgresCapture",
-            "postgres_cdc",
+            "postgres_capture",
             ("psycopg", "adbc_driver_postgresql"),
         ),
         Entry("source", "sql_poll", "penstock.connectors.sql_poll:SqlPoll"),

@@ -59,8 +59,12 @@ class Ingest:
         ready: threading.Event | None = None,
         reliable: Callable[[str], bool] | None = None,
         unseeded: Callable[[], Sequence[SnapshotTable]] = lambda: (),
+        lacking: Callable[[str], Sequence[str]] = lambda stream: (),
     ) -> None:
-        """`reliable` says per stream if its rows need the journal; `unseeded` which tables no sink has a copy of."""
+        """
+        `reliable` says per stream if its rows need the journal; `unseeded` which tables some target has no copy of, and
+        `lacking` which targets of a stream those are.
+        """
         if not isinstance(source, PollingSource | StreamingSource | ChangeCapture):
             raise TypeError(
                 f"{type(source).__name__} needs no journal: it is not a polling, streaming or capturing source"
@@ -77,6 +81,7 @@ class Ingest:
         self._processing = processing
         self._on_state = on_state
         self._unseeded = unseeded
+        self._lacking = lacking
         self._is_reliable = reliable
         self._reliable_streams: dict[str, bool] = {}
         self._journal: Journal | None = None
@@ -191,6 +196,11 @@ class Ingest:
         """For each table that was copied, the position behind its last row: once that is committed, the table is seeded."""
         known = (self.journal.checkpoint or {}).get("metadata", {})
         return {stream: JournalPosition(row=row) for stream, row in known.get("seeded", {}).items()}
+
+    def seeded_for(self, stream: str) -> Sequence[str]:
+        """The targets that lacked a copy when the last one was begun; others, added since, did not get all of it."""
+        known = (self.journal.checkpoint or {}).get("metadata", {})
+        return list(known.get("seeded_for", {}).get(stream, ()))
 
     @property
     def rows(self) -> int:
@@ -448,10 +458,11 @@ class Ingest:
 
     def _snapshot(self, source: ChangeCapture[Any], buffer: _Changes) -> None:
         """Copy the tables that no sink has, unless their copy is in the journal and only waits for its epoch."""
-        waiting = {s for s, end in self.seeded.items() if self._is_new or end.row > self._committed.row} | self._copied
+        waiting = {s for s, end in self.seeded.items() if self._is_new or end.row > self._committed.row}
+        waiting = {s for s in waiting if set(self._lacking(s)) <= set(self.seeded_for(s))} | self._copied
         tables = [table for table in self._unseeded() if table.stream not in waiting]
         if tables:
-            buffer.start_snapshot()
+            buffer.start_snapshot({table.stream: list(self._lacking(table.stream)) for table in tables})
             for change in source.snapshot(tables):
                 if self._stop.is_set():
                     raise _Stopping
@@ -543,8 +554,10 @@ class _Changes:
         self._source = source
         self._number: int = known.get("number", 0)
         self._seeded: dict[str, int] = known.get("seeded", {})
+        self._seeded_for: dict[str, list[str]] = known.get("seeded_for", {})
         self._copies: dict[str, Json] = known.get("copies", {})  # the position of a complete copy's last row
         self._copying: dict[str, Json] = {}
+        self._copying_for: dict[str, list[str]] = {}
         self._known: set[str] = set()  # streams that had rows in the journal before the snapshot
         self._position: Json = known.get("position")
         self._at_position: int = known.get("at_position", 0)  # a transaction's changes may share its position
@@ -590,12 +603,12 @@ class _Changes:
         self._repeats = None
         return False
 
-    def start_snapshot(self) -> None:
+    def start_snapshot(self, targets: Mapping[str, list[str]]) -> None:
         """Of streams that the journal knows, a copy is not the first: it was cut short, or is made for another sink."""
         self.flush()
         self._ingest.journal.flush()
         self._known = set(self._ingest.journal.schemas())
-        self._copying = {}
+        self._copying, self._copying_for = {}, dict(targets)
 
     def _clear(self, table: SnapshotTable) -> None:
         """Before the first row of another copy: what was copied before may hold rows that are gone from this one."""
@@ -609,6 +622,7 @@ class _Changes:
         self._ingest.journal.flush()
         end = self._ingest.journal.tail
         self._seeded = {**self._seeded, **{table.stream: end for table in tables}}
+        self._seeded_for = {**self._seeded_for, **self._copying_for}
         kept = {stream: at for stream, at in self._copies.items() if stream not in {table.stream for table in tables}}
         self._copies = {**kept, **self._copying}
         self._ingest.journal.append((), self._checkpoint())
@@ -635,6 +649,7 @@ class _Changes:
             "position": self._position,
             "at_position": self._at_position,
             "seeded": self._seeded,
+            "seeded_for": self._seeded_for,
             "copies": self._copies,
         }
         return SourceCheckpoint(metadata=metadata).model_dump()

@@ -226,13 +226,18 @@ class _Supervisor:
             on_state=lambda which, health: self.telemetry.state(f"source:{which}", health),
             reliable=reliable if direct else None,
             unseeded=unseeded,
+            lacking=lambda stream: sorted(self._lacking(name, stream)),
         )
 
-    def _lacking(self, source: str, stream: str) -> list[tuple[SinkConnector[Any, Any], Topic]]:
-        """The sinks and topics of a stream whose first copy is not complete."""
+    def _lacking(self, source: str, stream: str) -> dict[str, tuple[SinkConnector[Any, Any], Topic]]:
+        """The sinks and topics of a stream whose first copy is not complete, by a name for the two."""
         targets = self.router.targets(source, stream)
-        pairs = [(self.pipeline.sinks[name], target.topic) for target in targets for name in target.sinks]
-        return [(sink, topic) for sink, topic in pairs if not sink.is_seeded(topic)]
+        pairs = {
+            f"{name} {target.topic}": (self.pipeline.sinks[name], target.topic)
+            for target in targets
+            for name in target.sinks
+        }
+        return {both: (sink, topic) for both, (sink, topic) in pairs.items() if not sink.is_seeded(topic)}
 
     def _mark_seeded(self, state: State) -> None:
         """Tell the sinks which first copies are complete, now that an epoch holds their last row."""
@@ -240,8 +245,9 @@ class _Supervisor:
             committed = state.edges(name)["committed"]
             for stream, end in ingest.seeded.items() if committed else ():
                 if committed["row"] >= end.row:
-                    for sink, topic in self._lacking(name, stream):
-                        sink.mark_seeded(topic)
+                    for both, (sink, topic) in self._lacking(name, stream).items():
+                        if both in ingest.seeded_for(stream):
+                            sink.mark_seeded(topic)
 
     def _caught_up(self) -> bool:
         """For `--drain`: True once every source that is asked has come to the end of what it has."""

@@ -255,6 +255,17 @@ def test_infinities_stay_infinities_for_duckdb(database):
     assert rows == [(True, True), (True, True)]
 
 
+@pytest.mark.parametrize(("kind", "oid"), [("timestamp[us]", TIMESTAMP), ("date32", DATE)])
+def test_minus_infinity_is_found_even_if_nothing_beside_it_is_odd(kind, oid):
+    target = pa.type_for_alias(kind)
+    shifted = {TIMESTAMP: -(2**63) + 10957 * DAY, DATE: -(2**31) + 10957}[oid]  # as ADBC hands it over
+    storage = pa.int64() if oid == TIMESTAMP else pa.int32()
+    values = pa.array([shifted, 0], storage).view(target)
+    assert from_select(values, Column("due", oid), TypeCatalog()) == parse_text(
+        pa.array(["-infinity", "1970-01-01"]), oid, -1, TypeCatalog()
+    )
+
+
 def test_infinities_are_nulls_or_errors_if_so_chosen(database):
     texts = pa.array(["infinity", "2024-01-01", "-infinity", None])
     null = TypeCatalog(infinity="null")

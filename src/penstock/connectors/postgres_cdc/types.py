@@ -302,7 +302,7 @@ def _wrapped(values: pa.Array, target: pa.DataType, catalog: TypeCatalog, name: 
     raw = pc.fill_null(values.view(pa.int64() if wide else pa.int32()), 0).to_numpy(zero_copy_only=False)
     shift = raw.dtype.type(UNIX_EPOCH_US if wide else UNIX_EPOCH_DAYS)
     limits = np.iinfo(raw.dtype)
-    doubtful = raw < limits.min + shift
+    doubtful = raw <= limits.min + shift
     if not doubtful.any():
         return values.cast(target)
     with np.errstate(over="ignore"):

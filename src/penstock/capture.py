@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,6 +99,20 @@ class AckSink:
                 self._next += 1
             if self._next > before:
                 self._moved(reached)
+
+
+LEAST_PAUSE_SECS = 0.1
+"""So long a capture that waits cannot be stopped."""
+
+
+def pause(seconds: float) -> Iterator[None]:
+    """What `live` yields while it waits for its next look, often enough to be stopped."""
+    until = time.monotonic() + seconds
+    left = seconds
+    while left > 0:
+        yield None
+        time.sleep(min(left, LEAST_PAUSE_SECS))
+        left = until - time.monotonic()
 
 
 class ChangeCapture(SourceConnector[C]):

@@ -9,9 +9,12 @@ import psycopg
 import pytest
 
 from penstock.capture import Delete, Upsert
-from penstock.connectors.postgres_cdc import wal
+from penstock.change import Op
+from penstock.connectors.postgres_cdc import PostgresCdc, wal
 from penstock.connectors.postgres_cdc.capture import PostgresCapture, PostgresCaptureConfig
 from penstock.errors import DataError, FatalError
+from penstock.ingest import _batch
+from penstock.source import ReadLimit, SourceBatch
 from penstock.testing import CaptureContract
 from penstock.testing.postgres import PostgresServer, binaries
 
@@ -232,6 +235,42 @@ def test_dates_beyond_those_of_python_survive(database, opened):
     row, nulls = (change.event.row for change in take(opened))
     assert row["at"].value == 2**63 - 1
     assert nulls == {"id": 2, "at": None, "days": None}
+
+
+TYPES = {
+    "b": ("bool", "true"), "i2": ("int2", "-7"), "f4": ("float4", "0.1"), "f8": ("float8", "'-Infinity'"),
+    "n": ("numeric(9, 3)", "1.250"), "free": ("numeric", "'NaN'"), "d": ("date", "'0044-03-15 BC'"),
+    "at": ("timestamptz", "'2026-01-02 03:04:05.678901+02'"), "plain": ("timestamp", "'-infinity'"),
+    "iv": ("interval", "'1 mon 2 days'"), "tm": ("time", "'24:00'"), "j": ("jsonb", """'{"a": [1, null]}'"""),
+    "u": ("uuid", "'00000000-0000-0000-0000-00000000000a'"), "raw": ("bytea", "'\\x00ff'"), "ip": ("inet", "'10.0.0.1'"),
+    "ints": ("int4[]", "'{1,NULL,3}'"), "days": ("date[]", "'{infinity,2000-01-01}'"), "r": ("int4range", "'[1,5)'"),
+    "bits": ("bit(4)", "'0101'"), "fix": ("char(4)", "'ab'"), "cash": ("money", "1.5"), "empty": ("text", "''"),
+}  # fmt: skip
+
+
+def test_values_reach_the_journal_as_postgres_cdc_reads_them(database, tmp_path):
+    database.run(
+        f"CREATE TABLE kinds (id int8 PRIMARY KEY, {', '.join(f'{name} {kind}' for name, (kind, _) in TYPES.items())})"
+    )
+    opened = database.capture(tmp_path, tables=["public.kinds"])
+    opened.open()
+    take(opened)
+    values = ", ".join(value for _, value in TYPES.values())
+    database.run(f"INSERT INTO kinds VALUES (1, {values}), (2{', NULL' * len(TYPES)})")
+    live = [(Op.UPDATE, change, n) for n, change in enumerate(take(opened))]
+    copied = [(Op.SEEDED, change, n) for n, change in enumerate(opened.snapshot(opened.tables()))]
+    log = PostgresCdc(opened._log.config)
+    log.open()
+    start = log.initial()
+    (split,) = log.split(start, log.latest(start, ReadLimit()))
+    (expected,) = (item.records for item in log.read(split) if isinstance(item, SourceBatch))
+    expected = expected.select(["id", *TYPES])
+    for changes in (live, copied):
+        found = _batch("public.kinds", opened.schema()["public.kinds"], changes).select(["id", *TYPES])
+        assert found.schema.equals(expected.schema)
+        assert found.equals(expected)
+    log.close()
+    opened.close()
 
 
 def test_a_truncate_stops_the_capture_unless_it_is_to_be_skipped(database, opened, tmp_path):

@@ -15,7 +15,7 @@ import psycopg
 import pyarrow as pa
 from pydantic import PositiveInt
 
-from penstock.capture import AckSink, Change, ChangeCapture, ChangeEvent, Delete, SnapshotTable, Upsert
+from penstock.capture import AckSink, Change, ChangeCapture, ChangeEvent, Delete, SnapshotTable, Upsert, pause
 from penstock.change import CHANGE_FIELDS, Op
 from penstock.connectors.postgres_cdc import seed, setup, wal
 from penstock.connectors.postgres_cdc.seed import Pages
@@ -172,8 +172,7 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
         while True:
             end = self._log.latest(position, CAPPED)
             if end == position:
-                yield None
-                time.sleep(self.config.poll_interval_ms / 1000)
+                yield from pause(self.config.poll_interval_ms / 1000)
             else:
                 notes: list[Json] = []
                 yield from self._changes(position, end, notes)

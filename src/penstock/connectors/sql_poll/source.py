@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 import pyarrow as pa
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
 
-from penstock.capture import Ack, AckSink, Change, ChangeCapture, ChangeEvent, Delete, SnapshotTable, Upsert
+from penstock.capture import Ack, AckSink, Change, ChangeCapture, ChangeEvent, Delete, SnapshotTable, Upsert, pause
 from penstock.config import Config, Secret, beside
 from penstock.connectors.sql_poll.database import (
     Database,
@@ -176,8 +176,7 @@ class SqlPoll(ChangeCapture[SqlPollConfig]):
                         # The resume point moves by whole pages: a write to disk for each row would be slow.
                         resume = places if number == len(found) else before
                         yield Change(self._event(table, each), acks.ack(resume), places)
-            yield None
-            time.sleep(self.config.poll_interval_ms / 1000)
+            yield from pause(self.config.poll_interval_ms / 1000)
 
     def _event(self, table: Table, found: Found) -> ChangeEvent:
         named = _named(table.stream)

@@ -9,8 +9,10 @@ import threading
 
 import psycopg
 import pytest
+from deltalake import DeltaTable
 
 from penstock import failpoints, supervisor
+from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.postgres_cdc.capture import PostgresCapture, PostgresCaptureConfig
 from penstock.connectors.sql_poll import SqlPoll, SqlPollConfig
 from penstock.pipeline import Pipeline, Processing
@@ -185,7 +187,10 @@ class Pipe:
 
     def log(self):
         """Every change in its order."""
-        return sorted(self.sink("log").visible(self.outside.topic), key=lambda row: row["_position"])
+        return sorted(self.shown("log"), key=lambda row: row["_position"])
+
+    def shown(self, name):
+        return self.sink(name).visible(self.outside.topic)
 
     def check(self):
         """Each change once and in order in the log, and the table as it is outside."""
@@ -196,7 +201,7 @@ class Pipe:
         else:
             versions_grow(log)
         assert replayed(log) == outside
-        assert {row["id"]: row["version"] for row in self.sink("table").visible(self.outside.topic)} == outside
+        assert {row["id"]: row["version"] for row in self.shown("table")} == outside
 
 
 def versions_grow(log):
@@ -298,3 +303,21 @@ def test_a_server_that_restarts_is_read_on_from(server, tmp_path):
     pipe.drain()
     pipe.check()
     outside.run("SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots")
+
+
+def test_delta_tables_by_key_and_as_a_log_hold_each_change_once(server, tmp_path):
+    class IntoDelta(Pipe):
+        def sink(self, name):
+            mode = "upsert" if name == "table" else "changes"
+            return Delta(DeltaConfig(path=f"{self.path}/{name}/{{topic}}", mode=mode))
+
+        def shown(self, name):
+            return DeltaTable(self.path / name / self.outside.topic[1:]).to_pyarrow_table().to_pylist()
+
+    pipe = IntoDelta(tmp_path, Postgres(server))
+    with Writer(pipe.outside):
+        for failpoint in ("journal.index=kill@3", "commit.sink=kill", "journal.index=kill@2"):
+            pipe.killed(failpoint)
+    pipe.drain()
+    pipe.check()
+    pipe.outside.run("SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE NOT active")

@@ -16,6 +16,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from uuid import uuid4
@@ -253,6 +254,7 @@ class EpochLoop:
     _unacked: dict[str, Any] = field(default_factory=dict)
     _checked: set[tuple[str, Topic]] = field(default_factory=set)
     _evolved: dict[tuple[str, Topic], pa.Schema] = field(default_factory=dict)
+    _seeded: dict[str, frozenset[str]] = field(default_factory=dict)
     _abandoned_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -261,6 +263,9 @@ class EpochLoop:
             kind: {name: _pickled(kind, name, each) for name, each in connectors.items()}
             for kind, connectors in (("source", self.sources), ("sink", self.sinks))
         }
+        for name, source in self.sources.items():
+            if source.has_tables:
+                source.held = partial(self._held, name)
 
     # -- starting ------------------------------------------------------------------------------------------------
 
@@ -280,6 +285,7 @@ class EpochLoop:
             self._take_over(foreign, on_lost)
         elif newest is not None and newest.state == "committed":
             self._check_targets(newest)
+        self._mark_seeded()  # the last run may have died between a commit and this
 
     def _foreign(self, sink: str, topic: Topic) -> CommittedEpoch | None:
         """The marker of a topic if it is not one that this state knows."""
@@ -415,13 +421,19 @@ class EpochLoop:
         if manifest is None:
             return None
         if manifest.state == "planned":
-            with _timed(seconds, "stage"):
-                manifest = self._stage(manifest, again=recovered)
+            try:
+                with _timed(seconds, "stage"):
+                    manifest = self._stage(manifest, again=recovered)
+            except FatalError:
+                if not self._withdraw():
+                    raise
+                return EpochReport(manifest.number, {}, {}, 0, seconds, recovered)
         with _timed(seconds, "commit"):
             manifest = self._commit(manifest)
         self._unacked = self._ends(manifest)
         with _timed(seconds, "ack"):
             self.ack()
+        self._mark_seeded()
         self._sweep()
         return EpochReport(
             number=manifest.number,
@@ -488,10 +500,9 @@ class EpochLoop:
         for result in results:
             tallies.update(result.tallies)
         rows_in: dict[str, int] = dict.fromkeys(self.sources, 0)
-        notes: dict[str, list[Json]] = {}
-        for _, tally in sorted(tallies.items()):
+        for tally in tallies.values():
             rows_in[tally.source] += tally.rows
-            notes.setdefault(tally.source, []).extend(tally.notes)
+        notes = _notes(results) if manifest.only is None else self._reread(manifest, results, manifest.only)
         skipped = sum(tally.skipped for tally in tallies.values())
         bad = skipped - sum(tally.unrouted for tally in tallies.values())
         if bad > self.max_error_rate * (bad + sum(rows_in.values())):
@@ -588,12 +599,41 @@ class EpochLoop:
         attempts = [*manifest.attempts, uuid4().hex[:8]]
         unswept = sorted({*manifest.unswept, manifest.number})
         manifest = self.state.save(manifest.model_copy(update={"attempts": attempts, "unswept": unswept}))
-        receipts = _receipts(self._run(manifest, [name], lost))
+        results = self._run(manifest, [name], lost)
         update = {
-            "receipts": {**manifest.receipts, name: receipts.get(name, [])},
+            "receipts": {**manifest.receipts, name: _receipts(results).get(name, [])},
+            "notes": self._reread(manifest, results, lost),
             "replaced": {**manifest.replaced, name: [*manifest.replaced.get(name, []), *manifest.receipts[name]]},
         }
         return self.state.save(manifest.model_copy(update=update))
+
+    def _reread(
+        self, manifest: Manifest, results: Sequence[TaskResult], pairs: Sequence[tuple[str, Topic]]
+    ) -> dict[str, list[Json]]:
+        """The notes of an epoch whose range was read again for these sinks and topics alone."""
+        first, again = manifest.notes, _notes(results)
+        counted = dict(first)
+        for name in again:
+            source = self.sources[name]
+            streams = frozenset(s for s in source.schema() if not set(pairs).isdisjoint(self._pairs(name, s)))
+            counted[name] = list(source.reread(first.get(name, ()), again[name], streams))
+        return counted
+
+    def _withdraw(self) -> bool:
+        """Close a planned epoch that can never be staged: its number stays bound, to an empty range."""
+        manifest = self.state.newest
+        if manifest is None or manifest.state != "planned" or manifest.only is not None:
+            return False
+        moved = {name: span for name, span in manifest.ranges.items() if span.start != span.end}
+        if not any(
+            self.sources[name].withdraw(*map(self.sources[name].position_type.model_validate, (span.start, span.end)))
+            for name, span in moved.items()
+        ):
+            return False
+        manifest = self._roll_back(manifest)
+        ranges = {name: Range(start=span.start, end=span.start) for name, span in manifest.ranges.items()}
+        self.state.save(manifest.model_copy(update={"state": "committed", "ranges": ranges}))
+        return True
 
     def _run(
         self, manifest: Manifest, sinks: Sequence[str], only: Sequence[tuple[str, Topic]] | None
@@ -607,7 +647,7 @@ class EpochLoop:
             if start != end:
                 parts += [Part(len(parts) + i, name, split) for i, split in enumerate(source.split(start, end))]
                 schemas[name] = source.schema()
-        self._evolve(schemas)
+        aside = self._follow(schemas)
         job = Job(
             epoch=self._epoch(manifest),
             parts=parts,
@@ -617,8 +657,24 @@ class EpochLoop:
             schemas=schemas,
             skip_bad=self.skip_bad,
             only=None if only is None else frozenset((sink, topic) for sink, topic in only),
+            aside=frozenset(aside),
         )
-        return self.engine.run(job) if parts else ()
+        told = {-number: Tally(source, notes=[note]) for number, ((source, _), note) in enumerate(aside.items(), 1)}
+        return [*(self.engine.run(job) if parts else ()), *([TaskResult(tallies=told)] if told else [])]
+
+    def _follow(self, schemas: Mapping[str, Schemas]) -> dict[tuple[str, str], Json]:
+        """Let the sinks follow every stream; gives those that are left out since one cannot, with the notes that say so."""
+        aside = {}
+        for name, streams in schemas.items():
+            for stream, schema in streams.items():
+                try:
+                    self._evolve({name: {stream: schema}})
+                except (DataError, SchemaError) as error:
+                    note = self.sources[name].set_aside(stream, error)
+                    if note is None:
+                        raise
+                    aside[name, stream] = note
+        return aside
 
     def _evolve(self, schemas: Mapping[str, Schemas]) -> None:
         """Let sinks that can follow a schema do so before the rows that need it are staged."""
@@ -643,6 +699,30 @@ class EpochLoop:
                         if changes:
                             sink.apply_evolution(target.topic, changes)
                         self._evolved[name, target.topic] = new
+
+    def _pairs(self, source: str, stream: str) -> list[tuple[str, Topic]]:
+        return [(sink, target.topic) for target in self.router.targets(source, stream) for sink in target.sinks]
+
+    def _held(self, source: str, stream: str) -> list[bool]:
+        return [self.sinks[sink].is_seeded(topic) for sink, topic in self._pairs(source, stream)]
+
+    def _mark_seeded(self) -> None:
+        """Tell the sinks which first copies are complete, once each has been committed."""
+        newest = self.state.newest
+        if newest is None or newest.state != "committed":
+            return
+        for name, source in self.sources.items():
+            if not source.has_tables or name not in newest.ranges:
+                continue
+            seeded = source.seeded(self._start(name))
+            try:
+                for stream in sorted(seeded - self._seeded.get(name, frozenset())):
+                    for sink, topic in self._pairs(name, stream):
+                        if not self.sinks[sink].is_seeded(topic):
+                            self.sinks[sink].mark_seeded(topic)
+            except RetryableError:
+                continue  # told again after the next epoch
+            self._seeded[name] = seeded
 
     def _sweep(self) -> None:
         """Remove what failed tries left behind, once no task of theirs can still write."""
@@ -733,6 +813,16 @@ def _receipts(results: Sequence[TaskResult]) -> dict[str, list[Json]]:
         for name, receipt in result.receipts.items():
             receipts.setdefault(name, []).append(receipt.model_dump(mode="json"))
     return receipts
+
+
+def _notes(results: Sequence[TaskResult]) -> dict[str, list[Json]]:
+    tallies: dict[int, Tally] = {}
+    for result in results:
+        tallies.update(result.tallies)
+    notes: dict[str, list[Json]] = {}
+    for _, tally in sorted(tallies.items()):
+        notes.setdefault(tally.source, []).extend(tally.notes)
+    return notes
 
 
 def _written(results: Sequence[TaskResult]) -> dict[str, dict[Topic, tuple[int, int]]]:

@@ -50,6 +50,7 @@ CODES: dict[str, str] = {
     "PEN-3003": "a route's SQL failed on a row",
     "PEN-3004": "a file changed after it was planned",
     "PEN-3005": "a file is gone before it was read",
+    "PEN-3006": "a table cannot be read",
     "PEN-4000": "a schema does not fit",
     "PEN-4001": "a column changed in a way the target cannot follow",
     "PEN-4002": "the target was not made for these rows",

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from penstock import failpoints
 from penstock.durable import Json
-from penstock.errors import DataError
+from penstock.errors import DataError, SchemaError
 from penstock.routing import Route, Router, Target
 from penstock.sink import Epoch, Receipt, SinkConnector, Task, Topic, WriteResult
 from penstock.source import Note, RangeSource, Schemas
@@ -42,6 +42,8 @@ class Job:
     """Leave bad records out and count them (`on_error = "skip"`)."""
     only: frozenset[tuple[str, Topic]] | None = None
     """Stage for these sinks and topics alone; None: for all."""
+    aside: frozenset[tuple[str, str]] = frozenset()
+    """Sources and streams that are left out, each with a note that says so."""
 
     def wants(self, sink: str, topic: Topic) -> bool:
         return sink in self.sinks and (self.only is None or (sink, topic) in self.only)
@@ -63,6 +65,10 @@ class Tally:
     unrouted: int = 0
     """How many of those skipped were good rows that no route takes."""
     notes: list[Json] = field(default_factory=list)
+    stream: str = ""
+    """The stream in hand."""
+    aside: set[str] = field(default_factory=set)
+    """Streams that a sink refused, and whose rows are left out from there on."""
 
 
 @dataclass
@@ -117,6 +123,9 @@ def read_parts(
                     if isinstance(item, Note):
                         tally.notes.append(item.value)
                         continue
+                    if item.stream in tally.aside or (part.source, item.stream) in job.aside:
+                        continue
+                    tally.stream = item.stream
                     tally.rows += item.num_rows
                     for target, rows in job.router.route(part.source, item):
                         if target is None:
@@ -171,6 +180,15 @@ class Writer:
         return sink
 
 
+def _set_aside(job: Job, tally: Tally, error: DataError | SchemaError) -> None:
+    """Go on without the stream in hand if its source can begin it anew; else raise."""
+    note = job.sources[tally.source].set_aside(tally.stream, error)
+    if note is None:
+        raise error
+    tally.aside.add(tally.stream)
+    tally.notes.append(note)
+
+
 def run_task(
     job: Job,
     parts: Sequence[Part],
@@ -183,7 +201,10 @@ def run_task(
     writer = Writer(job, task)
     try:
         for target, rows in read_parts(job, parts, tallies, wanted):
-            writer.write(target, rows)
+            try:
+                writer.write(target, rows)
+            except (DataError, SchemaError) as error:
+                _set_aside(job, next(reversed(tallies.values())), error)
         result = writer.finish()
     finally:
         writer.close()

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from penstock.config import Config
 from penstock.durable import Json
+from penstock.errors import ConnectorError
 
 C = TypeVar("C", bound=Config)
 
@@ -175,6 +176,26 @@ class ConnectorMetrics:
 
 
 @dataclass(frozen=True)
+class StreamState:
+    """One line of `penstock tables`: what a source does with a stream."""
+
+    stream: str
+    state: str
+    """`active`, `seeding`, `paused`, `skipped`, `failed` or `gone`."""
+    rows: int = 0
+    """Rows that its first copy has so far."""
+    estimate: int | None = None
+    """About how many that will be."""
+    code: str = ""
+    error: str = ""
+    hint: str = ""
+    since: float | None = None
+    tries: int = 0
+    next_try: float | None = None
+    """When it is tried again, in seconds of the epoch."""
+
+
+@dataclass(frozen=True)
 class Finding:
     """One line of `penstock check`: `ok`, or what is wrong and the command or SQL that fixes it."""
 
@@ -294,6 +315,12 @@ class RangeSource(SourceConnector[C], Generic[C, P]):
 
     position_type: ClassVar[type[Position]]
 
+    has_tables: ClassVar[bool] = False
+    """Its streams are copied and followed one by one: it answers `streams` and `seeded`, and takes `penstock.commands`."""
+
+    held: Callable[[str], Sequence[bool]] = staticmethod(lambda stream: ())
+    """On the driver: for each sink of a stream, if its first copy is complete there; set by the runtime before `initial`."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         position = type_argument(cls, Position)
@@ -319,6 +346,34 @@ class RangeSource(SourceConnector[C], Generic[C, P]):
     def advance(self, end: P, notes: Sequence[Json]) -> P:
         """Where the next range starts, given the notes of this one; deterministic, since recovery calls it again."""
         return end
+
+    def set_aside(self, stream: str, error: ConnectorError) -> Json | None:
+        """
+        The note that leaves out one stream whose rows a sink refuses, so that the others go on; None: they cannot.
+
+        On the driver or in a task. What was staged of the stream in that epoch stays, so the source must begin it anew.
+        """
+        return None
+
+    def reread(self, notes: Sequence[Json], again: Sequence[Json], streams: frozenset[str]) -> Sequence[Json]:
+        """
+        The notes that count when a range was read a second time for a sink that had lost it, while others keep the first.
+
+        `streams` are those that were staged again; the default is right for sources whose notes never differ.
+        """
+        return notes
+
+    def withdraw(self, start: P, end: P) -> bool:
+        """True if this planned range can never be read again and the source can go on from `start` without it."""
+        return False
+
+    def streams(self, position: P) -> Sequence[StreamState]:
+        """What `penstock tables` shows; from the position alone, since nothing need be running."""
+        return ()
+
+    def seeded(self, position: P) -> frozenset[str]:
+        """The streams whose first copy is complete at a position that is committed."""
+        return frozenset()
 
     def earlier(self, a: P, b: P) -> P:
         """The earlier of two ends of ranges with one start; the default takes the lesser of each number and text in them."""

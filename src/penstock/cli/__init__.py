@@ -34,6 +34,20 @@ File = Annotated[
 ]
 
 
+TABLES = """
+Show what becomes of each table, or change it, whether the pipeline runs or not.
+
+\b
+show    state, rows copied, the last error and when it is tried again
+pause   from now on its changes are dropped: one log serves all tables and cannot wait for one
+resume  a paused or failed table is cleared and copied again, then followed
+skip    it is left out until resync
+resync  it is cleared and copied again now, while the others are followed
+
+NAME is a table or a pattern such as public.*; show without one lists all.
+"""
+
+
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run one command and exit: 0 done, 1 failed, 2 a wrong setting, 130 aborted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -206,6 +220,22 @@ def offsets(
         print("a new incarnation begins with the next run; empty the targets first, or they will hold the rows twice")
         return
     _show_offsets(epochs.State(directory, pipeline.name).peek(), stdout())
+
+
+@app.command(help=TABLES)
+def tables(
+    words: Annotated[
+        list[str], typer.Argument(metavar="[FILE] show|pause|resume|skip|resync [NAME …]", show_default=False)
+    ],
+    json: Annotated[bool, typer.Option("--json", help="Print it as JSON (show).")] = False,
+) -> None:
+    from penstock.cli import tables
+
+    action, file, names = tables.parse(words)
+    if action == "show":
+        tables.show(load(file), names, stdout(), json)
+    else:
+        tables.command(load(file), action, names, stdout())
 
 
 @app.command()

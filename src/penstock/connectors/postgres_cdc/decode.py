@@ -23,7 +23,7 @@ from penstock.connectors.postgres_cdc.types import (
     parse_text,
     table_schema,
 )
-from penstock.errors import FatalError, SchemaError
+from penstock.errors import ConnectorError, DataError, FatalError, SchemaError
 
 PIECE_MESSAGES = 65536
 """Messages that are decoded at a time: enough to make numpy's calls cheap, few enough to stay in the cache."""
@@ -109,11 +109,13 @@ class Decoder:
         keys: Mapping[str, Sequence[str]] | None = None,
         relations: Mapping[int, Relation] | None = None,
         current_xid: int | None = None,
+        on_bad: Callable[[str, ConnectorError], None] | None = None,
     ) -> None:
         """
         `wanted(stream)` chooses tables, `exclude(stream, column)` leaves out columns that are not of the key, `keys` are
         the keys of tables whose replica identity does not name one (full, nothing), `relations` is what an earlier
-        range knew of the tables (for `RelationChange.old`), `current_xid` a `pg_current_xact_id()` that widens `_txid`.
+        range knew of the tables (for `RelationChange.old`), `current_xid` a `pg_current_xact_id()` that widens `_txid`,
+        `on_bad(stream, error)` is told of rows that cannot be decoded instead of an error that ends everything.
         """
         self.last_commit_lsn: int | None = None
         """BEGIN's final LSN of the last transaction in the range."""
@@ -124,6 +126,7 @@ class Decoder:
         self._catalog, self._start, self._end = catalog, start_lsn, end_lsn
         self._wanted, self._exclude, self._keys = wanted, exclude, dict(keys or {})
         self._current_xid = current_xid
+        self._on_bad = on_bad
         self._wire: dict[int, Relation] = {}
         self._open: _Transaction | None = None
         self._seen_lsn = 0
@@ -172,7 +175,12 @@ class Decoder:
             first = 0
             for (_, relation), cut in zip(timeline, cuts.tolist(), strict=True):
                 if cut > first:
-                    yield from self._rows(piece, frame, relation, members[first:cut])
+                    try:
+                        yield from self._rows(piece, frame, relation, members[first:cut])
+                    except (DataError, SchemaError) as error:
+                        if self._on_bad is None:
+                            raise
+                        self._on_bad(relation.stream, error)
                 first = cut
         for oid, known in versions.items():
             self._wire[oid] = known[-1][1]

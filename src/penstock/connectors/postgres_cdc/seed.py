@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
+from adbc_driver_manager import dbapi as adbc_dbapi
 from pydantic import BaseModel, ConfigDict
 
 from penstock.change import CHANGE_FIELDS, Op
@@ -27,11 +29,23 @@ from penstock.connectors.postgres_cdc.types import (
     select_native,
     select_text,
 )
-from penstock.errors import FatalError
+from penstock.durable import Json
+from penstock.errors import ConnectorError, DataError, SchemaError
 from penstock.source import Note, SourceBatch
 
 if TYPE_CHECKING:
     from penstock.connectors.postgres_cdc.source import PostgresCdcConfig
+
+RETRY_SECS = 10.0
+"""How long a table that failed is left alone; twice as long after each failure in a row."""
+MOST_RETRY_SECS = 600.0
+
+LOCK_SECS = 30
+"""How long the lock of another session on a table is waited for before the table is set aside."""
+
+_OF_TABLE = ("0A", "22", "42", "XX")
+_LOCKED, _CANCELLED = "55P03", "57014"
+_MOST_TEXT = 500
 
 Key = tuple[str, ...]
 """The values of a key as the server's text."""
@@ -41,20 +55,68 @@ class _Value(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class Failure(_Value):
+    """Why a table is set aside."""
+
+    code: str
+    message: str
+    hint: str = ""
+    since: float
+    """When it failed first, in seconds of the epoch."""
+    tries: int = 1
+    next_try: float | None = None
+    """When it is copied again; None: only when it is asked for."""
+
+
 class Progress(_Value):
-    """How far the copy of one table is; part of the position."""
+    """What is done with one table, and how far its copy is; part of the position."""
 
     oid: int
-    state: Literal["waiting", "seeding", "seeded", "gone"]
-    """`gone`: it is not captured any more; if it comes back, it is copied again."""
+    state: Literal["waiting", "seeding", "seeded", "paused", "skipped", "failed", "gone"]
+    """`gone`: it is not captured any more; if it comes back, it is copied again. Changes count only in the first three."""
     shape: str = ""
     """What its columns looked like; see `Table.differs`."""
+    key: tuple[str, ...] = ()
+    """What told its rows apart; another key is another table."""
     copies: int = 1
-    """How often a copy was begun; one more means that what the target holds is cleared first."""
+    """How often a copy was begun; one that is not the first clears what the target holds together with its first rows."""
+    refresh: bool = False
+    """No change of it was missed: all of them count while and after it is copied again, and nothing is cleared."""
+    rows: int = 0
+    """Rows that were copied."""
+    estimate: int | None = None
+    """Rows that the server thought it had when the copy began."""
+    failure: Failure | None = None
+    """Why it failed last; kept until a copy is complete."""
     until_xid: int = 0
     """While waiting: transactions below it may have written before the table was published, and must end first."""
     frontier: Key | None = None
     """While seeding: the last key that was copied; None: none yet."""
+
+    @property
+    def captured(self) -> bool:
+        """True if its changes are followed, now or once it is copied."""
+        return self.state in ("waiting", "seeding", "seeded")
+
+    def ended(self, state: Literal["paused", "skipped", "failed", "gone"], failure: Failure | None = None) -> Progress:
+        """Set aside: nothing of its copy counts any more."""
+        return self.model_copy(
+            update={"state": state, "frontier": None, "until_xid": 0, "refresh": False, "failure": failure}
+        )
+
+    def failed(self, what: Mapping[str, Any], retried: bool = True) -> Progress:
+        """Set aside for a failure that a note tells of; the pauses between two tries grow."""
+        tries = self.failure.tries + 1 if self.failure else 1
+        pause = min(MOST_RETRY_SECS, RETRY_SECS * 2.0 ** min(tries - 1, 20))
+        failure = Failure(
+            code=what["code"],
+            message=what["message"],
+            hint=what["hint"],
+            since=self.failure.since if self.failure else what["at"],
+            tries=tries,
+            next_try=what["at"] + pause if retried else None,
+        )
+        return self.ended("failed", failure)
 
 
 class Copied(_Value):
@@ -93,11 +155,49 @@ class Pages:
 
 @dataclass(frozen=True)
 class Clear:
-    """The target's rows of a table go, because it is copied again."""
+    """The target's rows of a table go, because it is copied again; in the epoch of its first rows."""
 
     stream: str
     lsn: int
     copy: int
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A part that cannot be planned: all that it gives is the note that says so."""
+
+    note: Json
+
+
+class TableError(DataError):
+    """What is wrong with one table and no other."""
+
+    default_code = "PEN-3006"
+
+
+@contextlib.contextmanager
+def table_errors(table: Table) -> Iterator[None]:
+    """Tell errors that belong to one table from those of the server or the connection, which pass through."""
+    try:
+        yield
+    except (psycopg.Error, adbc_dbapi.Error) as error:
+        state = str(getattr(error, "sqlstate", None) or "")
+        if state[:2] not in _OF_TABLE and state not in (_LOCKED, _CANCELLED):
+            raise
+        hints = {
+            "42501": f"GRANT SELECT ON {table.sql} TO the user that reads",
+            "42P01": "it was dropped or renamed",
+            _CANCELLED: "raise `statement_timeout_secs`, or lower `seed_chunk_rows`",
+            _LOCKED: "a session holds a lock on it: see pg_locks",
+        }
+        text = str(error).strip().partition("\n")[0]
+        raise TableError(f"cannot copy {table.stream}: {text}", hint=hints.get(state, "")) from error
+
+
+def failed(stream: str, error: ConnectorError) -> Json:
+    """The note that sets a table aside."""
+    what = {"code": error.code, "message": error.message[:_MOST_TEXT], "hint": error.hint[:_MOST_TEXT]}
+    return {"failed": {"stream": stream, "at": time.time(), **what}}
 
 
 # -- planning --------------------------------------------------------------------------------------------------------
@@ -146,7 +246,7 @@ def page_runs(connection: psycopg.Connection[Any], table: Table, whole: Pages, c
     if table.partitioned:
         return [whole]
     row = connection.execute("SELECT pg_relation_size(%s::oid) / current_setting('block_size')::int", [table.oid])
-    pages = int((row.fetchone() or (0,))[0])
+    pages = int((row.fetchone() or (0,))[0] or 0)
     step = max(1024, -(-pages // count))
     edges = [*range(0, max(pages, 1), step)]
     return [replace(whole, first=each, last=None if each == edges[-1] else each + step) for each in edges]
@@ -173,7 +273,12 @@ def read_part(
     config: PostgresCdcConfig, table: Table, catalog: TypeCatalog, part: Chunk | Pages
 ) -> Iterator[SourceBatch | Note]:
     """The rows of a part in one snapshot, and then which snapshot that was."""
-    with wal.errors(f"cannot copy {part.stream}"), contextlib.closing(wal.connect_arrow(config)) as connection:
+    count = 0
+    with (
+        wal.errors(f"cannot copy {part.stream}"),
+        contextlib.closing(wal.connect_arrow(config, lock_timeout=f"{LOCK_SECS}s")) as connection,
+        table_errors(table),
+    ):
         wal.run(connection, "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         if isinstance(part, Pages):
             wal.run(connection, f"SET TRANSACTION SNAPSHOT {wal.literal(part.snapshot)}")
@@ -192,11 +297,11 @@ def read_part(
             cursor.execute(f"SELECT {columns} FROM {_from(table)}{where}")
             for batch in cursor.fetch_record_batch():
                 if batch.num_rows:
+                    count += batch.num_rows
                     yield SourceBatch(_seeded(batch, table, catalog, part), stream=table.stream)
         wal.run(connection, "COMMIT")
-    yield Note(
-        {"copied": Copied(stream=part.stream, snapshot=seen["s"], lsn=seen["l"], **edges).model_dump(mode="json")}
-    )
+    copied = Copied(stream=part.stream, snapshot=seen["s"], lsn=seen["l"], **edges)
+    yield Note({"copied": copied.model_dump(mode="json"), "rows": count})
 
 
 def clear(table: Table, catalog: TypeCatalog, part: Clear) -> SourceBatch:
@@ -233,6 +338,9 @@ class Rule:
     def rows(self, item: Rows) -> Iterator[pa.RecordBatch]:
         """The rows that count, in order."""
         batch = item.batch
+        if self.progress.refresh:
+            yield batch
+            return
         if self.reset or (self.progress.state != "seeded" and self.progress.frontier is None and not self.copied):
             return
         if self.progress.state == "seeded" and not self.copied:
@@ -254,9 +362,8 @@ class Rule:
         names = [column.name for column in self.table.key_columns]
         missing = [name for name in names if name not in batch.schema.names]
         if missing:
-            raise FatalError(
-                f"the key column {missing[0]!r} of {self.table.stream} was renamed or dropped while it was copied",
-                hint="`penstock offsets FILE reset` begins a new copy",
+            raise SchemaError(
+                f"the key column {missing[0]!r} of {self.table.stream} was renamed or dropped while it was copied"
             )
         live = self._live([batch[name] for name in names], _txids(batch))
         moved = np.flatnonzero(_numpy(batch["_old_key"].is_valid()))
@@ -323,16 +430,29 @@ class Rules:
     """The rules of all tables in one WAL range."""
 
     by_stream: Mapping[str, Rule] = field(default_factory=dict)
+    bad: dict[str, Json] = field(default_factory=dict)
+    """The tables that failed in this range, with the note that says so; nothing more of them counts."""
+
+    def wants(self, stream: str) -> bool:
+        return stream in self.by_stream and stream not in self.bad
+
+    def set_aside(self, stream: str, error: ConnectorError) -> None:
+        self.bad.setdefault(stream, failed(stream, error))
 
     def rows(self, item: Rows) -> Iterator[SourceBatch]:
-        rule = self.by_stream.get(item.relation.stream)
-        for batch in rule.rows(item) if rule else ():
-            if batch.num_rows:
-                yield SourceBatch(batch, stream=item.relation.stream)
+        stream = item.relation.stream
+        if not self.wants(stream):
+            return
+        try:
+            for batch in self.by_stream[stream].rows(item):
+                if batch.num_rows:
+                    yield SourceBatch(batch, stream=stream)
+        except (DataError, SchemaError) as error:
+            self.set_aside(stream, error)
 
     @property
     def reset(self) -> list[str]:
-        return sorted(stream for stream, rule in self.by_stream.items() if rule.reset)
+        return sorted(stream for stream, rule in self.by_stream.items() if rule.reset and stream not in self.bad)
 
 
 def _txids(batch: pa.RecordBatch) -> npt.NDArray[np.int64]:

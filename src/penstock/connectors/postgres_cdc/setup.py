@@ -52,6 +52,8 @@ class Table:
     """Four digits for each column that it ever had: its name and type; `----` for one that was dropped."""
     defaults: frozenset[int] = frozenset()
     """Numbers of the columns that have a default, or are generated."""
+    estimate: int | None = None
+    """About how many rows it has, as far as the server knows."""
 
     @property
     def stream(self) -> str:
@@ -124,8 +126,10 @@ def find_tables(connection: psycopg.Connection[Any], config: PostgresCdcConfig, 
         columns[row[0]].append(row[1:])
     shapes = {row[0]: row[1:] for row in connection.execute(_SHAPES, [list(chosen)]).fetchall()}
     (utf8,) = _one(connection, "SELECT current_setting('server_encoding') = 'UTF8'")
-    captured, refused = {}, {}
-    for oid, (_, namespace, name, kind, identity, primary_key, _, identity_key) in sorted(chosen.items()):
+    captured: dict[str, Table] = {}
+    refused: dict[str, str] = {}
+    wrong: dict[str, ConfigError] = {}
+    for oid, (_, namespace, name, kind, identity, primary_key, _, identity_key, estimate) in sorted(chosen.items()):
         stream = f"{namespace}.{name}"
         index = tuple(identity_key if identity == "i" else primary_key)
         key = index if identity in "di" else ()
@@ -142,27 +146,32 @@ def find_tables(connection: psycopg.Connection[Any], config: PostgresCdcConfig, 
             insert_only, all(plain for column, plain in found if column.name in index),
         )  # fmt: skip
         shape, defaults = shapes.get(oid, ("", []))
-        table = replace(table, shape=shape, defaults=frozenset(defaults))
+        table = replace(table, shape=shape, defaults=frozenset(defaults), estimate=estimate if estimate >= 0 else None)
         if not missing:
             types = {column.type_oid for column in table.key_columns}
             table = replace(table, comparable=types <= {*COMPARABLE} and (utf8 or types.isdisjoint(_TEXT)))
         if missing:
-            raise ConfigError(
+            refused[stream] = f"exclude_columns leaves out {missing[0]!r}, which is part of its key (keep the key)"
+            wrong[stream] = ConfigError(
                 f"exclude_columns leaves out {missing[0]!r}, which is part of the key of {stream}",
                 code="PEN-1016",
                 hint="keep the key; rows could not be told apart without it",
             )
-        if table.has_identity or insert_only:
+        elif table.has_identity or insert_only:
             captured[stream] = table
-        elif stream in config.tables:
-            raise ConfigError(
-                f"{stream} has no replica identity: publishing its updates would make them fail for everyone",
-                code="PEN-1016",
-                hint=f"{identity_fix(table)}; or put it into `insert_only`, or into `exclude_tables`",
-            )
         else:
             refused[stream] = f"no replica identity ({identity_fix(table)})"
-    if not captured:
+            if stream in config.tables:
+                wrong[stream] = ConfigError(
+                    f"{stream} has no replica identity: publishing its updates would make them fail for everyone",
+                    code="PEN-1016",
+                    hint=f"{identity_fix(table)}; or put it into `insert_only`, or into `exclude_tables`",
+                )
+    # What was captured before and cannot be any more is set aside, and does not stop the others.
+    known = _published_streams(connection, config) if wrong or not captured else set()
+    for stream in sorted(wrong.keys() - known):
+        raise wrong[stream]
+    if not captured and not known:
         raise ConfigError(
             f"no table that can be captured matches tables = {list(config.tables)}"
             + (f"; {', '.join(refused)}: no replica identity" if refused else ""),
@@ -293,6 +302,14 @@ def _one(connection: psycopg.Connection[Any], query: str, values: Sequence[Any] 
     return connection.execute(query, values or None).fetchone()
 
 
+def _published_streams(connection: psycopg.Connection[Any], config: PostgresCdcConfig) -> set[str]:
+    rows = connection.execute(
+        "SELECT schemaname || '.' || tablename FROM pg_publication_tables WHERE pubname = ANY(%s)",
+        [publications(config)],
+    ).fetchall()
+    return {stream for (stream,) in rows if _chosen(stream, config)}
+
+
 def _chosen(stream: str, config: PostgresCdcConfig) -> bool:
     return _matches(stream, config.tables) and not _matches(stream, config.exclude_tables)
 
@@ -319,7 +336,10 @@ _TABLES = f"""
     SELECT c.oid::int8, n.nspname::text, c.relname::text, c.relkind::text, c.relreplident::text,
            {_KEY.format(which="indisprimary")},
            coalesce(pg_partition_root(c.oid), c.oid)::oid::int8,
-           {_KEY.format(which="indisreplident")}
+           {_KEY.format(which="indisreplident")},
+           CASE c.relkind WHEN 'r' THEN c.reltuples ELSE (
+              SELECT CASE WHEN bool_and(leaf.reltuples >= 0) THEN sum(leaf.reltuples) ELSE -1 END
+                FROM pg_partition_tree(c.oid) tree JOIN pg_class leaf ON leaf.oid = tree.relid WHERE tree.isleaf) END::int8
       FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
      WHERE c.relkind IN ('r', 'p') AND c.relpersistence = 'p'
        AND n.nspname NOT IN ('pg_catalog', 'information_schema') AND n.nspname NOT LIKE 'pg\\_toast%'

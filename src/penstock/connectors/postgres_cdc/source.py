@@ -14,15 +14,28 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
+from penstock import commands, durable
+from penstock.commands import Request
 from penstock.config import Config, Secret
 from penstock.connectors.postgres_cdc import seed, setup, wal
 from penstock.connectors.postgres_cdc.decode import Decoder, Rows
-from penstock.connectors.postgres_cdc.seed import Chunk, Clear, Copied, Pages, Progress, Rule, Rules
+from penstock.connectors.postgres_cdc.seed import (
+    Chunk,
+    Clear,
+    Copied,
+    Pages,
+    Progress,
+    Rule,
+    Rules,
+    TableError,
+    Unreadable,
+)
 from penstock.connectors.postgres_cdc.setup import Table, Tables
 from penstock.connectors.postgres_cdc.types import TypeCatalog
 from penstock.durable import Json
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ConnectorError, DataError, SchemaError
 from penstock.source import (
+    ConnectorMetrics,
     Finding,
     HealthStatus,
     Note,
@@ -31,6 +44,7 @@ from penstock.source import (
     ReadLimit,
     Schemas,
     SourceBatch,
+    StreamState,
 )
 
 T = TypeVar("T")
@@ -149,6 +163,10 @@ class LogPosition(Position):
     """The last range of log held no changes."""
     settled: int = 0
     """The copies show nothing that is behind this place in the log; 0: there are none."""
+    applied: tuple[str, ...] = ()
+    """Requests that this position follows; their files may go."""
+    slots: int = 1
+    """How often the slot was made; between two of them lies log that nobody reads."""
 
     @property
     def copying(self) -> bool:
@@ -163,7 +181,10 @@ class LogRange:
     end: int
 
 
-Split = LogRange | Chunk | Pages | Clear
+Why = Literal["", "changed", "resync"]
+"""Why a table is copied: it changed without a trace in the log, or somebody asked for it."""
+
+Split = LogRange | Chunk | Pages | Clear | Unreadable
 
 
 class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
@@ -174,6 +195,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
     """
 
     name = "postgres_cdc"
+    has_tables = True
 
     def __init__(self, config: PostgresCdcConfig) -> None:
         super().__init__(config)
@@ -187,6 +209,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         self._probed = (0, 0)
         self._began: LogPosition | None = None
         self._run = ""
+        self._at: LogPosition | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**type(self)(self.config).__dict__, "routed": self.routed, "state_dir": self.state_dir}
@@ -242,6 +265,8 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         with wal.errors("PostgreSQL does not answer"):
             if self._connection is None or self._connection.closed:
                 self._connection = wal.connect(self.config)
+                # Nobody's lock on one table keeps the others waiting for long.
+                self._connection.execute(f"SET lock_timeout = '{seed.LOCK_SECS}s'")
             return question(self._connection)
 
     def _apart(self, question: Callable[[psycopg.Connection[Any]], T]) -> T:
@@ -267,7 +292,10 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
     def schema(self) -> Schemas:
         self._ask(lambda connection: self._look(connection, wal.server(connection)))
         tables, catalog = self._known()
-        return {stream: table.schema(catalog) for stream, table in tables.items()}
+        # Nobody need follow the columns of a table that is set aside.
+        planned = self._planned[1].tables if self._planned else {}
+        aside = {stream for stream, progress in planned.items() if not progress.captured}
+        return {stream: table.schema(catalog) for stream, table in tables.items() if stream not in aside}
 
     def provide_schema(self) -> dict[str, Any]:
         return dict(self.schema())
@@ -309,10 +337,36 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             return HealthStatus.degraded(
                 f"{told}; every epoch decodes {held} bytes again: pid {pid} has had a transaction open for {seconds} s"
             )
+        known = self._at.tables if self._at else {}
+        failed = [f"{s}: {p.failure.code} {p.failure.message}" for s, p in known.items() if p.failure]
+        if failed:
+            return HealthStatus.degraded(f"failed: {'; '.join(failed)}")
         refused = self._tables.refused if self._tables else {}
         if refused:
             return HealthStatus.degraded(f"left out: {'; '.join(f'{s}: {why}' for s, why in refused.items())}")
         return HealthStatus(HealthStatus.healthy().state, told)
+
+    def metrics(self) -> ConnectorMetrics:
+        counts: dict[str, float] = {f"tables_{state}": 0.0 for state in dict.fromkeys(_STATES.values())}
+        for progress in self._at.tables.values() if self._at else ():
+            counts[f"tables_{_STATES[progress.state]}"] += 1
+        return ConnectorMetrics(custom=counts)
+
+    def streams(self, position: LogPosition) -> Sequence[StreamState]:
+        return [
+            StreamState(
+                stream,
+                _STATES[progress.state],
+                progress.rows,
+                progress.estimate,
+                **(progress.failure.model_dump(exclude={"message"}) if progress.failure else {}),
+                error=progress.failure.message if progress.failure else "",
+            )
+            for stream, progress in sorted(position.tables.items())
+        ]
+
+    def seeded(self, position: LogPosition) -> frozenset[str]:
+        return frozenset(stream for stream, progress in position.tables.items() if progress.state == "seeded")
 
     # -- planning ------------------------------------------------------------------------------------------------
 
@@ -326,31 +380,68 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         here = wal.server(connection)
         tables = self._look(connection, here)
         setup.publish(connection, self.config, tables, here.version)
-        found = wal.slot(connection, self.config.slot)
+        found, kept = wal.slot(connection, self.config.slot), not self._made_here
         if found is None and self.config.manage:
-            found = wal.make_slot(connection, self.config.slot)
+            self._remember_making()
+            found, kept = wal.make_slot(connection, self.config.slot), False
         found = wal.verify_slot(found, self.config.slot, here)
         start = LogPosition(lsn=found.confirmed, system=here.system, timeline=here.timeline, run=self._run)
-        return self._with_tables(connection, start, tables.captured)
+        # A slot that is older than this state has kept every change since the targets were filled.
+        kept = kept and self.config.snapshot in ("initial", "when_needed")
+        full = {stream for stream in tables.captured if kept and (held := self.held(stream)) and all(held)}
+        start = self._following(start, {stream: tables.captured[stream] for stream in full})
+        return self._copying(connection, start, {s: t for s, t in tables.captured.items() if s not in full})
 
-    def _with_tables(
-        self, connection: psycopg.Connection[Any], start: LogPosition, tables: Mapping[str, Table]
-    ) -> LogPosition:
-        """The position with these tables to be copied: after ALTER PUBLICATION, and after the slot was made."""
-        state: Literal["waiting", "seeded"] = "seeded" if self.config.snapshot == "never" else "waiting"
-        # Whoever writes now may have begun before the table was published: its changes come neither by the log
-        # nor, until it has ended, by a copy.
-        until = 0 if state == "seeded" else wal.snapshot(connection).xmax
+    @property
+    def _made_here(self) -> bool:
+        return self.state_dir is not None and (self.state_dir / "slot").exists()
+
+    def _remember_making(self) -> None:
+        """Before a slot is made: it begins now, so whatever the targets hold is not what it leads on from."""
+        if self.state_dir is not None:
+            durable.make_directory(self.state_dir)
+            durable.write_atomic(self.state_dir / "slot", self.config.slot.encode())
+
+    def _following(self, start: LogPosition, tables: Mapping[str, Table]) -> LogPosition:
+        """The position with these tables followed from here on, without a copy."""
         new = {
             stream: Progress(
                 oid=table.oid,
-                state=state,
-                until_xid=until,
+                state="seeded",
                 shape=table.shape,
-                copies=start.tables[stream].copies + (state == "waiting") if stream in start.tables else 1,
+                key=table.key,
+                copies=start.tables[stream].copies if stream in start.tables else 1,
             )
             for stream, table in tables.items()
         }
+        return start.model_copy(update={"tables": {**start.tables, **new}})
+
+    def _copying(
+        self, connection: psycopg.Connection[Any], start: LogPosition, tables: Mapping[str, Table], why: Why = ""
+    ) -> LogPosition:
+        """The position with these tables to be copied: after ALTER PUBLICATION, and after the slot was made."""
+        if not tables:
+            return start
+        if self.config.snapshot == "never" and why != "resync":
+            return self._following(start, tables)
+        # Whoever writes now may have begun before the table was published: its changes come neither by the log
+        # nor, until it has ended, by a copy.
+        until = wal.snapshot(connection).xmax
+        new = {}
+        for stream, table in tables.items():
+            before = start.tables.get(stream)
+            copies = before.copies + 1 if before else 1 + any(self.held(stream))
+            new[stream] = Progress(
+                oid=table.oid,
+                state="waiting",
+                until_xid=until,
+                shape=table.shape,
+                key=table.key,
+                copies=copies,
+                refresh=why == "changed" and before is not None and _unbroken(table, before),
+                estimate=table.estimate,
+                failure=before.failure if before else None,
+            )
         copied = tuple(each for each in start.copied if each.stream not in new)
         return start.model_copy(update={"tables": {**start.tables, **new}, "copied": copied})
 
@@ -358,6 +449,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         if self._exporter is not None:  # the epoch that read under its snapshot is over
             self._exporter.close()
             self._exporter = None
+        self._at = start
         asked = (start, limit)
         if self._planned is None or self._planned[0] != asked:
             end = self._ask(lambda connection: self._next(connection, start, limit))
@@ -376,9 +468,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             return self._begin_again(connection, start, here)
         if self._since[0] != start.lsn:
             self._since = (start.lsn, time.monotonic())
-        end = self._with_new_tables(connection, start, here)
-        if any(progress.copies > 1 and progress != start.tables.get(s) for s, progress in end.tables.items()):
-            return end
+        end = self._with_new_tables(connection, self._with_requests(connection, start, here), here)
         if end.copying and (end.turn == "copy" or here.flushed <= start.lsn):
             planned = self._copy(connection, end, limit)
             if planned.tables != end.tables:
@@ -399,33 +489,123 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         setup.publish(connection, self.config, tables, here.version)
         made = wal.make_slot(connection, self.config.slot)
         fresh = start.model_copy(
-            update={"lsn": made.confirmed, "timeline": here.timeline, "copied": (), "turn": "copy", "settled": 0}
+            update={
+                "lsn": made.confirmed,
+                "timeline": here.timeline,
+                "copied": (),
+                "turn": "copy",
+                "settled": 0,
+                "slots": start.slots + 1,
+            }
         )
-        return self._with_tables(connection, fresh, tables.captured)
+        return self._copying(connection, fresh, _not_left_out(fresh, tables.captured))
+
+    def _with_requests(self, connection: psycopg.Connection[Any], start: LogPosition, here: wal.Server) -> LogPosition:
+        """Apply what was asked for; a request's file goes once a durable position names it."""
+        if self.state_dir is None or not (requests := commands.asked(self.state_dir)):
+            return start
+        commands.forget(self.state_dir, [each.name for each in requests if each.name in start.applied])
+        new = [each for each in requests if each.name not in start.applied]
+        if not new:
+            return start
+        captured, end = self._look(connection, here).captured, start
+        for request in new:
+            end = self._apply(connection, end, request, captured, here)
+        return end.model_copy(update={"applied": tuple(each.name for each in new)})
+
+    def _apply(
+        self,
+        connection: psycopg.Connection[Any],
+        start: LogPosition,
+        request: Request,
+        captured: Mapping[str, Table],
+        here: wal.Server,
+    ) -> LogPosition:
+        tables = dict(start.tables)
+        again = {}
+        for stream in request.streams:
+            progress = tables.get(stream)
+            if progress is None:
+                continue
+            if request.verb == "pause" and progress.state not in ("skipped", "gone"):
+                tables[stream] = progress.ended("paused")
+            elif request.verb == "skip":
+                tables[stream] = progress.ended("skipped")
+            elif request.verb == "resync" or (request.verb == "resume" and progress.state in ("paused", "failed")):
+                if stream in captured:
+                    again[stream] = captured[stream]
+                elif not progress.captured:
+                    tables[stream] = progress.ended("gone")
+        copied = tuple(each for each in start.copied if tables[each.stream].captured)
+        start = start.model_copy(update={"tables": tables, "copied": copied})
+        return self._publishing(connection, start, again, here, "resync" if request.verb == "resync" else "")
 
     def _with_new_tables(
         self, connection: psycopg.Connection[Any], start: LogPosition, here: wal.Server
     ) -> LogPosition:
         if self.config.snapshot == "always" and start.run != self._run:
-            known = self._look(connection, here).captured
-            setup.publish(connection, self.config, Tables(known), here.version)
-            return self._with_tables(connection, start, known).model_copy(update={"run": self._run, "turn": "copy"})
+            known = _not_left_out(start, self._look(connection, here).captured)
+            return self._publishing(connection, start, known, here).model_copy(
+                update={"run": self._run, "turn": "copy"}
+            )
         if self._tables is None or time.monotonic() - self._looked > LOOKED_SECS:
             self._look(connection, here)
         assert self._tables is not None
         captured, kept = self._tables.captured, dict(start.tables)
+        busy = {each.stream for each in start.copied}
         for stream, progress in start.tables.items():
             table = captured.get(stream)
-            if table is None:
-                kept[stream] = progress.model_copy(update={"state": "gone", "frontier": None})
+            if table is None and (progress.captured or progress.state == "failed"):
+                kept[stream] = self._not_there(stream, progress)
+            elif table is None or not progress.captured:
+                continue
+            elif progress.state == "seeded" and progress.failure and stream not in busy:
+                kept[stream] = progress.model_copy(update={"failure": None})
             elif progress.shape != table.shape and not table.differs(progress.shape):
                 kept[stream] = progress.model_copy(update={"shape": table.shape})
-        start = start if kept == start.tables else start.model_copy(update={"tables": kept})
-        new = {stream: table for stream, table in captured.items() if _is_new(table, kept.get(stream))}
-        if not new:
-            return start
-        setup.publish(connection, self.config, self._tables, here.version)
-        return self._with_tables(connection, start, new)
+        copied = tuple(each for each in start.copied if kept[each.stream].captured)
+        start = start if kept == start.tables else start.model_copy(update={"tables": kept, "copied": copied})
+        return self._publishing(
+            connection, start, {s: t for s, t in captured.items() if _is_new(t, kept.get(s))}, here, "changed"
+        )
+
+    def _not_there(self, stream: str, progress: Progress) -> Progress:
+        """A table that is captured no more: it was dropped, or it cannot be and says why."""
+        assert self._tables is not None
+        why = self._tables.refused.get(stream)
+        if why is None:
+            return progress.ended("gone")
+        if progress.state == "failed":
+            return progress
+        what, _, fix = why.partition(" (")
+        error = ConfigError(f"{stream}: {what}", code="PEN-1016", hint=fix.removesuffix(")"))
+        return progress.failed(seed.failed(stream, error)["failed"])
+
+    def _publishing(
+        self,
+        connection: psycopg.Connection[Any],
+        start: LogPosition,
+        tables: Mapping[str, Table],
+        here: wal.Server,
+        why: Why = "",
+    ) -> LogPosition:
+        """Publish and copy tables; one that may not be published is set aside."""
+        published = dict(tables)
+        for stream, table in tables.items():
+            try:
+                with wal.errors(f"cannot publish {stream}"), seed.table_errors(table):
+                    setup.publish(connection, self.config, Tables({stream: table}), here.version)
+            except (ConfigError, TableError) as error:
+                del published[stream]
+                start = self._set_aside(start, table, error)
+        return self._copying(connection, start, published, why)
+
+    def _set_aside(self, start: LogPosition, table: Table, error: ConnectorError) -> LogPosition:
+        progress = start.tables.get(table.stream) or Progress(oid=table.oid, state="waiting", copies=0)
+        what = seed.failed(table.stream, error)["failed"]
+        failed = progress.failed(what, retried=self.config.snapshot != "never")
+        copied = tuple(each for each in start.copied if each.stream != table.stream)
+        return start.model_copy(update={"tables": {**start.tables, table.stream: failed}, "copied": copied})
 
     def _log_end(
         self,
@@ -463,23 +643,29 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         )
         room = rows * limit.parallelism if limit.rows is None else min(rows * limit.parallelism, limit.rows)
         oldest = wal.snapshot(connection).xmin
-        tables = dict(start.tables)
+        end = start
         for stream, progress in start.tables.items():
             table = known.get(stream)
-            if progress.state in ("seeded", "gone") or table is None or progress.until_xid > oldest:
+            if progress.state not in ("waiting", "seeding") or table is None or progress.until_xid > oldest:
                 continue
             if not table.chunked:
-                if tables == start.tables:  # by itself: one snapshot for all of it, and one epoch
-                    tables[stream] = progress.model_copy(update={"state": "seeded", "until_xid": 0})
-                    break
+                if end.tables == start.tables:  # by itself: one snapshot for all of it, and one epoch
+                    done = progress.model_copy(update={"state": "seeded", "until_xid": 0})
+                    return end.model_copy(update={"tables": {**end.tables, stream: done}})
                 continue
-            for edge in seed.edges(connection, table, catalog, progress.frontier, None, rows, room):
-                room -= edge.rows
-                state = "seeding" if edge.upto else "seeded"
-                tables[stream] = progress.model_copy(update={"state": state, "until_xid": 0, "frontier": edge.upto})
+            try:
+                with seed.table_errors(table):
+                    found = list(seed.edges(connection, table, catalog, progress.frontier, None, rows, room))
+            except TableError as error:
+                end = self._set_aside(end, table, error)
+                continue
+            room -= sum(edge.rows for edge in found)
+            upto = found[-1].upto
+            moved = {"state": "seeding" if upto else "seeded", "until_xid": 0, "frontier": upto}
+            end = end.model_copy(update={"tables": {**end.tables, stream: progress.model_copy(update=moved)}})
             if room <= 0:
                 break
-        return start.model_copy(update={"tables": tables})
+        return end
 
     def earlier(self, a: LogPosition, b: LogPosition) -> LogPosition:
         """While tables are copied there is no end; afterwards the log is read at least as far as the copies reach into it."""
@@ -490,18 +676,15 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
     # -- reading -------------------------------------------------------------------------------------------------
 
     def split(self, start: LogPosition, end: LogPosition) -> Sequence[Split]:
-        cleared = [
-            Clear(stream, end.lsn, progress.copies)
-            for stream, progress in end.tables.items()
-            if stream in start.tables and progress.copies != start.tables[stream].copies
-        ]
-        if cleared:
-            return cleared
+        if end.slots != start.slots:
+            return []
         if end.lsn > start.lsn:
             return [LogRange(start, end.lsn)]
         parts: list[Split] = []
         for stream, progress in end.tables.items():
-            before = start.tables.get(stream) or Progress(oid=progress.oid, state="waiting")
+            before = start.tables.get(stream)
+            if before is None or before.copies != progress.copies:
+                before = Progress(oid=progress.oid, state="waiting")
             if progress.state in ("seeding", "seeded") and (before.state, before.frontier) != (
                 progress.state,
                 progress.frontier,
@@ -514,13 +697,22 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         table = known.get(stream)
         if table is None:  # it was dropped; the next range says so
             return []
-        if not table.chunked:
-            return self._ask(lambda connection: self._pages(connection, table, lsn, after.copies))
         rows = self.config.seed_chunk_rows
-        found = self._ask(
-            lambda c: [e.upto for e in seed.edges(c, table, catalog, before.frontier, after.frontier, rows, _ENDLESS)]
-        )
-        return [Chunk(stream, a, b, lsn, after.copies) for a, b in pairwise([before.frontier, *found])]
+
+        def plan(connection: psycopg.Connection[Any]) -> list[Split]:
+            with seed.table_errors(table):
+                if not table.chunked:
+                    return [*self._pages(connection, table, lsn, after.copies)]
+                found = seed.edges(connection, table, catalog, before.frontier, after.frontier, rows, _ENDLESS)
+                edges = [before.frontier, *(edge.upto for edge in found)]
+                return [Chunk(stream, a, b, lsn, after.copies) for a, b in pairwise(edges)]
+
+        try:
+            parts = self._ask(plan)
+        except TableError as error:
+            return [Unreadable(seed.failed(stream, error))]
+        anew = before.state == "waiting" and after.copies > 1 and not after.refresh
+        return [Clear(stream, lsn, after.copies), *parts] if anew else parts
 
     def _pages(self, connection: psycopg.Connection[Any], table: Table, lsn: int, copy: int) -> Sequence[Split]:
         if self._exporter is not None:
@@ -536,14 +728,23 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         if isinstance(split, LogRange):
             yield from self._read_log(split)
             return
+        if isinstance(split, Unreadable):
+            yield Note(split.note)
+            return
         known, catalog = self._known()
         table = known.get(split.stream)
         if table is None:
             return
         if isinstance(split, Clear):
             yield seed.clear(table, catalog, split)
-        else:
+            return
+        try:
             yield from seed.read_part(self.config, table, catalog, split)
+        except (DataError, SchemaError) as error:
+            yield Note(seed.failed(split.stream, error))
+
+    def set_aside(self, stream: str, error: ConnectorError) -> Json | None:
+        return seed.failed(stream, error)
 
     def _read_log(self, split: LogRange) -> Iterator[SourceBatch | Note]:
         start = split.start
@@ -553,17 +754,18 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             {
                 stream: Rule(known[stream], catalog, progress, [each for each in start.copied if each.stream == stream])
                 for stream, progress in start.tables.items()
-                if stream in known
+                if stream in known and progress.captured
             }
         )
         decoder = Decoder(
             catalog,
             start.lsn,
             split.end,
-            wanted=rules.by_stream.__contains__,
+            wanted=rules.wants,
             exclude=lambda stream, column: setup.excluded(stream, column, self.config),
             keys={stream: known[stream].primary_key for stream in rules.by_stream},
             current_xid=self._ask(wal.current_xid),
+            on_bad=rules.set_aside,
         )
         rows = 0
         memory = f"{self.config.decoding_memory_bytes // 1024}kB"
@@ -580,16 +782,33 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         if start.copying:
             self._ask(lambda c: wal.wait_visible(c, decoder.xids, self.config.visible_timeout_secs))
         yield Note({"quiet": not rows, **({"reset": rules.reset} if rules.reset else {})})
+        for note in rules.bad.values():
+            yield Note(note)
 
     def advance(self, end: LogPosition, notes: Sequence[Json]) -> LogPosition:
         tables, copied, quiet = dict(end.tables), list(end.copied), end.quiet
+        update: dict[str, Any]
         for note in notes:
             quiet = note.get("quiet", quiet)
             if "copied" in note:
-                copied.append(Copied.model_validate(note["copied"]))
+                one = Copied.model_validate(note["copied"])
+                copied.append(one)
+                tables[one.stream] = _with_rows(tables[one.stream], note["rows"])
             for stream in note.get("reset", ()):
-                tables[stream] = tables[stream].model_copy(update={"state": "seeding", "frontier": None})
-                copied = [each for each in copied if each.stream != stream]
+                if tables[stream].state in ("seeding", "seeded"):
+                    update = {"state": "seeding", "frontier": None, "rows": 0}
+                    tables[stream] = tables[stream].model_copy(update=update)
+                    copied = [each for each in copied if each.stream != stream]
+            for stream in note.get("again", ()):
+                if tables[stream].captured:
+                    copies = tables[stream].copies + 1
+                    update = {"state": "waiting", "frontier": None, "rows": 0, "refresh": False, "copies": copies}
+                    tables[stream] = tables[stream].model_copy(update=update)
+                    copied = [each for each in copied if each.stream != stream]
+            if "failed" in note and tables[note["failed"]["stream"]].captured:
+                stream = note["failed"]["stream"]
+                tables[stream] = tables[stream].failed(note["failed"], retried=self.config.snapshot != "never")
+        copied = [each for each in copied if each.stream in tables and tables[each.stream].captured]
         settled = max((each.lsn for each in copied), default=0)
         settled = max(end.settled, settled)
         update = {
@@ -601,15 +820,69 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         }
         return end.model_copy(update=update)
 
+    def reread(self, notes: Sequence[Json], again: Sequence[Json], streams: frozenset[str]) -> Sequence[Json]:
+        """Tables that two sinks now hold in different snapshots are copied again, from a clear on: for both the same."""
+        chunks = {note["copied"]["stream"] for note in again if "copied" in note} & streams
+        failed = [note for note in again if "failed" in note and note["failed"]["stream"] in streams]
+        return [*notes, *([{"again": sorted(chunks)}] if chunks else []), *failed]
+
+    def withdraw(self, start: LogPosition, end: LogPosition) -> bool:
+        """A range of log that went with its slot, when everything is copied again anyway."""
+        if self.config.snapshot != "when_needed" or not self.config.manage:
+            return False
+        if end.slots != start.slots or end.lsn <= start.lsn:
+            return False
+        try:
+            self._ask(lambda connection: self._verify(connection, wal.server(connection), start))
+        except wal.SlotLost:
+            return True
+        return False
+
     def ack(self, end: LogPosition) -> None:
         self._ask(lambda connection: wal.acknowledge(connection, self.config.slot, end.lsn))
 
 
+_STATES = {
+    "waiting": "seeding",
+    "seeding": "seeding",
+    "seeded": "active",
+    "paused": "paused",
+    "skipped": "skipped",
+    "failed": "failed",
+    "gone": "gone",
+}
+"""What people call the state of a table."""
+
+
 def _is_new(table: Table, progress: Progress | None) -> bool:
     """True if a table must be copied: it was not there, it is another one, or it changed without a trace in the log."""
-    return (
-        progress is None
-        or progress.oid != table.oid
-        or progress.state == "gone"
+    if progress is None or progress.state == "gone":
+        return True
+    if progress.state == "failed":
+        due = progress.failure.next_try if progress.failure else 0.0
+        return due is not None and time.time() >= due
+    return progress.captured and (
+        progress.oid != table.oid
+        or (bool(progress.key) and progress.key != table.key)
         or (bool(progress.shape) and table.differs(progress.shape))
     )
+
+
+def _unbroken(table: Table, progress: Progress) -> bool:
+    """True if every change of a table was followed up to now, so that its rows can be copied over those in the target."""
+    return (
+        table.chunked
+        and progress.oid == table.oid
+        and progress.key == table.key
+        and (progress.state == "seeded" or (progress.captured and progress.refresh))
+    )
+
+
+def _not_left_out(position: LogPosition, tables: Mapping[str, Table]) -> dict[str, Table]:
+    """Those that nobody has paused or skipped."""
+    left_out = {s for s, progress in position.tables.items() if progress.state in ("paused", "skipped")}
+    return {stream: table for stream, table in tables.items() if stream not in left_out}
+
+
+def _with_rows(progress: Progress, rows: int) -> Progress:
+    return progress.model_copy(update={"rows": progress.rows + rows})

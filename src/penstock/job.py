@@ -156,7 +156,8 @@ class Writer:
         for name in target.sinks:
             if batch.num_rows and self._job.wants(name, target.topic):
                 sink = self._open.get(name) or self._begin(name)
-                self._written[name, target.topic] += sink.write_batch(target.topic, batch)
+                written = sink.write_batch(target.topic, batch)  # first: what a sink refuses is not written
+                self._written[name, target.topic] += written
                 failpoints.hit("stage.middle")
 
     def finish(self) -> TaskResult:

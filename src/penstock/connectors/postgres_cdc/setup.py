@@ -168,7 +168,8 @@ def find_tables(connection: psycopg.Connection[Any], config: PostgresCdcConfig, 
                     hint=f"{identity_fix(table)}; or put it into `insert_only`, or into `exclude_tables`",
                 )
     # What was captured before and cannot be any more is set aside, and does not stop the others.
-    known = _published_streams(connection, config) if wrong or not captured else set()
+    published = _published_streams(connection, publications(config)) if wrong or not captured else set()
+    known = {stream for stream in published if _chosen(stream, config)}
     for stream in sorted(wrong.keys() - known):
         raise wrong[stream]
     if not captured and not known:
@@ -216,10 +217,8 @@ def missing(
     for publication in publications(config):
         inserts = publication != config.publication
         wanted = [table for table in tables.captured.values() if table.insert_only == inserts]
-        rows = connection.execute(
-            "SELECT schemaname, tablename FROM pg_publication_tables WHERE pubname = %s", [publication]
-        ).fetchall()
-        lacking = [table.sql for table in wanted if (table.namespace, table.name) not in set(rows)]
+        held = _published_streams(connection, [publication])
+        lacking = [table.sql for table in wanted if table.stream not in held]
         if publication not in known:
             options = {
                 "publish": "'insert, truncate'" if inserts else "'insert, update, delete, truncate'",
@@ -302,12 +301,8 @@ def _one(connection: psycopg.Connection[Any], query: str, values: Sequence[Any] 
     return connection.execute(query, values or None).fetchone()
 
 
-def _published_streams(connection: psycopg.Connection[Any], config: PostgresCdcConfig) -> set[str]:
-    rows = connection.execute(
-        "SELECT schemaname || '.' || tablename FROM pg_publication_tables WHERE pubname = ANY(%s)",
-        [publications(config)],
-    ).fetchall()
-    return {stream for (stream,) in rows if _chosen(stream, config)}
+def _published_streams(connection: psycopg.Connection[Any], names: Sequence[str]) -> set[str]:
+    return {stream for (stream,) in connection.execute(_PUBLISHED, [list(names)]).fetchall()}
 
 
 def _chosen(stream: str, config: PostgresCdcConfig) -> bool:
@@ -361,6 +356,15 @@ _SHAPES = """
            coalesce(array_agg(a.attnum::int) FILTER (WHERE a.atthasdef OR a.atthasmissing), '{}')
       FROM pg_attribute a WHERE a.attrelid = ANY(%s::oid[]) AND a.attnum > 0
      GROUP BY a.attrelid"""
+
+# The view pg_publication_tables would wait for whoever has locked one of the tables.
+_PUBLISHED = """
+    SELECT n.nspname || '.' || c.relname
+      FROM pg_publication p CROSS JOIN pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+     WHERE p.pubname = ANY(%s) AND c.relkind IN ('r', 'p')
+       AND (p.puballtables
+            OR EXISTS (SELECT FROM pg_publication_rel r WHERE r.prpubid = p.oid AND r.prrelid = c.oid)
+            OR EXISTS (SELECT FROM pg_publication_namespace s WHERE s.pnpubid = p.oid AND s.pnnspid = c.relnamespace))"""
 
 _LIMITS = """
     SELECT (SELECT count(*) FROM pg_replication_slots), current_setting('max_replication_slots')::int,

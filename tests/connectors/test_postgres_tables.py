@@ -1,0 +1,458 @@
+"""One table paused, skipped, copied again or broken, while the others stream on; against a real PostgreSQL."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+
+import psycopg
+import psycopg.rows
+import pytest
+
+from penstock import commands
+from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, seed, source, wal
+from penstock.epochs import EpochLoop, State
+from penstock.errors import SchemaError
+from penstock.routing import Router
+from penstock.source import Note, ReadLimit
+from penstock.testing.crash import wait_until
+from penstock.testing.engine import ForkEngine
+from penstock.testing.memory import MemorySink, MemorySinkConfig
+from penstock.testing.mirror import Mirror, replayed
+from penstock.testing.postgres import PostgresServer, binaries
+
+_NUMBERS = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def server(need):
+    need(binaries(18), "PostgreSQL 18 is not installed")
+    with PostgresServer(18, settings={"max_replication_slots": "60", "fsync": "off"}) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _look_at_once(monkeypatch):
+    monkeypatch.setattr(source, "LOOKED_SECS", 0.0)
+
+
+class Database:
+    """A database of its own with the tables `orders` and `items`, ten rows each."""
+
+    def __init__(self, server, name):
+        self.name = name
+        self.dsn = server.dsn.rpartition("/")[0] + f"/{name}"
+        self.connection = psycopg.connect(self.dsn, autocommit=True)
+        for table in ("orders", "items"):
+            self.run(f"CREATE TABLE {table} (id int8 PRIMARY KEY, note text)")
+            self.run(f"INSERT INTO {table} SELECT i, 'n' || i FROM generate_series(1, 10) i")
+
+    def run(self, *statements):
+        for statement in statements:
+            self.connection.execute(statement)
+
+    def rows(self, query):
+        return self.connection.execute(query).fetchall()
+
+    def table(self, name):
+        with closing(self.connection.cursor(row_factory=psycopg.rows.dict_row)) as cursor:
+            rows = cursor.execute(f"SELECT * FROM {name}").fetchall()
+        return sorted(rows, key=lambda row: repr(row["id"]))
+
+    def source(self, **options):
+        options = {"dsn": self.dsn, "slot": self.name, "tables": ["public.*"], **options}
+        return PostgresCdc(PostgresCdcConfig.model_validate(options))
+
+
+@pytest.fixture
+def database(server):
+    name = f"tables_{next(_NUMBERS)}"
+    with psycopg.connect(server.dsn, autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name}")
+        found = Database(server, name)
+        yield found
+        found.connection.close()
+        connection.execute(
+            "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE active AND database = %s", [name]
+        )
+        active = "SELECT FROM pg_replication_slots WHERE database = %s AND active"
+        wait_until(lambda: not connection.execute(active, [name]).fetchall(), "the slot to be free")
+        connection.execute(
+            "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database = %s", [name]
+        )
+        connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+class PickySink(MemorySink):
+    """Refuses rows of a topic while its notes say `bad`."""
+
+    def write_batch(self, topic, batch):
+        if "note" in batch.schema.names and "bad" in batch.column("note").to_pylist():
+            raise SchemaError(f"{topic} is not what it was", hint="mend it")
+        return super().write_batch(topic, batch)
+
+
+@dataclass
+class Tables(Mirror):
+    """A mirror whose source takes commands."""
+
+    picky: bool = False
+
+    def __post_init__(self):
+        self.source.state_dir = self.path / "state" / "sources" / "source"
+
+    def _sink(self):
+        kind = PickySink if self.picky else MemorySink
+        return kind(MemorySinkConfig(path=self.path / "target"))
+
+    def ask(self, verb, *streams):
+        return commands.ask(self.source.state_dir, verb, streams)
+
+    @property
+    def position(self):
+        newest = State(self.path / "state", "mirror").peek().newest
+        end = self.source.position_type.model_validate(newest.ranges["source"].end)
+        return self.source.advance(end, newest.notes.get("source", ()))
+
+    def states(self):
+        return {each.stream.removeprefix("public."): each.state for each in self.source.streams(self.position)}
+
+    def ops(self, name):
+        return "".join(row["_op"] for row in self.log(f"public.{name}"))
+
+
+def check(database, mirror, *names):
+    for name in names or ("orders", "items"):
+        assert replayed(mirror.log(f"public.{name}"), ["id"]) == database.table(name)
+
+
+class TestCommands:
+    def test_a_paused_table_drops_its_changes_and_is_copied_again_when_it_resumes(self, database, tmp_path):
+        mirror = Tables(tmp_path, database.source())
+        mirror.run()
+        mirror.ask("pause", "public.orders")
+        mirror.run()
+        assert mirror.states() == {"orders": "paused", "items": "active"}
+        change = "UPDATE {0} SET note = 'later' WHERE id = 1", "DELETE FROM {0} WHERE id = 2"
+        database.run(*(each.format(name) for name in ("orders", "items") for each in change))
+        mirror.run()
+        assert mirror.ops("orders") == "r" * 10
+        check(database, mirror, "items")
+        mirror.ask("resume", "public.orders")
+        mirror.run()
+        assert mirror.ops("orders") == "r" * 10 + "t" + "r" * 9
+        assert mirror.ops("items") == "r" * 10 + "ud"
+        database.run("INSERT INTO orders VALUES (11)")
+        mirror.run()
+        check(database, mirror)
+        assert mirror.states() == {"orders": "active", "items": "active"}
+
+    def test_a_skipped_table_stays_out_until_a_resync(self, database, tmp_path):
+        mirror = Tables(tmp_path, database.source())
+        mirror.run()
+        mirror.ask("skip", "public.orders")
+        mirror.ask("resume", "public.orders")
+        mirror.run()
+        database.run("INSERT INTO orders VALUES (11)", "ALTER TABLE orders ADD COLUMN more int DEFAULT 1")
+        mirror.run()
+        assert mirror.states()["orders"] == "skipped"
+        assert mirror.ops("orders") == "r" * 10
+        mirror.ask("resync", "public.orders")
+        mirror.run()
+        names = {"more": None}
+        assert replayed([names | row for row in mirror.log("public.orders")], ["id"]) == database.table("orders")
+
+    def test_commands_given_before_a_start_are_kept_and_applied_in_their_order(self, database, tmp_path):
+        mirror = Tables(tmp_path, database.source())
+        mirror.run()
+        for verb in ("pause", "resume", "skip", "resync", "pause"):
+            mirror.ask(verb, "public.orders")
+        mirror.ask("pause", "public.nothing")
+        mirror.run()
+        assert mirror.states()["orders"] == "paused"
+        mirror.run()
+        assert commands.asked(mirror.source.state_dir) == []
+
+    def test_the_clear_comes_in_the_epoch_of_the_first_rows(self, database):
+        with opened(database.source(seed_chunk_rows=4)) as reader:
+            reader.state_dir = None
+            position = caught_up(reader, reader.initial())
+            tables = {**position.tables, "public.orders": position.tables["public.orders"].ended("paused")}
+            paused = position.model_copy(update={"tables": tables})
+            due = {"state": "failed", "failure": seed.Failure(code="PEN-3000", message="", since=0, next_try=0)}
+            tables["public.orders"] = tables["public.orders"].model_copy(update=due)
+            start = paused.model_copy(update={"tables": tables, "turn": "copy"})
+            rows, _ = read(reader, start, reader.latest(start, ReadLimit(rows=100, parallelism=1)))
+        assert "".join(row["_op"] for row in rows["public.orders"]) == "trrrr"
+
+    def test_a_range_gives_the_same_rows_after_a_command(self, database, tmp_path):
+        with opened(database.source(heartbeat_secs=600)) as reader:
+            reader.state_dir = tmp_path
+            position = caught_up(reader, reader.initial())
+            database.run("UPDATE orders SET note = 'x'", "UPDATE items SET note = 'x'")
+            commands.ask(tmp_path, "pause", ["public.orders"])
+            end = reader.latest(position, ReadLimit(rows=100))
+            assert end.tables["public.orders"].state == "paused"
+            first, _ = read(reader, position, end)
+            assert first == read(reader, position, end)[0]
+            assert len(first["public.orders"]) == len(first["public.items"]) == 10
+            database.run("UPDATE orders SET note = 'y'", "UPDATE items SET note = 'y'")
+            after, _ = read(reader, end, reader.latest(end, ReadLimit(rows=100)))
+            assert list(after) == ["public.items"]
+
+    def test_a_table_that_changed_is_copied_over_the_rows_in_the_target(self, database, tmp_path):
+        mirror = Tables(tmp_path, database.source(seed_chunk_rows=3))
+        mirror.run()
+        database.run("ALTER TABLE orders ADD COLUMN more int DEFAULT 1", "DELETE FROM orders WHERE id = 7")
+        mirror.run()
+        database.run("UPDATE orders SET id = 70 WHERE id = 8", "INSERT INTO orders VALUES (7)")
+        mirror.run()
+        assert "t" not in mirror.ops("orders")
+        log = [{"more": None} | row for row in mirror.log("public.orders")]
+        assert replayed(log, ["id"], refreshed=True) == database.table("orders")
+
+    def test_another_key_makes_it_another_table(self, database, tmp_path):
+        mirror = Tables(tmp_path, database.source())
+        mirror.run()
+        database.run(
+            "ALTER TABLE orders DROP CONSTRAINT orders_pkey",
+            "ALTER TABLE orders ALTER note SET NOT NULL",
+            "ALTER TABLE orders ADD PRIMARY KEY (note)",
+        )
+        mirror.run()
+        assert mirror.ops("orders") == "r" * 10 + "t" + "r" * 10
+
+
+class TestBadTables:
+    def test_a_table_that_may_not_be_read_is_set_aside_and_tried_again(self, database, tmp_path, monkeypatch):
+        monkeypatch.setattr(seed, "RETRY_SECS", 0.0)
+        mirror = Tables(tmp_path, database.source(dsn=_as_reader(database)))
+        database.run("REVOKE SELECT ON orders FROM reader")
+        mirror.run(until="copied")
+        (failed,) = [each for each in mirror.source.streams(mirror.position) if each.state == "failed"]
+        assert (failed.stream, failed.code) == ("public.orders", "PEN-3006")
+        assert "permission denied" in failed.error
+        assert failed.hint.startswith("GRANT SELECT")
+        check(database, mirror, "items")
+        database.run("GRANT SELECT ON orders TO reader", "INSERT INTO orders VALUES (11)")
+        mirror.run()
+        check(database, mirror)
+        assert mirror.states() == {"orders": "active", "items": "active"}
+        assert not any(progress.failure for progress in mirror.position.tables.values())
+
+    def test_rows_that_a_sink_refuses_set_their_table_aside(self, database, tmp_path, monkeypatch):
+        monkeypatch.setattr(seed, "RETRY_SECS", 0.0)
+        mirror = Tables(tmp_path, database.source(), picky=True)
+        mirror.run()
+        database.run("INSERT INTO orders VALUES (11, 'bad')", "INSERT INTO items VALUES (11)")
+        mirror.run(until="copied")
+        check(database, mirror, "items")
+        (failed,) = [each for each in mirror.source.streams(mirror.position) if each.error]
+        assert (failed.stream, failed.code, failed.hint) == ("public.orders", "PEN-4000", "mend it")
+        database.run("UPDATE orders SET note = 'good' WHERE id = 11", "INSERT INTO items VALUES (12)")
+        mirror.run()
+        check(database, mirror)
+
+    def test_pauses_between_tries_grow_and_end(self):
+        progress = seed.Progress(oid=1, state="waiting")
+        what = {"code": "PEN-3000", "message": "no", "hint": "", "at": 1000.0}
+        pauses = []
+        for _ in range(9):
+            progress = progress.failed(what)
+            pauses.append(progress.failure.next_try - 1000)
+            progress = progress.model_copy(update={"state": "waiting"})
+        assert pauses == [10, 20, 40, 80, 160, 320, 600, 600, 600]
+        assert progress.failure.tries == 9
+
+    def test_a_value_that_cannot_be_decoded_sets_its_table_aside(self, database, tmp_path):
+        database.run("CREATE TABLE moments (id int8 PRIMARY KEY, at timestamp)")
+        mirror = Tables(tmp_path, database.source())
+        mirror.run()
+        database.run("INSERT INTO moments VALUES (1, '294276-12-31')", "INSERT INTO items VALUES (11)")
+        mirror.run(until="copied")
+        assert mirror.states() == {"orders": "active", "items": "active", "moments": "failed"}
+        check(database, mirror, "items")
+
+    def test_a_table_that_loses_its_identity_is_set_aside_and_comes_back(self, database, tmp_path, monkeypatch):
+        monkeypatch.setattr(seed, "RETRY_SECS", 0.0)
+        mirror = Tables(tmp_path, database.source(tables=["public.orders", "public.items"]))
+        mirror.run()
+        database.run("ALTER TABLE orders DROP CONSTRAINT orders_pkey", "INSERT INTO items VALUES (11)")
+        mirror.run()
+        check(database, mirror, "items")
+        (failed,) = [each for each in mirror.source.streams(mirror.position) if each.state == "failed"]
+        assert "no replica identity" in failed.error
+        assert failed.hint == 'ALTER TABLE "public"."orders" REPLICA IDENTITY FULL'
+        database.run("INSERT INTO orders VALUES (11)", "ALTER TABLE orders ADD PRIMARY KEY (id)")
+        mirror.run()
+        check(database, mirror)
+
+    def test_a_new_table_that_may_not_be_published_does_not_stop_the_others(self, database, tmp_path):
+        mirror = Tables(tmp_path, database.source(dsn=_as_reader(database)))
+        database.run("ALTER TABLE orders OWNER TO reader", "ALTER TABLE items OWNER TO reader")
+        mirror.run()
+        database.run("CREATE TABLE foreign_one (id int PRIMARY KEY)", "INSERT INTO items VALUES (11)")
+        mirror.run(until="copied")
+        assert mirror.states() == {"orders": "active", "items": "active", "foreign_one": "failed"}
+        check(database, mirror)
+
+    def test_a_lock_on_one_table_does_not_hold_the_others_up(self, database, tmp_path, monkeypatch):
+        monkeypatch.setattr(seed, "LOCK_SECS", 1)
+        mirror = Tables(tmp_path, database.source())
+        with psycopg.connect(database.dsn) as locking:
+            mirror.source.open()
+            mirror.source.initial()
+            mirror.source.close()
+            locking.execute("LOCK TABLE orders IN ACCESS EXCLUSIVE MODE")
+            mirror.run(until="copied")
+        assert mirror.states() == {"orders": "failed", "items": "active"}
+
+    def test_failed_tables_are_told_in_health_and_counted(self, database, tmp_path):
+        mirror = Tables(tmp_path, database.source(dsn=_as_reader(database)))
+        database.run("REVOKE SELECT ON orders FROM reader")
+        mirror.run(until="copied")
+        with opened(mirror.source) as reader:
+            reader.latest(mirror.position, ReadLimit(rows=1))
+            health, counted = reader.health_check(), reader.metrics().custom
+        assert health.state == "degraded"
+        assert "public.orders: PEN-3006" in health.reason
+        assert (counted["tables_failed"], counted["tables_active"]) == (1, 1)
+
+
+class TestSeeded:
+    def test_sinks_are_told_of_complete_copies_and_asked_before_another(self, database, tmp_path):
+        mirror = Tables(tmp_path, database.source())
+        mirror.run()
+        assert mirror._sink().is_seeded("/public.orders")
+        fresh = Tables(tmp_path / "fresh", database.source())
+        (tmp_path / "fresh").mkdir()
+        (tmp_path / "target" / "public.items" / "seeded").unlink()
+        for name in ("orders", "items"):
+            held = tmp_path / "target" / f"public.{name}" / "seeded"
+            if held.exists():
+                (tmp_path / "fresh" / "target" / f"public.{name}").mkdir(parents=True)
+                (tmp_path / "fresh" / "target" / f"public.{name}" / "seeded").touch()
+        database.run("INSERT INTO orders VALUES (11)", "INSERT INTO items VALUES (11)")
+        fresh.run()
+        assert fresh.ops("orders") == "c"
+        assert sorted(fresh.ops("items")) == ["r"] * 11
+
+    def test_a_slot_that_was_just_made_copies_also_what_is_seeded(self, database, tmp_path):
+        (tmp_path / "target" / "public.orders").mkdir(parents=True)
+        (tmp_path / "target" / "public.orders" / "seeded").touch()
+        mirror = Tables(tmp_path, database.source())
+        mirror.run()
+        assert mirror.ops("orders") == "t" + "r" * 10
+        assert mirror.ops("items") == "r" * 10
+
+
+class TestRecovery:
+    def test_a_chunk_that_was_staged_twice_is_copied_again_for_all_sinks(self, database, tmp_path):
+        a, b = (MemorySink(MemorySinkConfig(path=tmp_path / name)) for name in "ab")
+        reader = database.source()
+        with running(tmp_path, reader, {"a": a, "b": b}) as loop:
+            commit, done = loop._commit_sink, []
+
+            def losing(manifest, name):
+                if name == "b" and not done:  # a has committed; what b staged is lost, and the table has moved on
+                    done.append(name)
+                    database.run("UPDATE orders SET note = 'moved' WHERE id = 5", "DELETE FROM orders WHERE id = 6")
+                    for file in (tmp_path / "b").glob("*/rows/*"):
+                        file.unlink()
+                commit(manifest, name)
+
+            loop._commit_sink = losing
+            while loop.step() or loop._start("source").copying:
+                pass
+        assert done
+        for sink in (a, b):
+            for name in ("orders", "items"):
+                log = sorted(sink.visible(f"/public.{name}"), key=lambda row: row["_position"])
+                assert replayed(log, ["id"]) == database.table(name)
+
+    def test_a_planned_range_that_went_with_its_slot_is_withdrawn(self, database, tmp_path):
+        sink = MemorySink(MemorySinkConfig(path=tmp_path / "target"))
+        mirror = Tables(tmp_path, database.source(snapshot="when_needed"))
+        mirror.run()
+        database.run("INSERT INTO orders VALUES (11)")
+        assert mirror.killed("plan.after=kill")
+        number = State(tmp_path / "state", "mirror").peek().newest.number
+        database.run(f"SELECT pg_drop_replication_slot('{database.name}')", "DELETE FROM orders WHERE id = 1")
+        mirror.run()
+        check(database, mirror)
+        closed = State(tmp_path / "state", "mirror").peek().load(number)
+        assert closed.state == "committed"
+        assert closed.ranges["source"].start == closed.ranges["source"].end
+        assert sink.committed_epoch("mirror", "/public.orders").number > number
+
+    def test_a_planned_range_is_not_withdrawn_without_being_told_to_copy_again(self, database, tmp_path):
+        mirror = Tables(tmp_path, database.source())
+        mirror.run()
+        database.run("INSERT INTO orders VALUES (11)")
+        assert mirror.killed("plan.after=kill")
+        database.run(f"SELECT pg_drop_replication_slot('{database.name}')")
+        with pytest.raises(wal.SlotLost):
+            mirror.run()
+
+
+def _as_reader(database):
+    """The dsn of a user who may do what a capture needs, and no more."""
+    if not database.rows("SELECT FROM pg_roles WHERE rolname = 'reader'"):
+        database.run("CREATE ROLE reader LOGIN REPLICATION")
+    database.run(
+        f"GRANT CREATE ON DATABASE {database.name} TO reader",
+        "GRANT SELECT ON ALL TABLES IN SCHEMA public TO reader",
+        "GRANT EXECUTE ON FUNCTION pg_control_system() TO reader",
+        "CREATE PUBLICATION penstock FOR TABLE orders, items WITH (publish_generated_columns = stored)",
+        "ALTER PUBLICATION penstock OWNER TO reader",
+    )
+    return database.dsn.replace("postgres@", "reader@")
+
+
+@contextmanager
+def opened(reader):
+    reader.open()
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+@contextmanager
+def running(path, reader, sinks):
+    """An epoch loop in this process."""
+    state = State(path / "state", "mirror")
+    state.open()
+    for sink in sinks.values():
+        sink.open()
+    reader.state_dir = path / "state" / "sources" / "source"
+    loop = EpochLoop(state, {"source": reader}, sinks, Router((), tuple(sinks)), ForkEngine(2))
+    try:
+        with opened(reader):
+            loop.start([])
+            yield loop
+    finally:
+        state.close()
+
+
+def read(reader, start, end):
+    """The rows of a range by stream, and its notes."""
+    rows, notes = {}, []
+    for split in reader.split(start, end):
+        for item in reader.read(split):
+            if isinstance(item, Note):
+                notes.append(item.value)
+            else:
+                rows.setdefault(item.stream, []).extend(item.records.to_pylist())
+    return rows, notes
+
+
+def caught_up(reader, position):
+    """The position with nothing left to copy or to read."""
+    while True:
+        end = reader.latest(position, ReadLimit(rows=1000))
+        if end == position:
+            return position
+        position = reader.advance(end, read(reader, position, end)[1])
+        reader.ack(position)

@@ -1,0 +1,112 @@
+"""Commands for tables and a pipeline that is killed around them: none is lost, and none is done twice."""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+
+from penstock import commands
+from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig
+from penstock.epochs import State
+from penstock.testing.crash import wait_until
+from penstock.testing.mirror import Mirror, replayed
+from penstock.testing.postgres import PostgresServer, binaries
+
+STEPS = (
+    "plan.before",
+    "plan.after",
+    "stage.begin",
+    "stage.middle",
+    "stage.task",
+    "stage.after",
+    "prepare.after",
+    "commit.after",
+    "committed.after",
+    "ack.after",
+)
+
+
+@pytest.fixture(scope="module")
+def running(need):
+    need(binaries(18), "PostgreSQL 18 is not installed")
+    with PostgresServer(18) as server:
+        yield server
+
+
+@pytest.fixture
+def mirror(running, tmp_path):
+    with psycopg.connect(running.dsn, autocommit=True) as connection:
+        connection.execute("DROP PUBLICATION IF EXISTS penstock")
+        for name in ("orders", "items"):
+            connection.execute(f"DROP TABLE IF EXISTS {name}")
+            connection.execute(f"CREATE TABLE {name} (id int8 PRIMARY KEY, note text)")
+            connection.execute(f"INSERT INTO {name} SELECT i, 'n' || i FROM generate_series(1, 20) i")
+    source = PostgresCdc(PostgresCdcConfig(dsn=running.dsn, tables=["public.*"], seed_chunk_rows=7))
+    source.state_dir = tmp_path / "state" / "sources" / "source"
+    yield Mirror(tmp_path, source)
+    with psycopg.connect(running.dsn, autocommit=True) as connection:
+        free = "SELECT FROM pg_replication_slots WHERE active"
+        wait_until(lambda: not connection.execute(free).fetchall(), "the slot to be free")
+        connection.execute("SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots")
+
+
+def run(mirror, *statements):
+    with psycopg.connect(mirror.source.config.dsn, autocommit=True) as connection:
+        for statement in statements:
+            connection.execute(statement)
+
+
+def check(mirror):
+    with psycopg.connect(mirror.source.config.dsn) as connection:
+        for name in ("orders", "items"):
+            rows = connection.execute(f"SELECT id, note FROM {name} ORDER BY id").fetchall()
+            found = replayed(mirror.log(f"public.{name}"), ["id"])
+            assert sorted((row["id"], row["note"]) for row in found) == rows
+
+
+def progress(mirror):
+    newest = State(mirror.path / "state", "mirror").peek().newest
+    end = mirror.source.position_type.model_validate(newest.ranges["source"].end)
+    return mirror.source.advance(end, newest.notes.get("source", ())).tables["public.orders"]
+
+
+def test_a_command_is_done_once_wherever_the_run_that_takes_it_up_is_killed(mirror):
+    mirror.run()
+    for number, step in enumerate(STEPS, 1):
+        run(mirror, f"INSERT INTO items VALUES ({100 + number})")
+        commands.ask(mirror.source.state_dir, "resync", ["public.orders"])
+        run(mirror, f"DELETE FROM orders WHERE id = {number}")
+        assert mirror.killed(f"{step}=kill"), step
+        mirror.run()
+        assert progress(mirror).copies == 1 + number, step
+        assert "".join(row["_op"] for row in mirror.log("public.orders")).count("t") == number
+        check(mirror)
+    mirror.run()
+    assert commands.asked(mirror.source.state_dir) == []
+
+
+def test_a_command_that_waits_for_a_run_that_never_took_it_up_is_kept(mirror):
+    mirror.run()
+    paused = mirror.start("plan.before=stop")  # it has read the requests, and none of it is durable
+    run(mirror, "INSERT INTO orders VALUES (100)")
+    commands.ask(mirror.source.state_dir, "pause", ["public.orders"])
+    paused.kill()
+    mirror.run()
+    assert progress(mirror).state == "paused"
+    commands.ask(mirror.source.state_dir, "resume", ["public.orders"])
+    mirror.run()
+    check(mirror)
+
+
+def test_a_table_that_is_paused_in_the_middle_of_its_copy_begins_anew_when_it_resumes(mirror):
+    assert mirror.killed("committed.after=kill")
+    assert progress(mirror).state == "seeding"
+    commands.ask(mirror.source.state_dir, "pause", ["public.orders"])
+    run(mirror, "DELETE FROM orders WHERE id < 4", "DELETE FROM items WHERE id < 4")
+    mirror.run()
+    assert progress(mirror).state == "paused"
+    commands.ask(mirror.source.state_dir, "resume", ["public.orders"])
+    assert mirror.killed("committed.after=kill")
+    run(mirror, "DELETE FROM orders WHERE id = 19", "UPDATE orders SET note = 'x' WHERE id = 5")
+    mirror.run()
+    check(mirror)

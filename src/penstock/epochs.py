@@ -704,7 +704,9 @@ class EpochLoop:
         return [(sink, target.topic) for target in self.router.targets(source, stream) for sink in target.sinks]
 
     def _held(self, source: str, stream: str) -> list[bool]:
-        return [self.sinks[sink].is_seeded(topic) for sink, topic in self._pairs(source, stream)]
+        held = [self.sinks[sink].is_seeded(topic) for sink, topic in self._pairs(source, stream)]
+        # Who starts over has asked for everything again, whatever the targets hold.
+        return [*held, False] if self.state.identity.replaces else held
 
     def _mark_seeded(self) -> None:
         """Tell the sinks which first copies are complete, once each has been committed."""

@@ -319,7 +319,11 @@ class RangeSource(SourceConnector[C], Generic[C, P]):
     """Its streams are copied and followed one by one: it answers `streams` and `seeded`, and takes `penstock.commands`."""
 
     held: Callable[[str], Sequence[bool]] = staticmethod(lambda stream: ())
-    """On the driver: for each sink of a stream, if its first copy is complete there; set by the runtime before `initial`."""
+    """
+    On the driver: for each sink of a stream, if its first copy is complete there; set by the runtime before `initial`.
+
+    All: it need not be copied. Some: what they hold must be cleared when it is.
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

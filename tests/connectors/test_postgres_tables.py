@@ -11,6 +11,7 @@ import psycopg.rows
 import pytest
 
 from penstock import commands
+from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, seed, source, wal
 from penstock.epochs import EpochLoop, State
 from penstock.errors import SchemaError
@@ -186,6 +187,23 @@ class TestCommands:
             rows, _ = read(reader, start, reader.latest(start, ReadLimit(rows=100, parallelism=1)))
         assert "".join(row["_op"] for row in rows["public.orders"]) == "trrrr"
 
+    def test_a_keyed_target_is_never_seen_empty_while_a_table_is_copied_again(self, database, tmp_path):
+        lake = Delta(DeltaConfig(path=str(tmp_path / "{topic}"), mode="upsert"))
+        reader = database.source(seed_chunk_rows=4)
+        with running(tmp_path, reader, {"lake": lake}) as loop:
+            drive(loop)
+            before = lake._table("/public.orders").delta.version()
+            database.run("DELETE FROM orders WHERE id = 10")
+            drive(loop)
+            commands.ask(reader.state_dir, "resync", ["public.orders"])
+            drive(loop)
+            table = lake._table("/public.orders").delta
+            counts = []
+            for version in range(before, table.version() + 1):
+                table.load_as_version(version)
+                counts.append(table.to_pyarrow_table().num_rows)
+        assert counts == [10, 9, 8, 9]
+
     def test_a_range_gives_the_same_rows_after_a_command(self, database, tmp_path):
         with opened(database.source(heartbeat_secs=600)) as reader:
             reader.state_dir = tmp_path
@@ -319,6 +337,47 @@ class TestBadTables:
         assert "public.orders: PEN-3006" in health.reason
         assert (counted["tables_failed"], counted["tables_active"]) == (1, 1)
 
+    def test_a_table_that_breaks_between_plan_and_reading_is_set_aside(self, database):
+        with opened(database.source(dsn=_as_reader(database))) as reader:
+            start = reader.initial()
+            end = reader.latest(start, ReadLimit(rows=100, parallelism=2))
+            splits = reader.split(start, end)
+            database.run("REVOKE SELECT ON orders FROM reader")
+            for parts in (splits, reader.split(start, end)):  # planned before, or planned again after a crash
+                notes = [item.value for part in parts for item in reader.read(part) if isinstance(item, Note)]
+                tables = reader.advance(end, notes).tables
+                assert (tables["public.orders"].state, tables["public.items"].state) == ("failed", "seeded")
+
+    def test_columns_that_a_target_cannot_follow_set_their_table_aside(self, database, tmp_path, monkeypatch):
+        monkeypatch.setattr(seed, "RETRY_SECS", 0.0)
+        lake = Delta(DeltaConfig(path=str(tmp_path / "{topic}"), mode="upsert"))
+        reader = database.source()
+        with running(tmp_path, reader, {"lake": lake}) as loop:
+            drive(loop)
+            database.run("ALTER TABLE orders ALTER note TYPE int USING 1", "INSERT INTO items VALUES (11)")
+            drive(loop, lambda: rows(lake, "items") == 11, idle=False)
+            failed = loop._start("source").tables["public.orders"].failure
+            assert failed.code == "PEN-4001"
+            database.run("ALTER TABLE orders ALTER note TYPE text", "INSERT INTO orders VALUES (11)")
+            drive(loop, lambda: rows(lake, "orders") == 11)
+            assert loop._start("source").tables["public.orders"].state == "seeded"
+
+    def test_with_never_a_table_is_copied_only_when_that_is_asked_for(self, database, tmp_path):
+        database.run("CREATE TABLE moments (id int8 PRIMARY KEY, at timestamp)")
+        mirror = Tables(tmp_path, database.source(snapshot="never"))
+        mirror.run()
+        database.run("INSERT INTO moments VALUES (1, '294276-12-31')", "INSERT INTO items VALUES (11)")
+        mirror.run()
+        assert mirror.position.tables["public.moments"].failure.next_try is None
+        mirror.ask("resume", "public.moments")
+        mirror.run()
+        database.run("INSERT INTO moments VALUES (2, '2024-01-01')", "DELETE FROM moments WHERE id = 1")
+        mirror.run()
+        assert mirror.ops("moments") == "cd"
+        mirror.ask("resync", "public.moments")
+        mirror.run()
+        assert mirror.ops("moments") == "cdtr"
+
 
 class TestSeeded:
     def test_sinks_are_told_of_complete_copies_and_asked_before_another(self, database, tmp_path):
@@ -363,8 +422,7 @@ class TestRecovery:
                 commit(manifest, name)
 
             loop._commit_sink = losing
-            while loop.step() or loop._start("source").copying:
-                pass
+            drive(loop)
         assert done
         for sink in (a, b):
             for name in ("orders", "items"):
@@ -434,6 +492,20 @@ def running(path, reader, sinks):
             yield loop
     finally:
         state.close()
+
+
+def drive(loop, until=lambda: True, idle=True):
+    """Step until the condition holds and, if it must be `idle`, there is nothing left to do."""
+
+    def done():
+        report = loop.step()
+        return until() and not (idle and (report or loop._start("source").copying))
+
+    wait_until(done, "the epochs")
+
+
+def rows(lake, name):
+    return lake._table(f"/public.{name}").delta.to_pyarrow_table().num_rows
 
 
 def read(reader, start, end):

@@ -79,7 +79,7 @@ class Progress(_Value):
     key: tuple[str, ...] = ()
     """What told its rows apart; another key is another table."""
     copies: int = 1
-    """How often a copy was begun; one that is not the first clears what the target holds together with its first rows."""
+    """The number of its copy, 0 without one; from the second on what the target holds goes together with the first rows."""
     refresh: bool = False
     """No change of it was missed: all of them count while and after it is copied again, and nothing is cleared."""
     rows: int = 0

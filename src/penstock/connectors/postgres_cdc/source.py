@@ -366,6 +366,8 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         ]
 
     def seeded(self, position: LogPosition) -> frozenset[str]:
+        if self.config.snapshot == "never":
+            return frozenset()
         return frozenset(stream for stream, progress in position.tables.items() if progress.state == "seeded")
 
     # -- planning ------------------------------------------------------------------------------------------------
@@ -410,7 +412,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
                 state="seeded",
                 shape=table.shape,
                 key=table.key,
-                copies=start.tables[stream].copies if stream in start.tables else 1,
+                copies=start.tables[stream].copies if stream in start.tables else 0,
             )
             for stream, table in tables.items()
         }
@@ -430,7 +432,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         new = {}
         for stream, table in tables.items():
             before = start.tables.get(stream)
-            copies = before.copies + 1 if before else 1 + any(self.held(stream))
+            copies = max(before.copies, 1) + 1 if before else 1 + any(self.held(stream))
             new[stream] = Progress(
                 oid=table.oid,
                 state="waiting",
@@ -682,13 +684,11 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             return [LogRange(start, end.lsn)]
         parts: list[Split] = []
         for stream, progress in end.tables.items():
-            before = start.tables.get(stream)
-            if before is None or before.copies != progress.copies:
+            before = start.tables.get(stream) or Progress(oid=progress.oid, state="gone", copies=0)
+            if before.copies != progress.copies:
                 before = Progress(oid=progress.oid, state="waiting")
-            if progress.state in ("seeding", "seeded") and (before.state, before.frontier) != (
-                progress.state,
-                progress.frontier,
-            ):
+            moved = (before.state, before.frontier) != (progress.state, progress.frontier)
+            if moved and before.state in ("waiting", "seeding") and progress.state in ("seeding", "seeded"):
                 parts += self._parts(stream, before, progress, start.lsn)
         return parts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
@@ -10,11 +11,13 @@ import psycopg
 import psycopg.rows
 import pytest
 
-from penstock import commands
+from penstock import commands, supervisor
+from penstock.cli import main
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, seed, source, wal
 from penstock.epochs import EpochLoop, State
 from penstock.errors import SchemaError
+from penstock.pipeline import Pipeline
 from penstock.routing import Router
 from penstock.source import Note, ReadLimit
 from penstock.testing.crash import wait_until
@@ -364,7 +367,7 @@ class TestBadTables:
 
     def test_with_never_a_table_is_copied_only_when_that_is_asked_for(self, database, tmp_path):
         database.run("CREATE TABLE moments (id int8 PRIMARY KEY, at timestamp)")
-        mirror = Tables(tmp_path, database.source(snapshot="never"))
+        mirror = Tables(tmp_path, database.source(snapshot="never", heartbeat_secs=0.5))
         mirror.run()
         database.run("INSERT INTO moments VALUES (1, '294276-12-31')", "INSERT INTO items VALUES (11)")
         mirror.run()
@@ -377,6 +380,96 @@ class TestBadTables:
         mirror.ask("resync", "public.moments")
         mirror.run()
         assert mirror.ops("moments") == "cdtr"
+
+    def test_a_column_with_the_name_of_a_change_column_leaves_its_table_out(self, database, tmp_path):
+        database.run("CREATE TABLE odd (id int8 PRIMARY KEY, _op text)")
+        mirror = Tables(tmp_path, database.source())
+        mirror.run()
+        assert mirror.states() == {"orders": "active", "items": "active"}
+        database.run("ALTER TABLE items ADD COLUMN _position text")
+        mirror.run()
+        assert mirror.states() == {"orders": "active", "items": "failed"}
+
+
+PIPELINE = """
+connector_name = "shop"
+delivery = "exactly-once"
+
+[source]
+connector = "postgres_cdc"
+dsn = "{dsn}"
+slot = "{slot}"
+tables = ["public.*"]
+
+[[sinks]]
+name = "lake"
+connector = "delta"
+path = "lake/{{topic}}"
+mode = "upsert"
+"""
+
+
+class TestCommandLine:
+    @pytest.fixture
+    def file(self, database, tmp_path):
+        path = tmp_path / "pipeline.toml"
+        path.write_text(PIPELINE.format(dsn=database.dsn, slot=database.name))
+        return path
+
+    @pytest.fixture
+    def cli(self, capfd):
+        def run(*words):
+            with pytest.raises(SystemExit) as exit:
+                main([str(word) for word in words])
+            out, err = capfd.readouterr()
+            return int(exit.value.code or 0), out, err
+
+        return run
+
+    def test_tables_are_shown_and_changed_with_nothing_running(self, database, file, cli):
+        assert cli("tables", file, "show")[1].startswith("shop has not read any table yet")
+        drain(file)
+        code, out, _ = cli("tables", file, "show")
+        assert code == 0
+        assert [line.split()[:3] for line in out.splitlines()[1:]] == [
+            ["public.items", "active", "10"],
+            ["public.orders", "active", "10"],
+        ]
+        assert cli("tables", file, "pause", "*.ord*")[1] == "pause public.orders: kept for the next start\n"
+        assert "active → pause" in cli("tables", "show", file, "public.orders")[1]
+        drain(file)
+        drain(file)
+        shown = json.loads(cli("tables", file, "show", "--json")[1])
+        assert [(each["stream"], each["state"], each["asked"]) for each in shown] == [
+            ("public.items", "active", []),
+            ("public.orders", "paused", []),
+        ]
+
+    def test_a_table_that_nobody_knows_is_refused_with_the_nearest(self, file, cli):
+        drain(file)
+        code, _, err = cli("tables", file, "pause", "public.order")
+        assert code == 2
+        assert "no table is called 'public.order'; the nearest is 'public.orders'" in err
+        assert cli("tables", file, "pause")[0] == cli("tables", file)[0] == 2
+        cli("tables", file, "skip", "public.orders")
+        drain(file)
+        code, _, err = cli("tables", file, "resume", "public.orders")
+        assert code == 2
+        assert "resync public.orders" in err
+
+    def test_what_failed_is_shown_with_code_hint_and_next_try(self, database, file, cli, monkeypatch):
+        file.write_text(PIPELINE.format(dsn=_as_reader(database), slot=database.name))
+        database.run("REVOKE SELECT ON orders FROM reader")
+        drain(file)
+        out = cli("tables", file, "show", "*orders")[1]
+        assert "failed" in out
+        assert "PEN-3006 cannot copy public.orders" in out
+        assert "→ GRANT SELECT" in out
+        assert "try 2 in 0:00:0" in out
+
+
+def drain(file):
+    supervisor.run(Pipeline.from_toml(file), engine=ForkEngine(2), drain=True)
 
 
 class TestSeeded:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import threading
+
 import psycopg
 import pytest
 
 from penstock import commands
-from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig
+from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, source
 from penstock.epochs import State
 from penstock.testing.crash import wait_until
 from penstock.testing.mirror import Mirror, replayed
@@ -41,13 +44,45 @@ def mirror(running, tmp_path):
             connection.execute(f"DROP TABLE IF EXISTS {name}")
             connection.execute(f"CREATE TABLE {name} (id int8 PRIMARY KEY, note text)")
             connection.execute(f"INSERT INTO {name} SELECT i, 'n' || i FROM generate_series(1, 20) i")
-    source = PostgresCdc(PostgresCdcConfig(dsn=running.dsn, tables=["public.*"], seed_chunk_rows=7))
-    source.state_dir = tmp_path / "state" / "sources" / "source"
-    yield Mirror(tmp_path, source)
+    reader = PostgresCdc(PostgresCdcConfig(dsn=running.dsn, tables=["public.*"], seed_chunk_rows=7))
+    reader.state_dir = tmp_path / "state" / "sources" / "source"
+    yield Mirror(tmp_path, reader)
     with psycopg.connect(running.dsn, autocommit=True) as connection:
         free = "SELECT FROM pg_replication_slots WHERE active"
         wait_until(lambda: not connection.execute(free).fetchall(), "the slot to be free")
         connection.execute("SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots")
+
+
+class Writer:
+    """A session that writes at random until it is stopped."""
+
+    def __init__(self, mirror):
+        self.dsn, self.chance = mirror.source.config.dsn, random.Random(7)
+        self.stopped = threading.Event()
+        self.thread = threading.Thread(target=self._run)
+
+    def __enter__(self):
+        self.thread.start()
+
+    def __exit__(self, *exc):
+        self.stopped.set()
+        self.thread.join()
+
+    def _run(self):
+        with psycopg.connect(self.dsn, autocommit=True) as connection:
+            while not self.stopped.wait(0.002):
+                key, other = self.chance.randint(1, 25), self.chance.randint(1, 25)
+                free = f"NOT EXISTS (SELECT FROM orders WHERE id = {other})"
+                connection.execute(
+                    self.chance.choice(
+                        [
+                            f"INSERT INTO orders VALUES ({key}) ON CONFLICT DO NOTHING",
+                            f"UPDATE orders SET note = md5(random()::text) WHERE id BETWEEN {key} AND {key + 3}",
+                            f"UPDATE orders SET id = {other} WHERE id = {key} AND {free}",
+                            f"DELETE FROM orders WHERE id = {key}",
+                        ]
+                    )
+                )
 
 
 def run(mirror, *statements):
@@ -108,5 +143,36 @@ def test_a_table_that_is_paused_in_the_middle_of_its_copy_begins_anew_when_it_re
     commands.ask(mirror.source.state_dir, "resume", ["public.orders"])
     assert mirror.killed("committed.after=kill")
     run(mirror, "DELETE FROM orders WHERE id = 19", "UPDATE orders SET note = 'x' WHERE id = 5")
+    mirror.run()
+    check(mirror)
+
+
+def test_writers_that_race_a_copy_over_the_rows_in_the_target_lose_nothing(mirror, monkeypatch):
+    monkeypatch.setattr(source, "LOOKED_SECS", 0.0)
+    mirror.parallelism = 1
+    mirror.run()
+    with Writer(mirror):
+        for number, step in enumerate(("commit.after", "stage.task", "committed.after")):
+            run(mirror, f"ALTER TABLE orders ADD COLUMN more_{number} int DEFAULT {number}")
+            assert mirror.killed(f"{step}=kill"), step
+            mirror.run(until="copied")
+    mirror.run()
+    log = mirror.log("public.orders")
+    assert "t" not in {row["_op"] for row in log}
+    found = replayed(log, ["id"], refreshed=True)
+    with psycopg.connect(mirror.source.config.dsn) as connection:
+        rows = connection.execute("SELECT id, note, more_0, more_1, more_2 FROM orders").fetchall()
+    assert sorted(tuple(row.get(n) for n in ("id", "note", "more_0", "more_1", "more_2")) for row in found) == sorted(
+        rows
+    )
+
+
+def test_writers_that_race_a_table_that_is_paused_and_resumed_lose_and_double_nothing(mirror):
+    mirror.run()
+    with Writer(mirror):
+        for verb in ("pause", "resume", "resync", "pause", "resync"):
+            commands.ask(mirror.source.state_dir, verb, ["public.orders"])
+            assert mirror.killed("committed.after=kill")
+            mirror.run(until="copied")
     mirror.run()
     check(mirror)

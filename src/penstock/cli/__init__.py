@@ -222,8 +222,8 @@ def offsets(
     _show_offsets(epochs.State(directory, pipeline.name).peek(), stdout())
 
 
-@app.command(help=TABLES)
-def tables(
+@app.command("tables", help=TABLES)
+def each_table(
     words: Annotated[
         list[str], typer.Argument(metavar="[FILE] show|pause|resume|skip|resync [NAME …]", show_default=False)
     ],

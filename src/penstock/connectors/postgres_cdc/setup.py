@@ -27,6 +27,7 @@ COMPARABLE = {
 """Types whose order is the same in Arrow as in the server (text: by `COLLATE "C"`)."""
 
 _TEXT = (25, 1043)
+_CHANGE_NAMES = {each.name for each in CHANGE_FIELDS}
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,8 @@ def find_tables(connection: psycopg.Connection[Any], config: PostgresCdcConfig, 
                 code="PEN-1016",
                 hint="keep the key; rows could not be told apart without it",
             )
+        elif clash := sorted(names & _CHANGE_NAMES):
+            refused[stream] = f"its column {clash[0]!r} has the name of one that describes a change (rename it)"
         elif table.has_identity or insert_only:
             captured[stream] = table
         else:

@@ -139,7 +139,9 @@ class PostgresCdcConfig(PostgresLogConfig):
     snapshot: Literal["initial", "when_needed", "always", "never"] = "initial"
     """
     When tables are copied: once before their changes (`initial`), also after the slot was lost (`when_needed`), at every
-    start (`always`), or not at all (`never`). A copy that is not the first clears the target's rows of the table.
+    start (`always`), or not at all (`never`). Tables that every sink calls seeded are not copied at a first start if the
+    slot is already there. A copy that is not the first clears the target's rows together with its own first rows; one that
+    a new default or another type of a column makes necessary goes over them and clears nothing.
     """
 
     seed_chunk_rows: PositiveInt = 250_000
@@ -192,6 +194,10 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
     A range is a stretch of the log (one split, in commit order) or chunks of tables (one split each).
 
     Supports exactly-once: the slot holds the log until it is acknowledged, and a change that a chunk contains is dropped.
+
+    Each table has a state of its own: `penstock tables` pauses, resumes, skips and copies single tables again while the
+    others stream. A table that fails (no permission, no replica identity, a value or a column that cannot be taken) is
+    set aside with its error, and copied again by itself after 10 s, then after twice as long each time, up to 10 min.
     """
 
     name = "postgres_cdc"

@@ -188,7 +188,8 @@ class TestCommands:
             tables["public.orders"] = tables["public.orders"].model_copy(update=due)
             start = paused.model_copy(update={"tables": tables, "turn": "copy"})
             rows, _ = read(reader, start, reader.latest(start, ReadLimit(rows=100, parallelism=1)))
-        assert "".join(row["_op"] for row in rows["public.orders"]) == "trrrr"
+        log = sorted(rows["public.orders"], key=lambda row: row["_position"])
+        assert "".join(row["_op"] for row in log) == "trrrr"
 
     def test_a_keyed_target_is_never_seen_empty_while_a_table_is_copied_again(self, database, tmp_path):
         lake = Delta(DeltaConfig(path=str(tmp_path / "{topic}"), mode="upsert"))
@@ -274,6 +275,34 @@ class TestBadTables:
         database.run("UPDATE orders SET note = 'good' WHERE id = 11", "INSERT INTO items VALUES (12)")
         mirror.run()
         check(database, mirror)
+
+    def test_a_copy_whose_rows_are_refused_leaves_the_target_as_it_was(self, database, tmp_path):
+        mirror = Tables(tmp_path, database.source(), picky=True)
+        mirror.run()
+        mirror.ask("pause", "public.orders")
+        mirror.run()
+        database.run("INSERT INTO orders VALUES (0, 'bad')")
+        mirror.ask("resume", "public.orders")
+        mirror.run()
+        assert mirror.states()["orders"] == "failed"
+        assert mirror.ops("orders") == "r" * 10
+
+    def test_an_identity_that_is_lost_and_found_between_two_looks_loses_no_change(
+        self, database, tmp_path, monkeypatch
+    ):
+        monkeypatch.setattr(seed, "RETRY_SECS", 0.0)
+        mirror = Tables(tmp_path, database.source())
+        mirror.run()
+        with opened(mirror.source) as reader:
+            start = mirror.position
+            database.run("INSERT INTO orders VALUES (11)")
+            end = reader.latest(start, ReadLimit(rows=100))
+            database.run("ALTER TABLE orders DROP CONSTRAINT orders_pkey")
+            with opened(database.source()) as task:  # it looks at the catalog while the key is away
+                database.run("ALTER TABLE orders ADD PRIMARY KEY (id)")
+                rows, notes = read(task, start, end)
+            assert rows == {}
+            assert reader.advance(end, notes).tables["public.orders"].state == "failed"
 
     def test_pauses_between_tries_grow_and_end(self):
         progress = seed.Progress(oid=1, state="waiting")

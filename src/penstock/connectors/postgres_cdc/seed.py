@@ -139,6 +139,8 @@ class Chunk:
     upto: Key | None
     lsn: int
     copy: int = 1
+    clears: bool = False
+    """The first of a copy that is not the first: what the target holds of the table goes with it."""
 
 
 @dataclass(frozen=True)
@@ -151,15 +153,7 @@ class Pages:
     snapshot: str
     lsn: int
     copy: int = 1
-
-
-@dataclass(frozen=True)
-class Clear:
-    """The target's rows of a table go, because it is copied again; in the epoch of its first rows."""
-
-    stream: str
-    lsn: int
-    copy: int
+    clears: bool = False
 
 
 @dataclass(frozen=True)
@@ -176,7 +170,7 @@ class TableError(DataError):
 
 
 @contextlib.contextmanager
-def table_errors(table: Table) -> Iterator[None]:
+def table_errors(table: Table, doing: Literal["copy", "publish"] = "copy") -> Iterator[None]:
     """Tell errors that belong to one table from those of the server or the connection, which pass through."""
     try:
         yield
@@ -185,13 +179,15 @@ def table_errors(table: Table) -> Iterator[None]:
         if state[:2] not in _OF_TABLE and state not in (_LOCKED, _CANCELLED):
             raise
         hints = {
-            "42501": f"GRANT SELECT ON {table.sql} TO the user that reads",
+            "42501": f"GRANT SELECT ON {table.sql} TO the user that reads"
+            if doing == "copy"
+            else f"ALTER TABLE {table.sql} OWNER TO that user, or add it to the publication yourself",
             "42P01": "it was dropped or renamed",
             _CANCELLED: "raise `statement_timeout_secs`, or lower `seed_chunk_rows`",
             _LOCKED: "a session holds a lock on it: see pg_locks",
         }
         text = str(error).strip().partition("\n")[0]
-        raise TableError(f"cannot copy {table.stream}: {text}", hint=hints.get(state, "")) from error
+        raise TableError(f"cannot {doing} {table.stream}: {text}", hint=hints.get(state, "")) from error
 
 
 def failed(stream: str, error: ConnectorError) -> Json:
@@ -300,11 +296,13 @@ def read_part(
                     count += batch.num_rows
                     yield SourceBatch(_seeded(batch, table, catalog, part), stream=table.stream)
         wal.run(connection, "COMMIT")
+    if part.clears:  # behind the rows: if they fail, the target keeps what it has. `_position` puts it before them
+        yield _clear(table, catalog, part)
     copied = Copied(stream=part.stream, snapshot=seen["s"], lsn=seen["l"], **edges)
     yield Note({"copied": copied.model_dump(mode="json"), "rows": count})
 
 
-def clear(table: Table, catalog: TypeCatalog, part: Clear) -> SourceBatch:
+def _clear(table: Table, catalog: TypeCatalog, part: Chunk | Pages) -> SourceBatch:
     """One row that empties the target of a table."""
     row = {"_op": str(Op.TRUNCATE), "_position": position_text(part.lsn - 1, 2 * part.copy)}
     return SourceBatch(pa.RecordBatch.from_pylist([row], schema=table.schema(catalog)), stream=table.stream)
@@ -430,10 +428,14 @@ class Rules:
     """The rules of all tables in one WAL range."""
 
     by_stream: Mapping[str, Rule] = field(default_factory=dict)
+    missing: frozenset[str] = frozenset()
+    """Tables that are followed and cannot be any more; if the range holds changes of them, these are missed."""
     bad: dict[str, Json] = field(default_factory=dict)
     """The tables that failed in this range, with the note that says so; nothing more of them counts."""
 
     def wants(self, stream: str) -> bool:
+        if stream in self.missing:
+            self.set_aside(stream, TableError(f"{stream} is gone, or has lost its replica identity"))
         return stream in self.by_stream and stream not in self.bad
 
     def set_aside(self, stream: str, error: ConnectorError) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -21,7 +21,6 @@ from penstock.connectors.postgres_cdc import seed, setup, wal
 from penstock.connectors.postgres_cdc.decode import Decoder, Rows
 from penstock.connectors.postgres_cdc.seed import (
     Chunk,
-    Clear,
     Copied,
     Pages,
     Progress,
@@ -186,7 +185,7 @@ class LogRange:
 Why = Literal["", "changed", "resync"]
 """Why a table is copied: it changed without a trace in the log, or somebody asked for it."""
 
-Split = LogRange | Chunk | Pages | Clear | Unreadable
+Split = LogRange | Chunk | Pages | Unreadable
 
 
 class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
@@ -493,8 +492,9 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         """The slot is lost: make it anew, and copy every table again."""
         if wal.slot(connection, self.config.slot) is not None:
             connection.execute("SELECT pg_drop_replication_slot(%s)", [self.config.slot])
-        tables = self._look(connection, here)
-        setup.publish(connection, self.config, tables, here.version)
+        start, published = self._published(
+            connection, start, _not_left_out(start, self._look(connection, here).captured), here
+        )
         made = wal.make_slot(connection, self.config.slot)
         fresh = start.model_copy(
             update={
@@ -506,7 +506,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
                 "slots": start.slots + 1,
             }
         )
-        return self._copying(connection, fresh, _not_left_out(fresh, tables.captured))
+        return self._copying(connection, fresh, published)
 
     def _with_requests(self, connection: psycopg.Connection[Any], start: LogPosition, here: wal.Server) -> LogPosition:
         """Apply what was asked for; a request's file goes once a durable position names it."""
@@ -542,7 +542,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             elif request.verb == "resync" or (request.verb == "resume" and progress.state in ("paused", "failed")):
                 if stream in captured:
                     again[stream] = captured[stream]
-                elif not progress.captured:
+                elif progress.state in ("paused", "skipped"):
                     tables[stream] = progress.ended("gone")
         copied = tuple(each for each in start.copied if tables[each.stream].captured)
         start = start.model_copy(update={"tables": tables, "copied": copied})
@@ -597,16 +597,21 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         here: wal.Server,
         why: Why = "",
     ) -> LogPosition:
-        """Publish and copy tables; one that may not be published is set aside."""
+        return self._copying(connection, *self._published(connection, start, tables, here), why)
+
+    def _published(
+        self, connection: psycopg.Connection[Any], start: LogPosition, tables: Mapping[str, Table], here: wal.Server
+    ) -> tuple[LogPosition, dict[str, Table]]:
+        """Publish tables; one that may not be published is set aside, and the others are given back."""
         published = dict(tables)
         for stream, table in tables.items():
             try:
-                with wal.errors(f"cannot publish {stream}"), seed.table_errors(table):
+                with wal.errors(f"cannot publish {stream}"), seed.table_errors(table, "publish"):
                     setup.publish(connection, self.config, Tables({stream: table}), here.version)
             except (ConfigError, TableError) as error:
                 del published[stream]
                 start = self._set_aside(start, table, error)
-        return self._copying(connection, start, published, why)
+        return start, published
 
     def _set_aside(self, start: LogPosition, table: Table, error: ConnectorError) -> LogPosition:
         progress = start.tables.get(table.stream) or Progress(oid=table.oid, state="waiting", copies=0)
@@ -705,7 +710,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             return []
         rows = self.config.seed_chunk_rows
 
-        def plan(connection: psycopg.Connection[Any]) -> list[Split]:
+        def plan(connection: psycopg.Connection[Any]) -> list[Chunk | Pages]:
             with seed.table_errors(table):
                 if not table.chunked:
                     return [*self._pages(connection, table, lsn, after.copies)]
@@ -717,10 +722,11 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             parts = self._ask(plan)
         except TableError as error:
             return [Unreadable(seed.failed(stream, error))]
-        anew = before.state == "waiting" and after.copies > 1 and not after.refresh
-        return [Clear(stream, lsn, after.copies), *parts] if anew else parts
+        if before.state == "waiting" and after.copies > 1 and not after.refresh:
+            parts[0] = replace(parts[0], clears=True)
+        return parts
 
-    def _pages(self, connection: psycopg.Connection[Any], table: Table, lsn: int, copy: int) -> Sequence[Split]:
+    def _pages(self, connection: psycopg.Connection[Any], table: Table, lsn: int, copy: int) -> Sequence[Pages]:
         if self._exporter is not None:
             self._exporter.close()
         self._exporter = wal.connect(self.config)
@@ -741,9 +747,6 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         table = known.get(split.stream)
         if table is None:
             return
-        if isinstance(split, Clear):
-            yield seed.clear(table, catalog, split)
-            return
         try:
             yield from seed.read_part(self.config, table, catalog, split)
         except (DataError, SchemaError) as error:
@@ -761,7 +764,8 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
                 stream: Rule(known[stream], catalog, progress, [each for each in start.copied if each.stream == stream])
                 for stream, progress in start.tables.items()
                 if stream in known and progress.captured
-            }
+            },
+            frozenset(s for s, progress in start.tables.items() if s not in known and progress.captured),
         )
         decoder = Decoder(
             catalog,
@@ -799,7 +803,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             if "copied" in note:
                 one = Copied.model_validate(note["copied"])
                 copied.append(one)
-                tables[one.stream] = _with_rows(tables[one.stream], note["rows"])
+                tables[one.stream] = _with_rows(tables[one.stream], note.get("rows", 0))
             for stream in note.get("reset", ()):
                 if tables[stream].state in ("seeding", "seeded"):
                     update = {"state": "seeding", "frontier": None, "rows": 0}

@@ -624,11 +624,15 @@ class EpochLoop:
         manifest = self.state.newest
         if manifest is None or manifest.state != "planned" or manifest.only is not None:
             return False
-        moved = {name: span for name, span in manifest.ranges.items() if span.start != span.end}
-        if not any(
-            self.sources[name].withdraw(*map(self.sources[name].position_type.model_validate, (span.start, span.end)))
-            for name, span in moved.items()
-        ):
+        try:
+            gone = any(
+                source.withdraw(*(source.position_type.model_validate(edge) for edge in (span.start, span.end)))
+                for name, span in manifest.ranges.items()
+                if span.start != span.end and (source := self.sources[name])
+            )
+        except RetryableError:
+            gone = False  # the source does not answer: what failed is told, and this is asked at the next start
+        if not gone:
             return False
         manifest = self._roll_back(manifest)
         ranges = {name: Range(start=span.start, end=span.start) for name, span in manifest.ranges.items()}

@@ -133,7 +133,8 @@ def test_a_command_that_waits_for_a_run_that_never_took_it_up_is_kept(mirror):
     check(mirror)
 
 
-def test_a_table_that_is_paused_in_the_middle_of_its_copy_begins_anew_when_it_resumes(mirror):
+def test_a_table_that_is_paused_in_the_middle_of_its_copy_begins_anew_when_it_resumes(mirror, monkeypatch):
+    monkeypatch.setattr(source, "WHOLE_ROWS", 1)
     assert mirror.killed("committed.after=kill")
     assert progress(mirror).state == "seeding"
     commands.ask(mirror.source.state_dir, "pause", ["public.orders"])
@@ -167,7 +168,8 @@ def test_writers_that_race_a_copy_over_the_rows_in_the_target_lose_nothing(mirro
     )
 
 
-def test_writers_that_race_a_table_that_is_paused_and_resumed_lose_and_double_nothing(mirror):
+def test_writers_that_race_a_table_that_is_paused_and_resumed_lose_and_double_nothing(mirror, monkeypatch):
+    monkeypatch.setattr(source, "WHOLE_ROWS", 1)
     mirror.run()
     with Writer(mirror):
         for verb in ("pause", "resume", "resync", "pause", "resync"):

@@ -98,6 +98,11 @@ class Progress(_Value):
         """True if its changes are followed, now or once it is copied."""
         return self.state in ("waiting", "seeding", "seeded")
 
+    @property
+    def clears(self) -> bool:
+        """True if its next rows come with a clear of what the target holds."""
+        return self.state == "waiting" and self.copies > 1 and not self.refresh
+
     def ended(self, state: Literal["paused", "skipped", "failed", "gone"], failure: Failure | None = None) -> Progress:
         """Set aside: nothing of its copy counts any more."""
         return self.model_copy(

@@ -56,6 +56,9 @@ PROBED_BYTES = 16 << 20
 LOOKED_SECS = 10.0
 """How often the catalog is looked through for tables that are new."""
 
+WHOLE_ROWS = 1_000_000
+"""Up to so many rows a copy that clears the target is one epoch, so that nobody sees half a table; a larger one is seen so."""
+
 QUIET_FACTOR = 8
 """So much more log goes into a range behind one without changes: a huge transaction is not decoded again and again."""
 
@@ -666,9 +669,12 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
                     done = progress.model_copy(update={"state": "seeded", "until_xid": 0})
                     return end.model_copy(update={"tables": {**end.tables, stream: done}})
                 continue
+            whole = min(WHOLE_ROWS, limit.rows or WHOLE_ROWS) if progress.clears else 0
             try:
                 with seed.table_errors(table):
-                    found = list(seed.edges(connection, table, catalog, progress.frontier, None, rows, room))
+                    found = list(
+                        seed.edges(connection, table, catalog, progress.frontier, None, rows, max(room, whole))
+                    )
             except TableError as error:
                 end = self._set_aside(end, table, error)
                 continue
@@ -697,7 +703,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         for stream, progress in end.tables.items():
             before = start.tables.get(stream) or Progress(oid=progress.oid, state="gone", copies=0)
             if before.copies != progress.copies:
-                before = Progress(oid=progress.oid, state="waiting")
+                before = progress.model_copy(update={"state": "waiting", "frontier": None})
             moved = (before.state, before.frontier) != (progress.state, progress.frontier)
             if moved and before.state in ("waiting", "seeding") and progress.state in ("seeding", "seeded"):
                 parts += self._parts(stream, before, progress, start.lsn)
@@ -722,7 +728,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             parts = self._ask(plan)
         except TableError as error:
             return [Unreadable(seed.failed(stream, error))]
-        if before.state == "waiting" and after.copies > 1 and not after.refresh:
+        if before.clears:
             parts[0] = replace(parts[0], clears=True)
         return parts
 

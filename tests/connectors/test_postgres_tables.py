@@ -152,6 +152,23 @@ class TestCommands:
         check(database, mirror)
         assert mirror.states() == {"orders": "active", "items": "active"}
 
+    def test_a_running_pipeline_takes_up_a_command_while_the_others_stream(self, database, tmp_path):
+        mirror = Tables(tmp_path, database.source())
+        mirror.run()
+        run = mirror.start()
+        try:
+            mirror.ask("pause", "public.orders")
+            wait_until(lambda: mirror.states()["orders"] == "paused", "the pause")
+            database.run("INSERT INTO orders VALUES (11)", "INSERT INTO items VALUES (11)")
+            wait_until(lambda: len(mirror.ops("items")) == 11, "the other table")
+            assert mirror.ops("orders") == "r" * 10
+            mirror.ask("resync", "public.orders")
+            wait_until(lambda: mirror.ops("orders") == "r" * 10 + "t" + "r" * 11, "the copy")
+        finally:
+            run.kill()
+        mirror.run()
+        check(database, mirror)
+
     def test_a_skipped_table_stays_out_until_a_resync(self, database, tmp_path):
         mirror = Tables(tmp_path, database.source())
         mirror.run()

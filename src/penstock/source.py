@@ -365,7 +365,7 @@ class RangeSource(SourceConnector[C], Generic[C, P]):
 
         `streams` are those that were staged again; the default is right for sources whose notes never differ.
         """
-        return notes
+        return notes or again
 
     def withdraw(self, start: P, end: P) -> bool:
         """True if this planned range can never be read again and the source can go on from `start` without it."""

@@ -271,14 +271,14 @@ def _from(table: Table) -> str:
 
 
 def read_part(
-    config: PostgresCdcConfig, table: Table, catalog: TypeCatalog, part: Chunk | Pages
+    config: PostgresCdcConfig, table: Table, catalog: TypeCatalog, part: Chunk | Pages, apart: bool = False
 ) -> Iterator[SourceBatch | Note]:
-    """The rows of a part in one snapshot, and then which snapshot that was."""
+    """The rows of a part in one snapshot, and then which snapshot that was; `apart`: its table can be set aside."""
     count = 0
     with (
         wal.errors(f"cannot copy {part.stream}"),
-        contextlib.closing(wal.connect_arrow(config, lock_timeout=f"{LOCK_SECS}s")) as connection,
-        table_errors(table),
+        contextlib.closing(wal.connect_arrow(config, lock_timeout=f"{LOCK_SECS if apart else 0}s")) as connection,
+        table_errors(table) if apart else contextlib.nullcontext(),
     ):
         wal.run(connection, "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         if isinstance(part, Pages):

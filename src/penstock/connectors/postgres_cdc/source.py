@@ -754,7 +754,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         if table is None:
             return
         try:
-            yield from seed.read_part(self.config, table, catalog, split)
+            yield from seed.read_part(self.config, table, catalog, split, apart=True)
         except (DataError, SchemaError) as error:
             yield Note(seed.failed(split.stream, error))
 

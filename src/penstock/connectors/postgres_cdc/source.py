@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import psycopg
+import pyarrow as pa
 from psycopg.conninfo import conninfo_to_dict
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
@@ -30,6 +31,7 @@ from penstock.connectors.postgres_cdc.seed import (
     Unreadable,
 )
 from penstock.connectors.postgres_cdc.setup import Table, Tables
+from penstock.connectors.postgres_cdc.steps import Ahead, messages
 from penstock.connectors.postgres_cdc.types import TypeCatalog
 from penstock.durable import Json
 from penstock.errors import ConfigError, ConnectorError, DataError, SchemaError
@@ -763,7 +765,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
 
     def _read_log(self, split: LogRange) -> Iterator[SourceBatch | Note]:
         start = split.start
-        self._ask(lambda connection: self._verify(connection, wal.server(connection), start))
+        found = self._ask(lambda connection: self._verify(connection, wal.server(connection), start))
         known, catalog = self._known()
         rules = Rules(
             {
@@ -784,16 +786,16 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             on_bad=rules.set_aside,
         )
         rows = 0
-        memory = f"{self.config.decoding_memory_bytes // 1024}kB"
+        publications = setup.publications(self.config)
+        asked = self._ask(lambda connection: connection)
         with (
             wal.errors("cannot read the log"),
-            contextlib.closing(wal.connect_arrow(self.config, logical_decoding_work_mem=memory)) as connection,
+            messages(self.config, asked, publications, found, start.lsn, split.end) as sent,
+            Ahead(_changed(sent, decoder), lambda item: item.batch.nbytes) as changed,
         ):
-            for messages in wal.peek(connection, self.config.slot, setup.publications(self.config), split.end):
-                for item in decoder.feed(messages):
-                    if isinstance(item, Rows):
-                        rows += item.batch.num_rows
-                        yield from rules.rows(item)
+            for item in changed:
+                rows += item.batch.num_rows
+                yield from rules.rows(item)
         decoder.finish()
         if start.copying:
             self._ask(lambda c: wal.wait_visible(c, decoder.xids, self.config.visible_timeout_secs))
@@ -868,6 +870,11 @@ _STATES = {
     "gone": "gone",
 }
 """What people call the state of a table."""
+
+
+def _changed(sent: Iterator[pa.RecordBatch], decoder: Decoder) -> Iterator[Rows]:
+    for batch in sent:
+        yield from (item for item in decoder.feed(batch) if isinstance(item, Rows))
 
 
 def _is_new(table: Table, progress: Progress | None) -> bool:

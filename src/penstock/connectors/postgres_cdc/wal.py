@@ -247,9 +247,14 @@ def verify_range(found: Slot, name: str, here: Server, start: int, system: str, 
             f"the recorded position is {lsn_text(start)} on timeline {timeline}",
             hint=f"it was failed over or put back from a copy; {_LOST}",
         )
-    if found.confirmed > start:
+    verify_confirmed(found.confirmed, name, start)
+
+
+def verify_confirmed(confirmed: int, name: str, start: int) -> None:
+    """Refuse a slot that has let go of what comes next."""
+    if confirmed > start:
         raise SlotLost(
-            f"the replication slot {name!r} begins at {lsn_text(found.confirmed)}, behind the recorded position "
+            f"the replication slot {name!r} begins at {lsn_text(confirmed)}, behind the recorded position "
             f"{lsn_text(start)}: it was made again, or another reader moved it",
             hint=f"give each pipeline a `slot` of its own; {_LOST}",
         )
@@ -258,10 +263,10 @@ def verify_range(found: Slot, name: str, here: Server, start: int, system: str, 
 # -- ranges ----------------------------------------------------------------------------------------------------------
 
 
-def _peek(slot_name: str, publications: Sequence[str], upto: int, changes: str) -> str:
+def _changes(slot_name: str, publications: Sequence[str], upto: int, changes: str = "NULL", how: str = "peek") -> str:
     names = ",".join(f'"{name}"' for name in publications)
     return (
-        f"pg_logical_slot_peek_binary_changes({literal(slot_name)}, '{lsn_text(upto)}', {changes}, "
+        f"pg_logical_slot_{how}_binary_changes({literal(slot_name)}, '{lsn_text(upto)}', {changes}, "
         f"'proto_version', '1', 'publication_names', {literal(names)})"
     )
 
@@ -280,7 +285,7 @@ def has_changes(
     row = connection.execute(
         # A BEGIN says where its transaction commits.
         "SELECT EXISTS (SELECT FROM (SELECT ('x' || encode(substr(data, 2, 8), 'hex'))::bit(64)::int8 AS at "
-        f"FROM {_peek(slot_name, publications, end, changes)} WHERE substr(data, 1, 1) = 'B') AS begun "
+        f"FROM {_changes(slot_name, publications, end, changes)} WHERE substr(data, 1, 1) = 'B') AS begun "
         f"WHERE at >= {start} AND at < {end})"
     ).fetchone()
     return bool(row and row[0])
@@ -288,9 +293,44 @@ def has_changes(
 
 def peek(connection: Any, slot_name: str, publications: Sequence[str], end: int) -> Iterator[pa.RecordBatch]:
     """The messages from the slot's own place to `end`, as the server sends them."""
+    yield from _batches(connection, f"SELECT data FROM {_changes(slot_name, publications, end)}")
+
+
+def glance(
+    connection: psycopg.Connection[Any], slot_name: str, publications: Sequence[str], end: int, most: int
+) -> pa.RecordBatch | None:
+    """The same over a connection for questions, all in one value; None if that has more bytes than `most`."""
+    row = connection.execute(
+        f"WITH sent AS MATERIALIZED (SELECT data FROM {_changes(slot_name, publications, end)}), "
+        "size AS (SELECT coalesce(sum(length(data)), 0) AS bytes FROM sent) "
+        "SELECT max(bytes), string_agg(int4send(length(data)), ''), string_agg(data, '') "
+        f"FROM size LEFT JOIN sent ON bytes <= {most}",
+        binary=True,
+    ).fetchone()
+    assert row is not None
+    size, lengths, content = row
+    if size > most:
+        return None
+    offsets = np.concatenate(([0], np.cumsum(np.frombuffer(lengths or b"", ">i4"), dtype=np.int64))).astype(np.int32)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(content or b"")]
+    return pa.RecordBatch.from_arrays([pa.Array.from_buffers(pa.binary(), len(offsets) - 1, buffers)], ["data"])
+
+
+def consume(connection: Any, slot_name: str, publications: Sequence[str], end: int) -> Iterator[pa.RecordBatch]:
+    """The messages from the slot's own place to `end`, which becomes its place."""
+    yield from _batches(connection, f"SELECT data FROM {_changes(slot_name, publications, end, how='get')}")
+
+
+def _batches(connection: Any, query: str) -> Iterator[pa.RecordBatch]:
     with connection.cursor() as cursor:
-        cursor.execute(f"SELECT lsn, xid, data FROM {_peek(slot_name, publications, end, 'NULL')}")
+        cursor.execute(query)
         yield from cursor.fetch_record_batch()
+
+
+def copy_slot(connection: Any, slot_name: str, copy: str) -> int:
+    """Make a copy of the slot that goes with this session; gives the place where it begins."""
+    made = f"pg_copy_logical_replication_slot({literal(slot_name)}, {literal(copy)}, true)"
+    return int(run(connection, f"SELECT (lsn - '0/0')::int8 AS lsn FROM {made}")["lsn"][0].as_py())
 
 
 def mend(connection: psycopg.Connection[Any]) -> None:

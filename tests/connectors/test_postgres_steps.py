@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -203,8 +204,6 @@ sys.stdin.readline()
 def test_the_copy_of_a_killed_reader_goes_and_the_next_reader_has_everything(
     running, connection, opened, monkeypatch
 ):
-    import pickle
-
     write_at_random(connection, random.Random(7), 60)
     split = the_range(opened)
     expected = at_once(monkeypatch, opened, split)
@@ -239,8 +238,6 @@ for split in sys.argv[2:]:
 
 
 def test_a_huge_transaction_is_read_in_bounded_memory(running, connection, opened):
-    import pickle
-
     start = opened.initial()
     connection.execute("INSERT INTO orders SELECT i, 0, 'n' FROM generate_series(1, 20000) i")
     middle = opened.latest(start, ReadLimit())

@@ -336,6 +336,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             f", safe for {found.safe_wal_size} bytes" if found.safe_wal_size is not None else ""
         )
         told += f", read by pid {found.active_pid}" if found.active_pid else ""
+        told += "" if wal.has_free_slot(connection) else ", no free slot to read ahead with: raise max_replication_slots"
         if found.wal_status == "lost":
             return HealthStatus.unhealthy(told)
         if found.wal_status != "reserved":

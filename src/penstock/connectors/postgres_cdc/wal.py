@@ -206,6 +206,14 @@ def slot(connection: psycopg.Connection[Any], name: str) -> Slot | None:
     return Slot(*row) if row else None
 
 
+def has_free_slot(connection: psycopg.Connection[Any]) -> bool:
+    """True if the server has room for a slot beside those that stay."""
+    row = connection.execute(
+        "SELECT count(*) < current_setting('max_replication_slots')::int FROM pg_replication_slots WHERE NOT temporary"
+    ).fetchone()
+    return bool(row and row[0])
+
+
 def make_slot(connection: psycopg.Connection[Any], name: str) -> Slot:
     """Make the slot; waits until every transaction that writes now has ended."""
     connection.execute("SELECT pg_create_logical_replication_slot(%s, %s)", [name, PLUGIN])

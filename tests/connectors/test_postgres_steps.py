@@ -63,13 +63,16 @@ def opened(running, connection):
 def asked(monkeypatch):
     """How the log was asked for, in order."""
     calls = []
-    for name in ("glance", "peek", "consume"):
 
-        def told(*arguments, name=name, really=getattr(wal, name)):
+    def tell(name, really):
+        def told(*arguments):
             calls.append(name)
             return really(*arguments)
 
         monkeypatch.setattr(wal, name, told)
+
+    for name in ("glance", "peek", "consume"):
+        tell(name, getattr(wal, name))
     return calls
 
 
@@ -201,9 +204,7 @@ sys.stdin.readline()
 """
 
 
-def test_the_copy_of_a_killed_reader_goes_and_the_next_reader_has_everything(
-    running, connection, opened, monkeypatch
-):
+def test_the_copy_of_a_killed_reader_goes_and_the_next_reader_has_everything(running, connection, opened, monkeypatch):
     write_at_random(connection, random.Random(7), 60)
     split = the_range(opened)
     expected = at_once(monkeypatch, opened, split)
@@ -301,3 +302,50 @@ def steps_range(opened, connection):
     connection.execute("DROP TABLE other")
     (split,) = opened.split(start, start.model_copy(update={"lsn": wal.server(connection).flushed}))
     return split
+
+
+class TestConnectionsOfTasks:
+    @pytest.fixture(autouse=True)
+    def nothing_handed_on(self):
+        yield
+        for connection, _ in wal._handed_on.values():
+            connection.close()
+        wal._handed_on.clear()
+
+    def backend(self, opened):
+        """The server's process for the next task of this process."""
+        task = pickle.loads(pickle.dumps(opened))
+        task.open()
+        pid = task._ask(lambda connection: connection.info.backend_pid)
+        task.close()
+        return pid
+
+    def test_a_task_goes_on_with_the_connection_of_the_last_one_and_not_with_the_drivers(self, opened):
+        pid = self.backend(opened)
+        assert self.backend(opened) == pid
+        assert opened._ask(lambda connection: connection.info.backend_pid) != pid
+
+    def test_one_that_the_server_ended_is_made_anew(self, connection, opened):
+        pid = self.backend(opened)
+        connection.execute("SELECT pg_terminate_backend(%s, 60000)", [pid])
+        assert self.backend(opened) != pid
+
+    def test_one_that_waited_for_long_is_made_anew(self, opened, monkeypatch):
+        pid = self.backend(opened)
+        monkeypatch.setattr(wal, "HANDED_ON_SECS", 0.0)
+        assert self.backend(opened) != pid
+
+    def test_one_with_a_transaction_open_is_not_handed_on(self, opened):
+        task = pickle.loads(pickle.dumps(opened))
+        task.open()
+        task._ask(lambda connection: connection.execute("BEGIN"))
+        task.close()
+        assert not wal._handed_on
+
+    def test_a_forked_process_makes_its_own(self, opened):
+        pid = self.backend(opened)
+        child = os.fork()
+        if not child:
+            os._exit(int(self.backend(opened) == pid))
+        assert os.waitpid(child, 0)[1] == 0
+        assert self.backend(opened) == pid

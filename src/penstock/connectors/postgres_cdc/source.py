@@ -220,9 +220,11 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         self._began: LogPosition | None = None
         self._run = ""
         self._at: LogPosition | None = None
+        self._in_task = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**type(self)(self.config).__dict__, "routed": self.routed, "state_dir": self.state_dir}
+        kept = {"routed": self.routed, "state_dir": self.state_dir, "_in_task": True}
+        return {**type(self)(self.config).__dict__, **kept}
 
     # -- open and close ------------------------------------------------------------------------------------------
 
@@ -237,10 +239,13 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         self._run = f"{time.time_ns():x}"
 
     def close(self) -> None:
+        if self._connection is not None and self._in_task:
+            wal.hand_on(self.config, self._connection)
+            self._connection = None
         for connection in (self._connection, self._exporter):
             if connection is not None:
                 connection.close()
-        self.__dict__.update(type(self)(self.config).__dict__)
+        self.__dict__.update({**type(self)(self.config).__dict__, "_in_task": self._in_task})
 
     def _verify_server(self, connection: psycopg.Connection[Any]) -> None:
         here = wal.server(connection)
@@ -274,7 +279,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         """Put a question over the driver's connection, which is made again after it broke."""
         with wal.errors("PostgreSQL does not answer"):
             if self._connection is None or self._connection.closed:
-                self._connection = wal.connect(self.config)
+                self._connection = wal.take(self.config) if self._in_task else wal.connect(self.config)
                 # Nobody's lock on one table keeps the others waiting for long.
                 self._connection.execute(f"SET lock_timeout = '{seed.LOCK_SECS}s'")
             return question(self._connection)
@@ -336,7 +341,9 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             f", safe for {found.safe_wal_size} bytes" if found.safe_wal_size is not None else ""
         )
         told += f", read by pid {found.active_pid}" if found.active_pid else ""
-        told += "" if wal.has_free_slot(connection) else ", no free slot to read ahead with: raise max_replication_slots"
+        told += (
+            "" if wal.has_free_slot(connection) else ", no free slot to read ahead with: raise max_replication_slots"
+        )
         if found.wal_status == "lost":
             return HealthStatus.unhealthy(told)
         if found.wal_status != "reserved":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ import pyarrow as pa
 from adbc_driver_manager import dbapi as adbc_dbapi
 from adbc_driver_postgresql import dbapi as adbc
 from psycopg.conninfo import make_conninfo
+from psycopg.pq import TransactionStatus
 
 from penstock.connectors.postgres_cdc.decode import lsn_text
 from penstock.connectors.postgres_cdc.types import SESSION
@@ -26,6 +29,11 @@ if TYPE_CHECKING:
 PLUGIN = "pgoutput"
 OLDEST = 150000
 """`server_version_num` of the oldest server that is read from."""
+
+HANDED_ON_SECS = 10.0
+"""How long a task's connection waits for the next task; to make one takes longer than to read a small range."""
+
+_handed_on: dict[tuple[int, bytes], tuple[psycopg.Connection[Any], float]] = {}
 
 _LOST = (
     "start over with `penstock offsets FILE reset` (empty the targets first), "
@@ -90,6 +98,34 @@ def connect(config: PostgresCdcConfig) -> psycopg.Connection[Any]:
         with _closing_on_error(connection):
             connection.execute(_settings(config))
     return connection
+
+
+def take(config: PostgresCdcConfig) -> psycopg.Connection[Any]:
+    """A connection that the last task of this process handed on, if it is still good; else a new one."""
+    connection, since = _handed_on.pop(_whose(config), (None, 0.0))
+    if connection is not None:
+        with contextlib.suppress(psycopg.Error):
+            if time.monotonic() - since < HANDED_ON_SECS:  # an older one may have been cut without a word
+                connection.execute("SELECT 1")
+                return connection
+        connection.close()
+    return connect(config)
+
+
+def hand_on(config: PostgresCdcConfig, connection: psycopg.Connection[Any]) -> None:
+    """Leave a connection to the next task of this process, unless something is still going on there."""
+    if connection.info.transaction_status is not TransactionStatus.IDLE:
+        connection.close()
+        return
+    before, _ = _handed_on.pop(_whose(config), (None, 0.0))
+    if before is not None:
+        before.close()
+    _handed_on[_whose(config)] = (connection, time.monotonic())
+
+
+def _whose(config: PostgresCdcConfig) -> tuple[int, bytes]:
+    """Of this process, not of one that forked it; without the password in it."""
+    return os.getpid(), hashlib.sha256(f"{conninfo(config)} {config.statement_timeout_secs}".encode()).digest()
 
 
 def connect_arrow(config: PostgresCdcConfig, **settings: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -33,6 +34,9 @@ SECONDS = int(os.environ.get("BENCH_SECONDS", 60))
 
 CHANGES_PER_SECOND = 1000
 ROWS_PER_TRANSACTION = 10
+FIRST = 1000
+"""Rows of the first epoch, behind which the clock starts."""
+TURNS = 2
 SETTLING_SECONDS = 10
 """What is committed this soon after the first epoch does not count towards the latency."""
 
@@ -135,32 +139,56 @@ def make(connection: psycopg.Connection[Any]) -> None:
 
 
 def throughput(bench: Bench, server: PostgresServer, scratch: Path, rows_per_transaction: int) -> None:
+    """Ours and the server's own client in turns, each at its best; the engine of Debezium once."""
     what = "1-row transactions" if rows_per_transaction == 1 else f"{rows_per_transaction:,}-row transactions"
-    target = scratch / f"transactions-of-{rows_per_transaction}"
+    ours, recvlogical = [], []
+    for turn in range(TURNS):
+        target = scratch / f"transactions-of-{rows_per_transaction}-{turn}"
+        rate, note, _ = ours_once(server, target, ROWS, rows_per_transaction)
+        ours.append((rate, note))
+        recvlogical.append(recv(server, ROWS))
+    (rate, note), (theirs, their_note) = max(ours), max(recvlogical)
+    bench.row(f"WAL → Delta, exactly once, {what}", f"{rate:,.0f} rows/s", f"best of {TURNS}; {note}")
+    bench.row(
+        f"`pg_recvlogical` → /dev/null, {what}",
+        f"{theirs:,.0f} rows/s",
+        f"best of {TURNS}; {their_note}; same server and log, protocol 1 in text as for ours",
+    )
+    bench.claim(f"cdc_{rows_per_transaction}_row_txns_vs_recvlogical", rate / theirs, ">=", 2.5)
+    try:
+        engine, note = debezium(server, target, ROWS + FIRST)
+    except PeerMissing as missing:
+        bench.row(f"Debezium engine, {what}", "not measured", f"cannot be installed: {missing}")
+    else:
+        bench.row(f"Debezium engine → no-op handler, {what}", f"{engine:,.0f} rows/s", note)
+        bench.claim(f"cdc_{rows_per_transaction}_row_txns_vs_debezium", rate / engine, ">=", 6)
+
+
+def ours_once(server: PostgresServer, target: Path, rows: int, rows_per_transaction: int) -> tuple[float, str, Taken]:
+    """Write rows behind a first epoch, mirror them, and compare every value."""
     target.mkdir()
     with postgres.connect(server.dsn) as connection:
         make(connection)
-        write(connection, 0, 1000, 1000)
-        command = [sys.executable, __file__, "--ours", server.dsn, target]
-        with Child(command, target / "log", target) as child:
+        write(connection, 0, FIRST, FIRST)
+        with Child([sys.executable, __file__, "--ours", server.dsn, target], target / "log", target) as child:
             child.until("ready")
-            write(connection, 1000, ROWS, rows_per_transaction)
-            answer, taken = child.go()
-        postgres.compare(server.dsn, TABLE, target, ROWS + 1000)
-        ours = ROWS / answer["seconds"]
-        phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in answer["phases"].items())
-        bench.row(f"WAL → Delta, {what}", f"{ours:,.0f} rows/s", f"{taken}; {answer['epochs']} epochs: {phases}")
+            write(connection, FIRST, rows, rows_per_transaction)
+            answer, taken, note = child.go(server)
+    postgres.compare(server.dsn, TABLE, target, rows + FIRST)
+    phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in answer["phases"].items())
+    return rows / answer["seconds"], f"{note}; {answer['epochs']} epochs: {phases}", taken
 
-        recvlogical = recv(connection, server, ROWS)
-        bench.row(f"`pg_recvlogical` → /dev/null, {what}", f"{recvlogical:,.0f} rows/s", "same log, nothing stored")
-        bench.claim(f"cdc_{rows_per_transaction}_row_txns_vs_recvlogical", ours / recvlogical, ">=", 2.5)
-        try:
-            rate, note = debezium(server, target, ROWS + 1000)
-        except PeerMissing as missing:
-            bench.row(f"Debezium engine, {what}", "not measured", f"cannot be installed: {missing}")
-        else:
-            bench.row(f"Debezium engine → no-op handler, {what}", f"{rate:,.0f} rows/s", note)
-            bench.claim(f"cdc_{rows_per_transaction}_row_txns_vs_debezium", ours / rate, ">=", 6)
+
+def memory(bench: Bench, server: PostgresServer, scratch: Path) -> None:
+    """What is held at most, for little and for twenty times as much."""
+    peaks = []
+    for rows in (ROWS // 2, 10 * ROWS):
+        target = scratch / f"memory-{rows}"
+        rate, note, taken = ours_once(server, target, rows, 1000)
+        peaks.append(taken.peak_mib)
+        bench.row(f"memory for {rows:,} rows", f"{taken.peak_mib:,.0f} MiB", f"JVM and all; {rate:,.0f} rows/s; {note}")
+        shutil.rmtree(target)
+    bench.claim("cdc_memory_20_times_the_rows", peaks[1] / peaks[0], "<=", 1.2)
 
 
 def ours_run(dsn: str, target: Path) -> None:
@@ -170,7 +198,7 @@ def ours_run(dsn: str, target: Path) -> None:
     with postgres.epochs(dsn, TABLE, target, engine, snapshot="never") as loop:
         first = loop.step()
         assert first is not None
-        assert sum(first.rows_in.values()) == 1000, first
+        assert sum(first.rows_in.values()) == FIRST, first
         print("ready", flush=True)
         sys.stdin.readline()
         began, last, phases, epochs = (
@@ -187,19 +215,29 @@ def ours_run(dsn: str, target: Path) -> None:
     engine.stop()
 
 
-def recv(connection: psycopg.Connection[Any], server: PostgresServer, rows: int) -> float:
-    row = connection.execute("SELECT (pg_current_wal_flush_lsn() - '0/0')::int8").fetchone()
-    assert row is not None
-    end = lsn_text(row[0])
-    command = [server.bin / "pg_recvlogical", "-d", server.dsn, "--slot", "recvlogical", "--start", "-f", "/dev/null"]
-    options = ["-o", "proto_version=1", "-o", f"publication_names={TABLE}", "--endpos", end, "--no-loop"]
-    seconds = postgres.seconds_of([*command, *options])
-    row = connection.execute(
-        "SELECT confirmed_flush_lsn >= %s::pg_lsn FROM pg_replication_slots WHERE slot_name = 'recvlogical'", [end]
-    ).fetchone()
+def recv(server: PostgresServer, rows: int) -> tuple[float, str]:
+    with postgres.connect(server.dsn) as connection:
+        row = connection.execute("SELECT (pg_current_wal_flush_lsn() - '0/0')::int8").fetchone()
+        assert row is not None
+        end = lsn_text(row[0])
+        command = [
+            server.bin / "pg_recvlogical",
+            "-d",
+            server.dsn,
+            "--slot",
+            "recvlogical",
+            "--start",
+            "-f",
+            "/dev/null",
+        ]
+        options = ["-o", "proto_version=1", "-o", f"publication_names={TABLE}", "--endpos", end, "--no-loop"]
+        seconds, note = postgres.measured([*command, *options], server)
+        row = connection.execute(
+            "SELECT confirmed_flush_lsn >= %s::pg_lsn FROM pg_replication_slots WHERE slot_name = 'recvlogical'", [end]
+        ).fetchone()
     assert row is not None
     assert row[0], "pg_recvlogical ended before it had read everything"
-    return rows / seconds
+    return rows / seconds, note
 
 
 def debezium(server: PostgresServer, target: Path, rows: int, form: str = "connect") -> tuple[float, str]:
@@ -208,7 +246,7 @@ def debezium(server: PostgresServer, target: Path, rows: int, form: str = "conne
     dsn = json.dumps({"host": "127.0.0.1", "port": server.port, "user": "postgres", "dbname": "postgres"})
     with Child([python, "-c", DEBEZIUM, dsn, str(rows), form], target / "debezium.log", target, peer=True) as child:
         child.until("ready")
-        answer, taken = child.go()
+        answer, _, taken = child.go(server)
     return answer["counted"] / answer["seconds"], f"{taken}; counted from its first batch, no JSON made"
 
 
@@ -237,7 +275,7 @@ def latency(bench: Bench, server: PostgresServer, scratch: Path) -> None:
         finally:
             stop.set()
             writer.join()
-        child.go()
+        child.go(server)
     postgres.compare(server.dsn, TABLE, home, written[0])
     delays = visible_after(home / f"public.{TABLE}", since, since + SECONDS)
     p50, p99 = (float(np.percentile(delays, q)) for q in (50, 99))
@@ -310,6 +348,7 @@ def main() -> None:
         throughput(bench, server, Path(name), 1000)
         throughput(bench, server, Path(name), 1)
         latency(bench, server, Path(name))
+        memory(bench, server, Path(name))
     bench.finish()
 
 

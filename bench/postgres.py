@@ -184,14 +184,14 @@ class Child:
                 return line
         raise RuntimeError(f"a process ended before it said {word!r}:\n{self._log.read_text()[-3000:]}")
 
-    def go(self) -> tuple[dict[str, Any], Taken]:
-        """What it answers, and what it took from now on."""
+    def go(self, server: PostgresServer) -> tuple[dict[str, Any], Taken, str]:
+        """What it answers, and what it and the server took from now on."""
         assert self._process.stdin is not None
-        with Taken(self._process.pid) as taken:
+        with Taken(server.pid) as served, Taken(self._process.pid) as taken:
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
             answer = json.loads(self.until("{"))
-        return answer, taken
+        return answer, taken, f"{taken}, server {served.cpu_seconds:.1f} CPU s"
 
 
 class Taken:
@@ -237,10 +237,18 @@ class Taken:
         self.peak_mib = max(self.peak_mib, held / 2**20)
 
 
-def seconds_of(command: Sequence[Any]) -> float:
-    """How long a command runs."""
+def measured(command: Sequence[Any], server: PostgresServer) -> tuple[float, str]:
+    """How long a command runs, and what it and the server take."""
     began = time.perf_counter()
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=STUCK_SECONDS)
-    if done.returncode:
-        raise RuntimeError(f"{command[0]} ended with {done.returncode}: {done.stderr[-1000:]}")
-    return time.perf_counter() - began
+    with (
+        subprocess.Popen(
+            [str(part) for part in command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        ) as process,
+        Taken(server.pid) as served,
+        Taken(process.pid) as taken,
+    ):
+        _, errors = process.communicate(timeout=STUCK_SECONDS)
+        seconds = time.perf_counter() - began
+    if process.returncode:
+        raise RuntimeError(f"{command[0]} ended with {process.returncode}: {errors[-1000:]}")
+    return seconds, f"{taken}, server {served.cpu_seconds:.1f} CPU s"

@@ -77,7 +77,7 @@ def ours(bench: Bench, server: PostgresServer, scratch: Path) -> float:
     target.mkdir()
     with Child([sys.executable, __file__, "--ours", server.dsn, target], target / "log", target) as child:
         child.until("ready")
-        answer, taken = child.go()
+        answer, _, taken = child.go(server)
     postgres.compare(server.dsn, TABLE, target, ROWS)
     phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in answer["phases"].items())
     rate = ROWS / float(answer["seconds"])
@@ -109,8 +109,11 @@ def ours_run(dsn: str, target: Path) -> None:
 
 def copy_binary(bench: Bench, server: PostgresServer) -> float:
     command = f"\\copy {TABLE} TO '/dev/null' (FORMAT binary)"
-    seconds = min(postgres.seconds_of([server.bin / "psql", "-q", "-d", server.dsn, "-c", command]) for _ in range(2))
-    bench.row("`COPY … (FORMAT binary)` → /dev/null", f"{ROWS / seconds:,.0f} rows/s", "one connection, best of 2")
+    seconds, taken = min(
+        postgres.measured([server.bin / "psql", "-q", "-d", server.dsn, "-c", command], server) for _ in range(2)
+    )
+    note = f"{taken}; one connection, best of 2"
+    bench.row("`COPY … (FORMAT binary)` → /dev/null", f"{ROWS / seconds:,.0f} rows/s", note)
     return ROWS / seconds
 
 
@@ -121,7 +124,7 @@ def dlt(bench: Bench, server: PostgresServer, scratch: Path) -> float:
     python = postgres.peer("dlt", "dlt[parquet,sql-database]==1.31.0", "connectorx==0.4.6", "psycopg[binary]")
     with Child([python, "-c", DLT, server.dsn, target, str(ROWS)], target / "log", target, peer=True) as child:
         child.until("ready")
-        answer, taken = child.go()
+        answer, _, taken = child.go(server)
     count(target / "files" / "bench" / TABLE)
     bench.row(what, f"{ROWS / answer['seconds']:,.0f} rows/s", f"{taken}; 2 partitions")
     return ROWS / float(answer["seconds"])
@@ -138,7 +141,7 @@ def jdbc(bench: Bench, server: PostgresServer, scratch: Path) -> float:
     command = [sys.executable, "-c", JDBC, url, jars[0], target, str(ROWS)]
     with Child(command, target / "log", target) as child:
         child.until("ready")
-        answer, taken = child.go()
+        answer, _, taken = child.go(server)
     count(target / TABLE)
     bench.row("Spark's JDBC reader → Parquet", f"{ROWS / answer['seconds']:,.0f} rows/s", f"{taken}; 2 partitions")
     return ROWS / float(answer["seconds"])

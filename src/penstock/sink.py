@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeVar
 from uuid import uuid4
 
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from penstock import failpoints
 from penstock.durable import Json
 from penstock.errors import Fenced, StagingLost
+from penstock.schema.evolution import Policy
 from penstock.source import C, Connector, type_argument
 
 Topic = str
@@ -84,9 +86,15 @@ class CommittedEpoch(BaseModel):
 class WriteResult:
     records_written: int = 0
     bytes_written: int = 0
+    records_discarded: int = 0
+    """Rows that `schema_evolution` left out, or took a value from."""
 
     def __add__(self, other: WriteResult) -> WriteResult:
-        return WriteResult(self.records_written + other.records_written, self.bytes_written + other.bytes_written)
+        return WriteResult(
+            self.records_written + other.records_written,
+            self.bytes_written + other.bytes_written,
+            self.records_discarded + other.records_discarded,
+        )
 
 
 @dataclass(frozen=True)
@@ -152,11 +160,19 @@ class SinkConnector(Connector[C], Generic[C, R]):
     capabilities: SinkConnectorCapabilities = SinkConnectorCapabilities()
     receipt_type: ClassVar[type[Receipt]] = Receipt
 
+    evolution: Mapping[Topic, Policy] = MappingProxyType({})
+    """Topics whose route has a `schema_evolution` of its own; set by the runtime, on the driver and in tasks."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         receipt = type_argument(cls, Receipt)
         if receipt is not None:
             cls.receipt_type = receipt
+
+    def policy(self, topic: Topic) -> Policy:
+        """What the topic's route, else the sink's own option says about rows that the target has no place for."""
+        own: Policy = getattr(self.config, "schema_evolution", Policy.EVOLVE)
+        return self.evolution.get(topic, own)
 
     def begin_epoch(self, epoch: Epoch, task: Task) -> None:
         """Task: before its first `write_batch` of the epoch."""

@@ -1,11 +1,44 @@
-"""How two schemas differ, and what a target that only adds columns makes of it."""
+"""What a target makes of rows whose schema has changed: the columns it then has, and the rows as it takes them."""
 
 from __future__ import annotations
 
-import pyarrow as pa
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from enum import StrEnum
+from typing import TypeAlias
 
-from penstock.errors import SchemaError
-from penstock.schema import ChangeKind, SchemaChange
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import types
+
+from penstock.change import Op, is_changelog, own_columns, unpack_keys
+from penstock.config import Config
+from penstock.errors import DataError, SchemaError
+from penstock.schema import ChangeKind, SchemaChange, key_of
+
+Widens: TypeAlias = Callable[[pa.DataType, pa.DataType], bool]
+
+
+class Policy(StrEnum):
+    """What happens when rows come with columns or types that the target does not have."""
+
+    EVOLVE = "evolve"
+    FREEZE = "freeze"
+    DISCARD_ROW = "discard_row"
+    DISCARD_VALUE = "discard_value"
+
+    @property
+    def discards(self) -> bool:
+        return self in (Policy.DISCARD_ROW, Policy.DISCARD_VALUE)
+
+
+class EvolutionConfig(Config):
+    """The option that every sink with a schema of its own has."""
+
+    schema_evolution: Policy = Policy.EVOLVE
+    """What happens to rows that the target has no place for: `evolve` adds their columns and widens its types, and stops
+    at what cannot be followed; `freeze` stops at any new or retyped column; `discard_row` leaves such rows out and
+    `discard_value` such values, counted and logged. A route's own `schema_evolution` goes before it."""
 
 
 def diff(old: pa.Schema, new: pa.Schema) -> list[SchemaChange]:
@@ -22,15 +55,239 @@ def diff(old: pa.Schema, new: pa.Schema) -> list[SchemaChange]:
     ]
 
 
-def follow(topic: str, old: pa.Schema, new: pa.Schema) -> pa.Schema:
-    """`old` and the columns that `new` adds; a column that is no longer sent stays, one of another type is refused."""
-    changes = diff(old, new)
-    for change in changes:
-        if change.kind is ChangeKind.RETYPED:
-            raise SchemaError(
-                f"the column {change.column!r} of {topic} is {change.old} in the target, and rows come with {change.new}",
-                code="PEN-4001",
-                hint=f"cast it to {change.old} in the route's SQL, or write to a new target",
-            )
-    added = [pa.field(change.column, change.new) for change in changes if change.kind is ChangeKind.ADDED]
-    return pa.schema([*old, *added])
+def widens(old: pa.DataType, new: pa.DataType) -> bool:
+    """True when `new` is of the same kind as `old` and holds every value of it; also when both hold the same values."""
+    if old == new or types.is_null(old):
+        return True
+    if types.is_dictionary(old) or types.is_dictionary(new):
+        return widens(*(each.value_type if types.is_dictionary(each) else each for each in (old, new)))
+    if types.is_integer(old) and types.is_integer(new):
+        (low, high), (lower, higher) = _range(old), _range(new)
+        return lower <= low and high <= higher
+    if types.is_floating(old) and types.is_floating(new):
+        return bool(old.bit_width <= new.bit_width)
+    if types.is_decimal(old) and types.is_decimal(new):
+        return bool(old.scale <= new.scale and old.precision - old.scale <= new.precision - new.scale)
+    if types.is_date(old):
+        return types.is_date(new) or (types.is_timestamp(new) and new.tz is None and new.unit != "ns")
+    if types.is_timestamp(old) and types.is_timestamp(new):
+        return (old.tz is None) == (new.tz is None) and _UNITS.index(old.unit) <= _UNITS.index(new.unit) < 3
+    if _is_list(old) and _is_list(new):
+        return widens(old.value_type, new.value_type)
+    if types.is_struct(old) and types.is_struct(new):
+        before, after = ([kind.field(i) for i in range(kind.num_fields)] for kind in (old, new))
+        same = [each.name for each in before] == [each.name for each in after]
+        return same and all(widens(a.type, b.type) for a, b in zip(before, after, strict=True))
+    return (_is_text(old) and _is_text(new)) or ((_is_bytes(old) or types.is_fixed_size_binary(old)) and _is_bytes(new))
+
+
+def follow(
+    topic: str, old: pa.Schema, new: pa.Schema, policy: Policy = Policy.EVOLVE, sink_widens: Widens = widens
+) -> pa.Schema:
+    """
+    The target's columns once rows of the schema `new` are written to one that has `old`.
+
+    A column that is no longer sent stays, and one that is sent with a narrower type keeps its own. `sink_widens` says
+    which types of stored columns the target can widen.
+    """
+    columns = {each.name: each for each in old}
+    for change in diff(old, new):
+        if change.kind is ChangeKind.DROPPED or policy.discards:
+            continue
+        if change.kind is ChangeKind.ADDED:
+            if policy is Policy.EVOLVE:
+                columns[change.column] = pa.field(change.column, change.new)
+            elif not types.is_null(change.new):
+                raise refusal(topic, change.column, None, change.new, policy)
+        elif not widens(change.new, change.old):
+            if policy is not Policy.EVOLVE or not sink_widens(change.old, change.new):
+                raise refusal(topic, change.column, change.old, change.new, policy, widens(change.old, change.new))
+            columns[change.column] = columns[change.column].with_type(change.new)
+    return pa.schema(list(columns.values()))
+
+
+def fit(
+    topic: str, batch: pa.RecordBatch, target: pa.Schema, policy: Policy, key: Sequence[str] | None = None
+) -> tuple[pa.RecordBatch, int]:
+    """
+    The rows as a target with the columns `target` takes them, and how many of them lost something by the policy.
+
+    Columns that the batch does not have are not added. Under `discard_row` a row is lost that has a value without a
+    place, under `discard_value` that value; values of the key are never made null. A delete is never lost for its other
+    columns, and neither is the leaving of an old key: only a key that the target cannot hold has nothing to delete.
+    """
+    key = key_of(batch.schema) if key is None else key
+    names, columns = [], []
+    without_place: list[tuple[str, pa.Array]] = []
+    own = set(own_columns(batch.schema))
+    for field, values in zip(batch.schema, batch.columns, strict=True):
+        if field.name in own and field.name not in target.names:
+            if not types.is_null(field.type):
+                if not policy.discards or field.name in key:
+                    raise refusal(topic, field.name, None, field.type, policy)
+                without_place.append((field.name, values.is_valid()))
+            continue
+        if field.name in own and field.type != target.field(field.name).type:
+            kind = target.field(field.name).type
+            if widens(field.type, kind):
+                values = _widened(topic, field.name, values, kind)
+            elif not policy.discards or (field.name in key and not _is_testable(field.type, kind)):
+                raise refusal(topic, field.name, kind, field.type, policy, widens(kind, field.type))
+            else:
+                values, lost = _narrowed(values, kind)
+                without_place.append((field.name, lost))
+            field = field.with_type(kind).with_nullable(True)
+        names.append(field)
+        columns.append(values)
+    rows = pa.RecordBatch.from_arrays(columns, schema=pa.schema(names, batch.schema.metadata))
+    without_place = [(name, lost) for name, lost in without_place if lost.true_count]
+    if not without_place:
+        return rows, 0
+    if policy is Policy.DISCARD_VALUE:
+        for name, _ in without_place:
+            if name in key:
+                raise refusal(topic, name, target.field(name).type, batch.schema.field(name).type, policy)
+        return rows, _any(without_place).true_count
+    return _without(rows, without_place, key)
+
+
+def refusal(
+    topic: str,
+    column: str,
+    old: pa.DataType | None,
+    new: pa.DataType | None,
+    policy: Policy,
+    is_wider: bool = False,
+) -> SchemaError:
+    """The error for a column that the target does not take."""
+    what = "is not in the target" if old is None else f"is {old} in the target"
+    hint = f"cast it to {old} in the route's SQL, or write to a new target"
+    if policy.discards:
+        hint = f"{hint}: a value of the key is never discarded"
+    elif old is None:
+        hint = 'add the column to the target, leave it out in the route\'s SQL, or set schema_evolution = "evolve"'
+    elif is_wider and policy is Policy.FREEZE:
+        hint = f'widen the column in the target, {hint}, or set schema_evolution = "evolve"'
+    elif is_wider:
+        hint = f"the target cannot widen the column in place: {hint}"
+    return SchemaError(
+        f'the column {column!r} of {topic} {what}, and rows come with {new} (schema_evolution = "{policy}")',
+        code="PEN-4001",
+        hint=hint,
+    )
+
+
+def _without(
+    rows: pa.RecordBatch, without_place: Sequence[tuple[str, pa.Array]], key: Sequence[str]
+) -> tuple[pa.RecordBatch, int]:
+    """Leave out what has no place: a delete only by its key, and of a row that was moved, its old key is deleted."""
+    lost = _any(without_place)
+    if not is_changelog(rows.schema):
+        return rows.filter(pc.invert(lost)), lost.true_count
+    is_gone = pc.is_in(rows.column("_op"), value_set=pa.array([Op.DELETE.value, Op.TRUNCATE.value]))
+    by_key = [(name, each) for name, each in without_place if name in key]
+    lost = pc.or_(pc.and_not(lost, is_gone), _any(by_key) if by_key else pa.repeat(False, rows.num_rows))
+    count = lost.true_count
+    if "_old_key" in rows.schema.names:
+        moved = pc.and_(lost, pc.and_not(rows.column("_old_key").is_valid(), is_gone))
+        if moved.true_count:
+            rows, lost = _as_deletes(rows, moved, key), pc.and_not(lost, moved)
+    return rows.filter(pc.invert(lost)), count
+
+
+def _as_deletes(rows: pa.RecordBatch, moved: pa.Array, key: Sequence[str]) -> pa.RecordBatch:
+    """The rows, with those that `moved` names turned into deletes of their old keys."""
+    old = unpack_keys(rows.column("_old_key").filter(moved), pa.schema([rows.schema.field(name) for name in key]))
+    columns = []
+    for field, values in zip(rows.schema, rows.columns, strict=True):
+        if field.name in key:
+            values = pc.replace_with_mask(values, moved, old.column(field.name).combine_chunks().cast(field.type))
+        elif field.name == "_op":
+            values = pc.if_else(moved, pa.scalar(Op.DELETE.value, field.type), values)
+        elif field.name not in ("_position", "_txid", "_committed_at"):
+            values = _nulled(values, moved)
+        columns.append(values)
+    schema = pa.schema(
+        [each if each.name in ("_op", "_position", *key) else each.with_nullable(True) for each in rows.schema],
+        rows.schema.metadata,
+    )
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _widened(topic: str, name: str, values: pa.Array, kind: pa.DataType) -> pa.Array:
+    try:
+        return values.cast(kind)
+    except pa.ArrowInvalid as error:  # a date or time so far away that finer units cannot count to it
+        raise DataError(f"a value of the column {name!r} of {topic} does not fit {kind}: {error}") from error
+
+
+def _narrowed(values: pa.Array, kind: pa.DataType) -> tuple[pa.Array, pa.Array]:
+    """The values that `kind` holds as such, null for the others; and which those are."""
+    if types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    valid = values.is_valid()
+    if not _is_testable(values.type, kind):
+        return pa.nulls(len(values), kind), valid
+    if types.is_integer(kind) or types.is_decimal(kind):
+        low, high = _bounds(kind, values.type)
+        within = pc.and_(pc.greater_equal(values, low), pc.less_equal(values, high))
+        values = _nulled(values, pc.invert(pc.fill_null(within, False)))
+    cast = values.cast(kind, safe=False)
+    same = pc.equal(cast.cast(values.type, safe=False), values)
+    if types.is_floating(kind):
+        same = pc.or_(same, pc.is_nan(values))
+    same = pc.fill_null(same, False)
+    return _nulled(cast, pc.invert(same)), pc.and_not(valid, same)
+
+
+def _is_testable(old: pa.DataType, new: pa.DataType) -> bool:
+    """True for types of one kind, of which some values may fit the other."""
+    if types.is_dictionary(old):
+        old = old.value_type
+    for is_kind in (types.is_integer, types.is_floating, types.is_decimal):
+        if is_kind(old) and is_kind(new):
+            return True
+    if types.is_timestamp(old) and types.is_timestamp(new):
+        return (old.tz is None) == (new.tz is None)
+    return bool(types.is_timestamp(old) and old.tz is None and types.is_date(new))
+
+
+def _nulled(values: pa.Array, where: pa.Array) -> pa.Array:
+    return pc.if_else(where, pa.scalar(None, values.type), values)
+
+
+def _any(masks: Sequence[tuple[str, pa.Array]]) -> pa.Array:
+    found = masks[0][1]
+    for _, each in masks[1:]:
+        found = pc.or_(found, each)
+    return found
+
+
+_UNITS = ["s", "ms", "us", "ns"]
+
+
+def _range(kind: pa.DataType) -> tuple[int, int]:
+    bits = kind.bit_width
+    return (-(1 << bits - 1), (1 << bits - 1) - 1) if types.is_signed_integer(kind) else (0, (1 << bits) - 1)
+
+
+def _bounds(kind: pa.DataType, values: pa.DataType) -> tuple[pa.Scalar, pa.Scalar]:
+    """The least and the greatest number of both types, in that of the values."""
+    if types.is_integer(kind):
+        (low, high), (lower, higher) = _range(kind), _range(values)
+        return pa.scalar(max(low, lower), values), pa.scalar(min(high, higher), values)
+    digits = min(kind.precision - kind.scale, values.precision - values.scale) + values.scale
+    most = Decimal((0, (9,) * digits, -values.scale))
+    return pa.scalar(most.copy_negate(), values), pa.scalar(most, values)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(types.is_list(kind) or types.is_large_list(kind))

@@ -118,7 +118,8 @@ def route_problems(
             yield from _transform_problems(route.transform, base, (*where, "transform"))
         for other in routes[:place]:
             if other is not None and _same_target(route, other, sinks) and _work(route) != _work(other):
-                what = f"two routes lead to {route.to!r} in one sink and differ in sql, transform, partitions or key"
+                differ = "sql, transform, partitions, key or schema_evolution"
+                what = f"two routes lead to {route.to!r} in one sink and differ in {differ}"
                 yield Problem("PEN-1010", what, "make them agree, or give one another topic", where)
 
 
@@ -135,13 +136,25 @@ def _same_target(a: Route, b: Route, sinks: Sequence[str]) -> bool:
 
 
 def _work(route: Route) -> tuple[object, ...]:
-    return route.sql, route.transform, route.per_epoch, route.partitions, route.key
+    return route.sql, route.transform, route.per_epoch, route.partitions, route.key, route.schema_evolution
 
 
 def _unknown_name(kind: Kind, name: str, known: Sequence[str], where: Where) -> Problem:
     near = nearest(name, known)
     guess = f"; did you mean {near!r}?" if near else ""
     return Problem("PEN-1010", f"no {kind} is named {name!r}{guess}", f"{kind}s: {', '.join(known) or 'none'}", where)
+
+
+def evolution_problems(pipeline: Pipeline) -> Iterator[Problem]:
+    for place, route in enumerate(pipeline.router.routes):
+        for name in route.sinks or pipeline.router.sinks if route.schema_evolution else ():
+            sink = pipeline.sinks.get(name)
+            if sink is not None and not hasattr(sink.config, "schema_evolution"):
+                what = (
+                    f"sink {name!r} ({_connector_name(sink)}) takes rows of any schema, and has no `schema_evolution`"
+                )
+                hint = "name the sinks of the route that have one in its `sinks`"
+                yield Problem("PEN-1010", what, hint, ("routes", place, "schema_evolution"))
 
 
 def delivery_problems(pipeline: Pipeline) -> Iterator[Problem]:

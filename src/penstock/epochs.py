@@ -26,10 +26,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock import failpoints
 from penstock.durable import Json, canonical, disk_errors, make_directory, write_atomic
-from penstock.errors import ConfigError, ConnectorError, DataError, FatalError, RetryableError, SchemaError, StagingLost
+from penstock.errors import ConfigError, ConnectorError, DataError, FatalError, RetryableError, StagingLost
 from penstock.job import Engine, Job, Part, Tally, TaskResult, is_plain
 from penstock.routing import Router
-from penstock.schema import SchemaEvolvable
+from penstock.schema import ChangeKind, SchemaEvolvable
+from penstock.schema.evolution import Policy, refusal, widens
 from penstock.sink import CommittedEpoch, Epoch, SinkConnector, Topic, WriteResult
 from penstock.source import RangeSource, ReadLimit, Schemas
 from penstock.telemetry import EpochReport
@@ -84,6 +85,8 @@ class Manifest(BaseModel):
     notes: dict[str, list[Json]] = {}
     rows_in: dict[str, int] = {}
     rows_out: dict[str, dict[Topic, tuple[int, int]]] = {}
+    discarded: dict[str, dict[Topic, int]] = {}
+    """Rows that `schema_evolution` left out or took a value from, per sink and topic."""
     skipped: int = 0
     unswept: list[int] = []
     """Epochs whose failed tries may have left staged data behind."""
@@ -438,11 +441,7 @@ class EpochLoop:
         return EpochReport(
             number=manifest.number,
             rows_in=manifest.rows_in,
-            rows_out={
-                (sink, topic): WriteResult(rows, size)
-                for sink, topics in manifest.rows_out.items()
-                for topic, (rows, size) in topics.items()
-            },
+            rows_out=_results(manifest),
             skipped=manifest.skipped,
             seconds=seconds,
             recovered=recovered,
@@ -511,7 +510,7 @@ class EpochLoop:
                 code="PEN-3002",
                 hint="mend the data, or raise `max_error_rate`",
             )
-        rows_out = _written(results)
+        rows_out, discarded = _written(results)
         foreign = {
             (sink, topic): marker
             for sink, topics in rows_out.items()
@@ -528,6 +527,7 @@ class EpochLoop:
                 "notes": {source: found for source, found in notes.items() if found},
                 "rows_in": rows_in,
                 "rows_out": rows_out,
+                "discarded": discarded,
                 "skipped": skipped,
                 "unswept": sorted({*manifest.unswept, manifest.number}) if retried else manifest.unswept,
             }
@@ -685,23 +685,15 @@ class EpochLoop:
         for source, streams in schemas.items():
             for stream, new in streams.items():
                 for target in self.router.targets(source, stream):
-                    for name in target.sinks if is_plain(target.route) else ():
+                    for name in target.sinks:
                         sink, known = self.sinks[name], self._evolved.get((name, target.topic))
-                        if not isinstance(sink, SchemaEvolvable) or known == new:
+                        target.tell_policy(sink)
+                        policy = sink.policy(target.topic)
+                        # Of SQL only the tasks know the schema, and what is discarded is known there row by row.
+                        if not is_plain(target.route) or policy.discards or known == new:
                             continue
-                        old = known or sink.schema(target.topic)
-                        changes = sink.diff_schemas(old, new) if old is not None else ()
-                        if not sink.evaluate_evolution(changes):
-                            retyped = ", ".join(
-                                f"{c.column} from {c.old} to {c.new}" for c in changes if c.old and c.new
-                            )
-                            raise SchemaError(
-                                f"sink {name!r} cannot follow {target.topic}: {retyped}",
-                                code="PEN-4001",
-                                hint="cast the column in the route's SQL, or write to a new target",
-                            )
-                        if changes:
-                            sink.apply_evolution(target.topic, changes)
+                        if isinstance(sink, SchemaEvolvable):
+                            self._evolve_one(sink, target.topic, policy, new)
                         self._evolved[name, target.topic] = new
 
     def _pairs(self, source: str, stream: str) -> list[tuple[str, Topic]]:
@@ -729,6 +721,17 @@ class EpochLoop:
             except RetryableError:
                 continue  # told again after the next epoch
             self._seeded[name] = seeded
+
+    def _evolve_one(self, sink: Any, topic: Topic, policy: Policy, new: pa.Schema) -> None:
+        old = sink.schema(topic)
+        changes = sink.diff_schemas(old, new) if old is not None else ()
+        for change in changes:
+            added = change.kind is ChangeKind.ADDED
+            wider = change.kind is ChangeKind.RETYPED and not widens(change.new, change.old)
+            if (policy is Policy.FREEZE and (added or wider)) or (wider and not sink.evaluate_evolution([change])):
+                raise refusal(topic, change.column, change.old, change.new, policy)
+        if changes:
+            sink.apply_evolution(topic, changes)
 
     def _sweep(self) -> None:
         """Remove what failed tries left behind, once no task of theirs can still write."""
@@ -831,12 +834,33 @@ def _notes(results: Sequence[TaskResult]) -> dict[str, list[Json]]:
     return notes
 
 
-def _written(results: Sequence[TaskResult]) -> dict[str, dict[Topic, tuple[int, int]]]:
-    written: dict[str, dict[Topic, tuple[int, int]]] = {}
+def _written(
+    results: Sequence[TaskResult],
+) -> tuple[dict[str, dict[Topic, tuple[int, int]]], dict[str, dict[Topic, int]]]:
+    """What reached each sink and topic, and what was discarded there; one that nothing reached has no epoch to check."""
+    total: dict[tuple[str, Topic], WriteResult] = {}
     for result in results:
-        for (sink, topic), one in result.written.items():
-            rows, size = written.setdefault(sink, {}).get(topic, (0, 0))
-            written[sink][topic] = (rows + one.records_written, size + one.bytes_written)
+        for pair, one in result.written.items():
+            total[pair] = total.get(pair, WriteResult()) + one
+    written: dict[str, dict[Topic, tuple[int, int]]] = {}
+    discarded: dict[str, dict[Topic, int]] = {}
+    for (sink, topic), one in total.items():
+        if one.records_written:
+            written.setdefault(sink, {})[topic] = (one.records_written, one.bytes_written)
+        if one.records_discarded:
+            discarded.setdefault(sink, {})[topic] = one.records_discarded
+    return written, discarded
+
+
+def _results(manifest: Manifest) -> dict[tuple[str, Topic], WriteResult]:
+    written = {
+        (sink, topic): WriteResult(rows, size)
+        for sink, topics in manifest.rows_out.items()
+        for topic, (rows, size) in topics.items()
+    }
+    for sink, topics in manifest.discarded.items():
+        for topic, rows in topics.items():
+            written[sink, topic] = written.get((sink, topic), WriteResult()) + WriteResult(records_discarded=rows)
     return written
 
 

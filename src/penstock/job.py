@@ -156,6 +156,7 @@ class Writer:
         for name in target.sinks:
             if batch.num_rows and self._job.wants(name, target.topic):
                 sink = self._open.get(name) or self._begin(name)
+                target.tell_policy(sink)
                 written = sink.write_batch(target.topic, batch)  # first: what a sink refuses is not written
                 self._written[name, target.topic] += written
                 failpoints.hit("stage.middle")

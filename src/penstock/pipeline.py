@@ -18,6 +18,7 @@ from penstock.durable import Json
 from penstock.errors import ConfigError, ConnectorError
 from penstock.registry import Kind
 from penstock.routing import Route, Router
+from penstock.schema.evolution import Policy
 from penstock.shape import compare_shapes
 from penstock.sink import DeliveryGuarantee, SinkConnector
 from penstock.source import Connector, SourceConnector
@@ -129,6 +130,9 @@ class RouteEntry(Config):
     per_epoch: bool = False
     """Allows aggregates, DISTINCT, joins and windows, which then see one epoch at a time."""
 
+    schema_evolution: Policy | None = None
+    """What happens to rows that a target has no place for; none: as the sink says, see there."""
+
     def route(self) -> Route:
         fields = self.model_dump(exclude={"match", "sinks", "key"})
         return Route(**fields, match=tuple(self.match.items()), sinks=tuple(self.sinks), key=tuple(self.key))
@@ -219,6 +223,7 @@ class Pipeline:
             *([] if self.sources else [Problem("PEN-1004", "a pipeline needs a source")]),
             *([] if self.sinks else [Problem("PEN-1004", "a pipeline needs a sink")]),
             *checks.route_problems(self.router.routes, self.sources, self.sinks, self.base),
+            *checks.evolution_problems(self),
             *checks.delivery_problems(self),
         ]
         checks.refuse(problems, f"the pipeline {self.name!r}")
@@ -269,6 +274,7 @@ class _Reader:
         router = Router(tuple(route for route in routes if route), tuple(self.declared["sink"]), processing.unrouted)
         found = Pipeline(self._name(), sources, sinks, router, self._delivery(), processing, self.file.path)
         self.problems += checks.route_problems(routes, self.declared["source"], self.declared["sink"], found.base)
+        self.problems += checks.evolution_problems(found)
         self.problems += checks.delivery_problems(found)
         self._refuse()
         return found

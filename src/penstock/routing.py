@@ -23,7 +23,8 @@ import pyarrow.compute as pc
 
 from penstock.errors import ConfigError
 from penstock.schema import key_of
-from penstock.sink import Topic
+from penstock.schema.evolution import Policy
+from penstock.sink import SinkConnector, Topic
 from penstock.source import SourceBatch
 
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
@@ -51,6 +52,8 @@ class Route:
     sql: str | None = None
     transform: str | None = None
     per_epoch: bool = False
+    schema_evolution: Policy | None = None
+    """None: as the sink says."""
 
     def key_columns(self, schema: pa.Schema) -> list[str]:
         """The columns whose value keeps its order over `partitions`: the route's, else the schema's, else an envelope's."""
@@ -107,6 +110,12 @@ class Target:
     topic: Topic
     sinks: tuple[str, ...]
     route: Route = field(compare=False)
+
+    def tell_policy(self, sink: SinkConnector[Any, Any]) -> None:
+        """Let the sink know what the route says about the topic's schema; in tasks and on the driver."""
+        policy = self.route.schema_evolution
+        if policy is not None and sink.evolution.get(self.topic) is not policy:
+            sink.evolution = {**sink.evolution, self.topic: policy}
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ class _Phase:
 @dataclass
 class _Written:
     rows: int = 0
+    discarded: int = 0
     bytes: int = 0
     last_epoch: int | None = None
 
@@ -180,6 +181,7 @@ class Telemetry:
                 topic = self._written.setdefault(key, _Written())
                 topic.rows += result.records_written
                 topic.bytes += result.bytes_written
+                topic.discarded += result.records_discarded
                 topic.last_epoch = report.number
             self._committed_at = time.time()
             self._last = {
@@ -204,6 +206,12 @@ class Telemetry:
             " ".join(f"{name}={value:.3f}" for name, value in report.seconds.items()),
             " recovered" if report.recovered else "",
         )
+        for (sink, name), result in report.rows_out.items():
+            if result.records_discarded:
+                log.warning(
+                    "epoch=%d discarded=%d sink=%s topic=%s: the target has no place for them (schema_evolution)",
+                    *(report.number, result.records_discarded, sink, name),
+                )
         self._dirty.set()
 
     def retry(self, component: str, error: BaseException, backoff_secs: float) -> None:
@@ -296,6 +304,7 @@ class Telemetry:
                 },
                 "bytes": {"out": sum(topic.bytes for topic in self._written.values())},
                 "skipped": self._skipped,
+                "discarded": sum(topic.discarded for topic in self._written.values()),
                 "retries": dict(self._retries),
                 "sources": {
                     name: {"rows": rows, "lag": self._lag.get(name), **self._component(f"source:{name}")}
@@ -346,6 +355,7 @@ class Telemetry:
             sinks[sink]["topics"][topic] = {
                 "rows": written.rows,
                 "bytes": written.bytes,
+                "discarded": written.discarded,
                 "last_epoch": written.last_epoch,
             }
         return sinks
@@ -516,6 +526,11 @@ class _Collector:
 
         where = ["direction", "connector", "topic"]
         rows = Count("penstock_rows", "Rows of committed epochs.", labels=where)
+        discarded = Count(
+            "penstock_discarded",
+            "Rows that `schema_evolution` left out or took a value from.",
+            labels=["connector", "topic"],
+        )
         size = Count("penstock_bytes", "Bytes of committed epochs, as the sinks count them.", labels=where)
         for name, source in status["sources"].items():
             rows.add_metric(["in", name, ""], source["rows"])
@@ -523,6 +538,7 @@ class _Collector:
             for topic, written in sink["topics"].items():
                 rows.add_metric(["out", name, topic], written["rows"])
                 size.add_metric(["out", name, topic], written["bytes"])
+                discarded.add_metric([name, topic], written["discarded"])
 
         retries = Count("penstock_retries", "Failures that were tried again.", labels=["component"])
         state = Gauge("penstock_state", "1 for the state a component is in.", labels=["component", "state"])
@@ -540,7 +556,7 @@ class _Collector:
             if source["lag"] is not None:
                 lag.add_metric([name], source["lag"])
 
-        yield from (info, rows, size, retries, state, errors, lag)
+        yield from (info, rows, size, discarded, retries, state, errors, lag)
         yield Count("penstock_epochs", "Committed epochs.", value=status["epochs"])
         yield Count("penstock_skipped", "Rows left out by policy.", value=status["skipped"])
         yield Gauge("penstock_uptime_seconds", "Time since the start.", value=status["uptime_secs"])

@@ -82,6 +82,7 @@ def closing(status: Status) -> Text:
         f"{status['rows']['in']:,} rows in",
         f"{status['rows']['out']:,} rows out",
         f"{status['skipped']:,} skipped" if status["skipped"] else "",
+        f"{status['discarded']:,} discarded" if status.get("discarded") else "",
         _count(retries, "retry", "retries") if (retries := sum(status["retries"].values())) else "",
         duration(status["uptime_secs"]),
     ]
@@ -159,6 +160,8 @@ def _numbers(status: Status, width: int) -> Table:
     add("out", "", f"{rows['out']:,}", f"{rows['out_per_sec']:,.0f}/s", size(status["bytes"]["out"]))
     if status["skipped"]:
         add("skipped", "", Text(f"{status['skipped']:,}", style="yellow"), "", "")
+    if status.get("discarded"):
+        add("discarded", "", Text(f"{status['discarded']:,}", style="yellow"), "", "")
     add("", "", "", "", "")
     for name, source in status["sources"].items():
         lag = "" if source["lag"] is None else f"lag {source['lag']:,}"

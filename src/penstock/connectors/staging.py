@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from penstock import durable
-from penstock.config import Config, FilePath
+from penstock.config import FilePath
 from penstock.connectors.partitions import hive, split
 from penstock.errors import ConfigError, SchemaError
-from penstock.schema.evolution import follow
+from penstock.schema.evolution import EvolutionConfig, follow
 from penstock.sink import Epoch, Receipt, SinkConnectorCapabilities, Task, Topic, TopicSink
 from penstock.source import HealthStatus
 
@@ -319,7 +319,7 @@ class Stage:
         )
 
 
-class StagingConfig(Config):
+class StagingConfig(EvolutionConfig):
     path: FilePath
     """Directory of a topic, e.g. `lake/{topic}`, where `{topic}` is the topic without its leading slash."""
 

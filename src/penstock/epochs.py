@@ -687,7 +687,7 @@ class EpochLoop:
                 for target in self.router.targets(source, stream):
                     for name in target.sinks:
                         sink, known = self.sinks[name], self._evolved.get((name, target.topic))
-                        target.tell_policy(sink)
+                        target.tell(sink, new)
                         policy = sink.policy(target.topic)
                         # Of SQL only the tasks know the schema, and what is discarded is known there row by row.
                         if not is_plain(target.route) or policy.discards or known == new:

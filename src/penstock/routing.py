@@ -117,6 +117,12 @@ class Target:
         if policy is not None and sink.evolution.get(self.topic) is not policy:
             sink.evolution = {**sink.evolution, self.topic: policy}
 
+    def tell(self, sink: SinkConnector[Any, Any], schema: pa.Schema) -> None:
+        """The same on the driver, with the schema of the stream as of now; what SQL makes of it is not known here."""
+        self.tell_policy(sink)
+        if self.route.sql is None and self.route.transform is None and sink.current.get(self.topic) is not schema:
+            sink.current = {**sink.current, self.topic: schema}
+
 
 @dataclass(frozen=True)
 class Router:

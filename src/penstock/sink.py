@@ -169,6 +169,9 @@ class SinkConnector(Connector[C], Generic[C, R]):
         if receipt is not None:
             cls.receipt_type = receipt
 
+    current: Mapping[Topic, pa.Schema] = MappingProxyType({})
+    """The columns that topics have now, as far as their sources tell; set by the runtime, on the driver."""
+
     def policy(self, topic: Topic) -> Policy:
         """What the topic's route, else the sink's own option says about rows that the target has no place for."""
         own: Policy = getattr(self.config, "schema_evolution", Policy.EVOLVE)

@@ -294,7 +294,7 @@ class _Supervisor:
                 for target in self.router.targets(name, stream):
                     pairs |= {(sink, target.topic) for sink in target.sinks}
                     for sink in target.sinks:
-                        target.tell_policy(self.pipeline.sinks[sink])
+                        target.tell(self.pipeline.sinks[sink], schema)
                     routes.append((target, schema))
         keyed = [name for name, sink in self.pipeline.sinks.items() if sink.capabilities.upsert]
         engine.check(routes, keyed)

@@ -476,10 +476,31 @@ def test_the_log_tells_which_epoch_a_version_is(sink, target):
     assert DeltaTable(str(target)).history(1)[0]["penstock"] == {"pipeline": "shop", "epoch": 1}
 
 
-@pytest.mark.parametrize("options", [{"soft_delete": True}, {"storage_options": {"region": "x"}}], ids=str)
-def test_what_cannot_be_honoured_yet_is_refused(make, options):
-    with pytest.raises(ConfigError, match="PEN-1009"):
-        make(**options)
+def test_only_local_addresses_are_written_yet(make, tmp_path, target):
+    for remote in ("s3://bucket/{topic}", "file://host/{topic}"):
+        with pytest.raises(ConfigError, match=r"PEN-1009 .*local"):
+            make(path=remote, storage_options={"region": "x"})
+    sink = make(path=f"file://{tmp_path}/out/{{topic}}", storage_options={"timeout": "30s"})
+    commit(sink, 1, rows(0))
+    commit(sink, 2, rows(10))
+    assert read(target).num_rows == 20
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pa.array([decimal.Decimal("-1.75"), decimal.Decimal("12345678901234567890123456789012345.75")]),
+        pa.array([False, True]),
+        pa.array(["decimal:1", "\U0010ffff" * 40]),
+    ],
+    ids=lambda values: str(values.type),
+)
+def test_a_filter_finds_every_value_by_its_statistics(sink, target, values):
+    """The client takes a bound that is missing for one that nothing satisfies, so that none may be missing."""
+    commit(sink, 1, pa.record_batch({"id": [1, 2], "v": values}))
+    table = DeltaTable(str(target)).to_pyarrow_dataset()
+    for number, value in enumerate(values, 1):
+        assert table.to_table(filter=ds.field("v") == value).column("id").to_pylist() == [number]
 
 
 def test_tasks_work_in_a_process_forked_after_the_client_was_used(sink, target):

@@ -28,6 +28,7 @@ from penstock.connectors.staging import (
 )
 from penstock.errors import ConfigError, FatalError, RetryableError, StagingLost
 from penstock.formats import jsonl
+from penstock.schema import key_of
 from penstock.schema.evolution import follow
 from penstock.sink import CommittedEpoch, Epoch, Positions, Topic, WriteResult, is_committed
 
@@ -96,11 +97,10 @@ class FilesSink(StagingSink[FilesSinkConfig]):
 
     def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
         assert self._stage is not None
-        rows = _plain(batch)
-        if self._stage.schema(topic) != rows.schema:
-            self._fit(topic, rows.schema)
-        self._stage.write(topic, rows)
-        return WriteResult(batch.num_rows, batch.nbytes)
+        rows, discarded = self.fit(topic, _plain(batch), key_of(batch.schema))
+        if rows.num_rows:
+            self._stage.write(topic, rows)
+        return WriteResult(rows.num_rows, rows.nbytes, discarded)
 
     def commit_topic(self, epoch: Epoch, topic: Topic, receipts: Sequence[StagedFiles], end: Positions) -> None:
         parts = [receipt.staged[topic] for receipt in receipts]
@@ -120,7 +120,7 @@ class FilesSink(StagingSink[FilesSinkConfig]):
             schema = unpack_schema(newest.columns) if newest else None
             for part in parts:
                 rows = unpack_schema(part.columns)
-                schema = follow(topic, rows if schema is None else schema, rows)
+                schema = follow(topic, rows if schema is None else schema, rows, sink_widens=self.widens)
             assert schema is not None
             entry = Published(
                 incarnation=epoch.incarnation,
@@ -169,12 +169,6 @@ class FilesSink(StagingSink[FilesSinkConfig]):
         with contextlib.suppress(FileNotFoundError):
             return unpack_schema((self._targets.claim(topic) / HIDDEN / _SCHEMA).read_text())
         return None
-
-    def _fit(self, topic: Topic, rows: pa.Schema) -> None:
-        """Refuse rows that could never be committed, before the first of them is staged."""
-        known = self.schema(topic)
-        if known is not None:
-            follow(topic, known, rows)
 
     def _record_schema(self, topic: Topic, ledger: _Ledger) -> None:
         newest = ledger.newest()

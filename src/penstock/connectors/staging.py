@@ -20,7 +20,7 @@ from penstock import durable
 from penstock.config import FilePath
 from penstock.connectors.partitions import hive, split
 from penstock.errors import ConfigError, SchemaError
-from penstock.schema.evolution import EvolutionConfig, follow
+from penstock.schema.evolution import EvolutionConfig, Policy, Widens, fit, follow
 from penstock.sink import Epoch, Receipt, SinkConnectorCapabilities, Task, Topic, TopicSink
 from penstock.source import HealthStatus
 
@@ -94,9 +94,9 @@ class Targets:
             )
         if "://" in self.template:
             raise ConfigError(
-                f"`path` is an address, and only local directories can be written yet: {self.template}",
+                f"`path` is an address, and tasks can stage files in local directories only, as yet: {self.template}",
                 code="PEN-1009",
-                hint="write to a local or mounted directory",
+                hint="write to a local or mounted directory, which `file:///` may name as well",
             )
 
     @property
@@ -197,6 +197,8 @@ class Stage:
     partition_by: Sequence[str] = ()
     target_file_rows: int = 5_000_000
     max_open_files: int = 64
+    widens: Widens = lambda old, new: False
+    """Which types of a topic's columns may grow from one batch to the next."""
 
     def __post_init__(self) -> None:
         self._stem = self.epoch.stem(self.task)
@@ -267,7 +269,7 @@ class Stage:
                 code="PEN-4002",
                 hint="change `partition_by`, or route this topic to another sink",
             )
-        self._schemas[topic] = follow(topic, self._schemas.get(topic, schema), schema)
+        self._schemas[topic] = follow(topic, self._schemas.get(topic, schema), schema, sink_widens=self.widens)
         if topic not in self._staged:
             listed = f"{self.epoch.stem()}/{self._stem}-{len(self._staged):03d}"
             path = _lists(self.targets.root, self.epoch.pipeline) / listed
@@ -349,8 +351,9 @@ class StagingSink(TopicSink[S, StagedFiles]):
 
     def __init__(self, config: S) -> None:
         super().__init__(config)
+        path = config.path.removeprefix("file://") if config.path.startswith("file:///") else config.path
         # Here and not in `open`, since executors may stand in another directory.
-        self._path = config.path if "://" in config.path else os.path.abspath(config.path)
+        self._path = path if "://" in path else os.path.abspath(path)
         self.__setstate__(self.__getstate__())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -359,6 +362,7 @@ class StagingSink(TopicSink[S, StagedFiles]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._stage: Stage | None = None
+        self._accepted: dict[tuple[Topic, pa.Schema], pa.Schema] = {}
 
     def open(self) -> None:
         self._targets = Targets(self._path)
@@ -370,17 +374,43 @@ class StagingSink(TopicSink[S, StagedFiles]):
             self._stage = None
 
     def begin_epoch(self, epoch: Epoch, task: Task) -> None:
-        self._stage = Stage(
-            epoch,
-            task,
-            self._targets,
-            suffix=self.suffix(),
-            begin=self.begin_file,
-            place=self.place,
-            partition_by=self.config.partition_by,
-            target_file_rows=self.config.target_file_rows,
-            max_open_files=self.config.max_open_files,
-        )
+        self._accepted.clear()
+        self._stage = self.begin_stage(epoch, task, partition_by=self.config.partition_by)
+
+    def begin_stage(self, epoch: Epoch, task: Task, **options: Any) -> Stage:
+        how: dict[str, Any] = {
+            "suffix": self.suffix(),
+            "begin": self.begin_file,
+            "place": self.place,
+            "target_file_rows": self.config.target_file_rows,
+            "max_open_files": self.config.max_open_files,
+            "widens": self.widens,
+        }
+        return Stage(epoch, task, self._targets, **{**how, **options})
+
+    def fit(self, topic: Topic, rows: pa.RecordBatch, key: Sequence[str]) -> tuple[pa.RecordBatch, int]:
+        """The rows as the target takes them by the topic's policy, and how many lost something; in a task."""
+        policy, given = self.policy(topic), (topic, rows.schema)
+        if given not in self._accepted:
+            self._accepted[given] = self.accept(topic, rows.schema, policy)
+        return fit(topic, rows, self._accepted[given], policy, key)
+
+    def accept(self, topic: Topic, rows: pa.Schema, policy: Policy) -> pa.Schema:
+        """The columns of the target once such rows are in it; refuses rows that it could not follow."""
+        assert self._stage is not None
+        stored, staged = self.stored(topic), self._stage.schema(topic)
+        columns = stored or staged or rows
+        if stored is not None and staged is not None:
+            columns = follow(topic, stored, staged, sink_widens=self.widens)
+        return follow(topic, columns, rows, policy, self.widens)
+
+    def stored(self, topic: Topic) -> pa.Schema | None:
+        """The columns of the target, as a task can see them; None when there is none yet."""
+        return self.schema(topic)
+
+    def widens(self, old: pa.DataType, new: pa.DataType) -> bool:
+        """True when a stored column can get the wider type."""
+        return False
 
     def flush(self) -> None:
         assert self._stage is not None

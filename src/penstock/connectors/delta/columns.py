@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -21,6 +24,10 @@ STATS_COLUMNS = 32
 
 _BOUND_CHARS = 32
 _LAST_CHAR = "\U0010ffff"
+
+_DECIMAL = f"{uuid4().hex}:"  # what no text in a column begins with
+_LITERAL = re.compile(f'"{_DECIMAL}([^"]*)"')
+"""JSON of Python has no decimals: they are written as texts, and then made the numbers that readers want."""
 
 
 class StatsPart(ParquetPart):
@@ -137,14 +144,16 @@ def _stats(metadata: pq.FileMetaData, schema: pa.Schema, with_nan: set[str]) -> 
         if bounds is not None:
             lows[column.name], highs[column.name] = bounds
     stats = {"numRecords": metadata.num_rows, "minValues": lows, "maxValues": highs, "nullCount": nulls}
-    return durable.canonical(stats)
+    return _LITERAL.sub(r"\1", durable.canonical(stats))
 
 
 def _bounds(low: Any, high: Any) -> tuple[Any, Any] | None:
     """The two as JSON, rounded outwards; None for types without bounds in the log."""
     if isinstance(low, str):
         cut = high if len(high) <= _BOUND_CHARS else high[:_BOUND_CHARS] + _LAST_CHAR
-        return (low[:_BOUND_CHARS], cut) if cut >= high else None
+        return low[:_BOUND_CHARS], cut if cut >= high else high
+    if isinstance(low, Decimal):
+        return f"{_DECIMAL}{low:f}", f"{_DECIMAL}{high:f}"
     if isinstance(low, datetime.datetime):
         up = datetime.timedelta(microseconds=-high.microsecond % 1000)
         zone = "Z" if low.tzinfo else ""
@@ -152,6 +161,6 @@ def _bounds(low: Any, high: Any) -> tuple[Any, Any] | None:
         return low, high
     if isinstance(low, datetime.date):
         return low.isoformat(), high.isoformat()
-    if isinstance(low, int | float) and not isinstance(low, bool) and abs(low) != float("inf") != abs(high):
+    if isinstance(low, int | float) and abs(low) != float("inf") != abs(high):
         return low, high
     return None

@@ -52,19 +52,29 @@ class Rewrite:
             self.adds += finished[topic].files
 
 
-def rewrite(topic: Topic, table: Table, schema: pa.Schema, changes: Collapsed, begin: Callable[[], Stage]) -> Rewrite:
+def rewrite(
+    topic: Topic,
+    table: Table,
+    schema: pa.Schema,
+    changes: Collapsed,
+    begin: Callable[[], Stage],
+    mark: str | None = None,
+) -> Rewrite:
     """
     Write the files that make of the loaded version the next one; nothing of it is visible.
 
-    Rows of a file that was written anew go where they were; what is left of small files joins the new rows.
+    Rows of a file that was written anew go where they were; what is left of small files joins the new rows. With the
+    column `mark`, rows that are gone stay, and are marked in it.
     """
     result = Rewrite()
     actions = pa.table(table.delta.get_add_actions(flatten=True))
-    if changes.truncated:
+    if changes.truncated and mark is None:
         result.removes = [_file(table, actions, row).removed() for row in range(actions.num_rows)]
         actions = actions.slice(0, 0)
     keys = changes.keys().cast(pa.schema([schema.field(name) for name in changes.key]))
     candidates = _candidates(actions, keys, table.partition_by())
+    if changes.truncated:
+        candidates = np.arange(actions.num_rows)
     found = Keys(keys) if len(candidates) else None
     kept = _Kept(changes, schema)
     with contextlib.ExitStack() as abandoned:
@@ -78,17 +88,24 @@ def rewrite(topic: Topic, table: Table, schema: pa.Schema, changes: Collapsed, b
         for row in candidates:
             assert found is not None
             file = _file(table, actions, int(row))
-            hits = [found.find(rows) >= 0 for rows in file.read(schema, keys.column_names)]
-            if not any(hit.any() for hit in hits):
+            places = [found.find(rows) for rows in file.read(schema, keys.column_names)]
+            if not changes.truncated and not any((place >= 0).any() for place in places):
                 continue
             result.removes.append(file.removed())
             stage = joined if file.rows <= SMALL_FILE_ROWS else another()
-            for rows, hit in zip(file.read(schema), hits, strict=True):
-                kept.collect(rows, hit)
-                _write(stage, topic, rows.filter(pa.array(~hit)))
+            for rows, place in zip(file.read(schema), places, strict=True):
+                kept.collect(rows, place >= 0)
+                if mark is not None:  # rows to write come first among the keys, and behind them those that are gone
+                    gone = np.full(len(place), True) if changes.truncated else place >= changes.upserts.num_rows
+                    rows = _marked(rows, mark, gone)
+                    place = np.where(place < changes.upserts.num_rows, place, -1)
+                _write(stage, topic, rows.filter(pa.array(place < 0)))
             if stage is not joined:
                 result.take(stage.finish(), topic)
-        new = changes.filled(kept.rows()).select(schema.names).cast(schema)
+        new = changes.filled(kept.rows())
+        if mark is not None:
+            new = new.append_column(mark, pa.repeat(False, new.num_rows))
+        new = new.select(schema.names).cast(schema)
         _refuse_nulls(topic, new, table)
         count = max(1, min(WRITERS, new.num_rows // ROW_GROUP_ROWS))
         stages = [joined, *(another() for _ in range(count - 1))]
@@ -108,6 +125,11 @@ def rewrite(topic: Topic, table: Table, schema: pa.Schema, changes: Collapsed, b
 def _write(stage: Stage, topic: Topic, rows: pa.Table) -> None:
     for batch in rows.to_batches():
         stage.write(topic, batch)
+
+
+def _marked(rows: pa.Table, mark: str, gone: Mask) -> pa.Table:
+    marks = pc.or_kleene(rows.column(mark), pa.array(gone)) if not gone.all() else pa.array(gone)
+    return rows.set_column(rows.schema.get_field_index(mark), rows.schema.field(mark), marks)
 
 
 class _Kept:
@@ -208,8 +230,8 @@ def _candidates(actions: pa.Table, keys: pa.Table, partition_by: Sequence[str]) 
 
 
 def _has_exact_bounds(kind: pa.DataType) -> bool:
-    """False where writers round what they log (decimals) or leave values out of it (NaN)."""
-    return not (types.is_decimal(kind) or types.is_floating(kind))
+    """False where writers round what they log (decimals) or leave values out of it (NaN); of truths there are but two."""
+    return not (types.is_decimal(kind) or types.is_floating(kind) or types.is_boolean(kind))
 
 
 def _overlaps(values: pa.ChunkedArray, low: pa.ChunkedArray, high: pa.ChunkedArray) -> Mask:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
@@ -15,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from deltalake import DeltaTable
 from deltalake import Schema as DeltaSchema
-from deltalake.exceptions import DeltaError, DeltaProtocolError, TableNotFoundError
+from deltalake.exceptions import CommitFailedError, DeltaError, DeltaProtocolError, TableNotFoundError
 from pyarrow import types
 from pydantic import Field
 
@@ -29,7 +31,6 @@ from penstock.connectors.delta.table import Table, delta_errors, read_metadata, 
 from penstock.connectors.staging import (
     HIDDEN,
     ParquetPart,
-    Stage,
     StagedFiles,
     StagedTopic,
     StagingConfig,
@@ -39,7 +40,7 @@ from penstock.connectors.staging import (
 )
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError, SchemaError, StagingLost
 from penstock.schema import ChangeKind, SchemaChange, key_of, with_key
-from penstock.schema.evolution import diff, follow
+from penstock.schema.evolution import Policy, diff, follow, refusal, widens
 from penstock.sink import CommittedEpoch, Epoch, Positions, Task, Topic, WriteResult, is_committed
 
 REWRITER = Task(99_999)
@@ -47,6 +48,9 @@ REWRITER = Task(99_999)
 
 TRIES = 20
 """Commits of other writers that one commit gives way to before it fails for a while."""
+
+DELETED = pa.field("_deleted", pa.bool_())
+"""Marks rows that are gone, for `soft_delete`; null in rows from before it was set, which are there."""
 
 _WITH_ROW = [Op.SEEDED.value, Op.INSERT.value, Op.UPDATE.value]
 
@@ -62,7 +66,8 @@ class DeltaConfig(StagingConfig):
     """Columns that make the key of a row, for `upsert`; by default those that the topic's schema names."""
 
     soft_delete: bool = False
-    """Mark deleted rows instead of removing them; not yet."""
+    """For `upsert`: keep deleted rows and mark them in the column `_deleted`; a row that comes again is unmarked. A
+    truncate marks, and so writes, the whole table."""
 
     partition_by: tuple[str, ...] = ()
     """Partition columns of tables that are created; an existing table must have the same."""
@@ -71,7 +76,7 @@ class DeltaConfig(StagingConfig):
     """Compression of the Parquet files."""
 
     storage_options: dict[str, str | Secret] = Field(default_factory=dict)
-    """Options of an object store; not yet, since only local directories can be written."""
+    """Options that the Delta client gets; only local directories can be written yet, also as `file://`."""
 
 
 class Delta(StagingSink[DeltaConfig]):
@@ -91,7 +96,7 @@ class Delta(StagingSink[DeltaConfig]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._required: dict[tuple[Topic, pa.Schema], list[str]] = {}
+        self._stored: dict[Topic, tuple[pa.Schema, list[str]] | None] = {}
         self._keys: dict[Topic, list[str]] = {}
         self._tables: dict[Topic, Table] = {}
         self._committed: set[Topic] = set()
@@ -102,52 +107,55 @@ class Delta(StagingSink[DeltaConfig]):
             self.capabilities = self.capabilities.with_upsert().with_idempotent()
 
     def open(self) -> None:
-        if self.config.storage_options:
-            raise ConfigError("`storage_options` are not supported yet", code="PEN-1009", hint="use a local directory")
-        if self.config.soft_delete:
-            raise ConfigError("`soft_delete` is not supported yet", code="PEN-1009", hint='use mode = "changes"')
-        if self.config.key and not self._upserts:
-            raise ConfigError(
-                f'`key` has no meaning for mode = "{self.config.mode}"', code="PEN-1003", hint='use mode = "upsert"'
-            )
+        for option in () if self._upserts else ("key", "soft_delete"):
+            if getattr(self.config, option):
+                what = f'`{option}` has no meaning for mode = "{self.config.mode}"'
+                raise ConfigError(what, code="PEN-1003", hint='use mode = "upsert"')
         super().open()
 
     def close(self) -> None:
         super().close()
         self._tables.clear()
 
+    @property
+    def _options(self) -> dict[str, str]:
+        options = self.config.storage_options.items()
+        return {name: value if isinstance(value, str) else value.reveal() for name, value in options}
+
     # -- in tasks: no call into the client that needs its threads, which do not survive a fork ---------------------
 
     def begin_epoch(self, epoch: Epoch, task: Task) -> None:
-        self._required.clear()
+        self._stored.clear()
         self._keys.clear()
-        if not self._upserts:
-            super().begin_epoch(epoch, task)
-            return
-        self._stage = Stage(
-            epoch,
-            task,
-            self._targets,
-            suffix=self.suffix(),
-            begin=lambda path, schema: ParquetPart(path, schema, "lz4", use_dictionary=False, write_statistics=False),
-            place=lambda target, path: _changes(target, epoch.pipeline) / path,
-            target_file_rows=self.config.target_file_rows,
-            max_open_files=self.config.max_open_files,
-        )
+        super().begin_epoch(epoch, task)
+        if self._upserts:
+            self._stage = self.begin_stage(
+                epoch,
+                task,
+                begin=lambda path, schema: ParquetPart(
+                    path, schema, "lz4", use_dictionary=False, write_statistics=False
+                ),
+                place=lambda target, path: _changes(target, epoch.pipeline) / path,
+            )
 
     def begin_file(self, path: Path, schema: pa.Schema) -> staging.Part:
         return StatsPart(path, schema, self.config.compression, store_schema=False)
 
     def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
         assert self._stage is not None
-        rows = self._as_changes(topic, batch) if self._upserts else as_delta(topic, batch)
+        rows, discarded = self._as_changes(topic, batch) if self._upserts else self._as_rows(topic, batch)
+        if rows.num_rows:
+            self._refuse_values(topic, rows)
+            self._stage.write(topic, rows)
+        return WriteResult(rows.num_rows, rows.nbytes if discarded else batch.nbytes, discarded)
+
+    def _refuse_values(self, topic: Topic, rows: pa.RecordBatch) -> None:
+        """Refuse values that the table would not take, since what is staged can only go forward."""
         own = rows.select(own_columns(rows.schema)) if self._upserts else rows
-        key = (topic, own.schema)
-        if key not in self._required:
-            self._required[key] = self._fit_before_writing(topic, own.schema)
         if self._upserts and is_changelog(rows.schema):
             own = own.filter(pc.is_in(rows.column("_op"), value_set=pa.array(_WITH_ROW)))
-        for name in () if self._upserts and _says_unchanged(rows) else self._required[key]:
+        stored = self._stored.get(topic)
+        for name in () if stored is None or (self._upserts and _says_unchanged(rows)) else stored[1]:
             if name not in own.schema.names or own.column(name).null_count:
                 raise SchemaError(
                     f"the column {name!r} of {topic} holds nulls, and the table forbids them", code="PEN-4001"
@@ -158,8 +166,6 @@ class Delta(StagingSink[DeltaConfig]):
                     f"the partition column {name!r} of {topic} holds an empty text, which Delta would read as null",
                     hint="give it another value in the route's SQL",
                 )
-        self._stage.write(topic, rows)
-        return WriteResult(batch.num_rows, batch.nbytes)
 
     def pre_commit(self, epoch: Epoch) -> StagedFiles:
         receipt = super().pre_commit(epoch)
@@ -173,7 +179,10 @@ class Delta(StagingSink[DeltaConfig]):
         }
         return StagedFiles(staged=staged)
 
-    def _as_changes(self, topic: Topic, batch: pa.RecordBatch) -> pa.RecordBatch:
+    def _as_rows(self, topic: Topic, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
+        return self.fit(topic, as_delta(topic, batch), key_of(batch.schema))
+
+    def _as_changes(self, topic: Topic, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
         """The batch as it is staged for `upsert`, once it is known that it can be applied."""
         assert self._stage is not None
         key = list(self.config.key) or key_of(batch.schema)
@@ -186,41 +195,55 @@ class Delta(StagingSink[DeltaConfig]):
             )
         unused = [name for name in ("_txid", "_committed_at") if is_changelog(batch.schema)]
         batch = batch.drop_columns([name for name in unused if name in batch.schema.names])
-        rows = as_delta(topic, self._with_known_types(topic, batch))
+        rows, discarded = self.fit(topic, as_delta(topic, self._with_known_types(topic, batch)), key)
         check_changes(pa.Table.from_batches([rows]), key)
         if self._stage.last_schema(topic) not in (None, rows.schema):
             self._stage.end(topic)
-        return rows
+        return rows, discarded
 
     def _with_known_types(self, topic: Topic, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Columns of nulls get the table's types: left out, they would be unchanged and not null."""
         nulls = [name for name in batch.schema.names if types.is_null(batch.schema.field(name).type)]
-        metadata = read_metadata(self._targets.claim(topic) / "_delta_log") if nulls else None
-        known = pa.schema(DeltaSchema.from_json(metadata["schemaString"]).to_arrow()) if metadata else pa.schema([])
+        known = self.stored(topic) if nulls else None
         for name in nulls:
-            if name in known.names:
+            if known is not None and name in known.names:
                 nothing = pa.nulls(batch.num_rows, known.field(name).type)
                 batch = batch.set_column(batch.schema.get_field_index(name), name, nothing)
         return batch
 
-    def _fit_before_writing(self, topic: Topic, rows: pa.Schema) -> list[str]:
-        """Refuse rows that could never be committed, before the first of them is staged; gives the columns without nulls."""
-        metadata = read_metadata(self._targets.claim(topic) / "_delta_log")
-        if metadata is None:
-            return []
-        columns = pa.schema(DeltaSchema.from_json(metadata["schemaString"]).to_arrow())
-        self._fit(topic, columns, metadata["partitionColumns"], rows)
-        return [column.name for column in columns if not column.nullable]
+    def stored(self, topic: Topic) -> pa.Schema | None:
+        if topic not in self._stored:
+            self._stored[topic] = None
+            metadata = read_metadata(self._targets.claim(topic) / "_delta_log")
+            if metadata is not None:
+                columns = pa.schema(DeltaSchema.from_json(metadata["schemaString"]).to_arrow())
+                self._refuse_partitions(topic, metadata["partitionColumns"])
+                required = [column.name for column in columns if not column.nullable]
+                self._stored[topic] = (delta_schema(topic, columns), required)
+        known = self._stored[topic]
+        return known and known[0]
 
-    def _fit(self, topic: Topic, columns: pa.Schema, partition_by: Sequence[str], rows: pa.Schema) -> pa.Schema:
-        """The table's columns and those that the rows add to them."""
-        if list(partition_by) != list(self.config.partition_by):
+    def accept(self, topic: Topic, rows: pa.Schema, policy: Policy) -> pa.Schema:
+        assert self._stage is not None
+        stored, staged = self.stored(topic), self._stage.schema(topic)
+        columns = stored or self._own(staged or rows)
+        if stored is not None and staged is not None:
+            columns = self._follow(topic, stored, self._own(staged))
+        return self._follow(topic, columns, self._own(rows), policy)
+
+    def _follow(self, topic: Topic, columns: pa.Schema, rows: pa.Schema, policy: Policy = Policy.EVOLVE) -> pa.Schema:
+        """The table's columns and what the rows make of them."""
+        if self.config.soft_delete and DELETED.name in rows.names:
             raise SchemaError(
-                f"the table of {topic} is partitioned by {list(partition_by)}, not by {list(self.config.partition_by)}",
+                f"{topic} has a column {DELETED.name!r} of its own, and `soft_delete` needs the name",
                 code="PEN-4002",
-                hint=f"set partition_by = {json.dumps(list(partition_by))}",
+                hint="rename it in the route's SQL, or leave `soft_delete` out",
             )
-        wider = follow(topic, delta_schema(topic, columns), rows)
+        wider = follow(topic, columns, rows, policy, self.widens)
+        for name in self.config.partition_by:
+            if name in columns.names and wider.field(name).type != columns.field(name).type:
+                # Its values stand in paths and in the log, as texts of the old type.
+                raise refusal(topic, name, columns.field(name).type, wider.field(name).type, policy, is_wider=True)
         folded: dict[str, str] = {}
         for name in wider.names:
             if folded.setdefault(name.lower(), name) != name:
@@ -230,6 +253,18 @@ class Delta(StagingSink[DeltaConfig]):
                     hint="Delta does not tell them apart: rename one in the route's SQL",
                 )
         return wider
+
+    def _refuse_partitions(self, topic: Topic, partition_by: Sequence[str]) -> None:
+        if list(partition_by) != list(self.config.partition_by):
+            raise SchemaError(
+                f"the table of {topic} is partitioned by {list(partition_by)}, not by {list(self.config.partition_by)}",
+                code="PEN-4002",
+                hint=f"set partition_by = {json.dumps(list(partition_by))}",
+            )
+
+    def widens(self, old: pa.DataType, new: pa.DataType) -> bool:
+        """True for what every reader of Parquet makes of a narrower file: numbers, and dates as midnights."""
+        return widens(old, new) and (types.is_primitive(old) or types.is_decimal(old)) and not types.is_boolean(old)
 
     # -- on the driver ----------------------------------------------------------------------------------------------
 
@@ -251,12 +286,12 @@ class Delta(StagingSink[DeltaConfig]):
                 with durable.disk_errors():
                     if table is None:
                         self._create(topic, schemas)
-                    elif self._widen(topic, table, schemas):
+                    elif self._evolve(topic, table, schemas):
                         self._commit(epoch, topic, table, parts, end)
                         break
             except DeltaProtocolError as error:
                 raise unknown_feature(target, error) from error
-            except (DeltaError, FileNotFoundError) as error:
+            except (DeltaError, FileNotFoundError, FileExistsError) as error:
                 conflict = error  # another writer was first, or the answer was lost: look again
                 self._tables.pop(topic, None)
         else:
@@ -294,24 +329,21 @@ class Delta(StagingSink[DeltaConfig]):
             table.commit(epoch, end, [file for part in parts for file in part.files])
             return
         below, schema = _changes(table.path, epoch.pipeline), delta_schema(topic, table.columns())
-        key = _one_key(topic, parts)
-        changes = [pq.read_table(below / file.path, partitioning=None) for part in parts for file in part.files]
-        files = rewrite(topic, table, schema, collapse(changes, key, schema), lambda: self._rewriting(epoch))
-        table.commit(epoch, end, files.adds, files.removes)
+        marker = table.marker(epoch.pipeline)
+        sent = {name for part in parts for name in self._own(unpack_schema(part.columns)).names}
+        sent.update(marker.columns if marker else ())
+        gone = sent.difference(self.current[topic].names if topic in self.current else sent)
+        changes = [
+            _as_stored(pq.read_table(below / file.path, partitioning=None), schema, gone)
+            for part in parts
+            for file in part.files
+        ]
+        own = pa.schema([each for each in schema if not self.config.soft_delete or each.name != DELETED.name])
+        collapsed = collapse(changes, _one_key(topic, parts), own)
+        begin = partial(self.begin_stage, epoch, REWRITER, partition_by=self.config.partition_by)
+        files = rewrite(topic, table, schema, collapsed, begin, DELETED.name if self.config.soft_delete else None)
+        table.commit(epoch, end, files.adds, files.removes, columns=sorted(sent))
         staging.drop_lists(self._targets.root, epoch.pipeline, files.staged)
-
-    def _rewriting(self, epoch: Epoch) -> Stage:
-        return Stage(
-            epoch,
-            REWRITER,
-            self._targets,
-            suffix=self.suffix(),
-            begin=self.begin_file,
-            place=self.place,
-            partition_by=self.config.partition_by,
-            target_file_rows=self.config.target_file_rows,
-            max_open_files=self.config.max_open_files,
-        )
 
     def _tidy(self, epoch: Epoch, topic: Topic, parts: Sequence[StagedTopic]) -> None:
         """Drop the changes that are applied, and files that a commit which failed or died has written for them."""
@@ -366,14 +398,16 @@ class Delta(StagingSink[DeltaConfig]):
         return diff(*(delta_schema("the topic", self._own(schema)) for schema in (old, new)))
 
     def evaluate_evolution(self, changes: Sequence[SchemaChange]) -> bool:
-        return all(change.kind is not ChangeKind.RETYPED for change in changes)
+        retyped = [change for change in changes if change.kind is ChangeKind.RETYPED]
+        return all(widens(change.new, change.old) or self.widens(change.old, change.new) for change in retyped)
 
     def apply_evolution(self, topic: Topic, changes: Sequence[SchemaChange]) -> None:
         table = self._table(topic)
-        added = [pa.field(c.column, c.new) for c in changes if c.kind is ChangeKind.ADDED]
-        if table is not None and added:
-            with delta_errors(table.path):
-                table.add_columns(delta_schema(topic, pa.schema(added)))
+        new = pa.schema([(change.column, change.new) for change in changes if change.new is not None])
+        # Another writer may be first: then the commit of the rows does it.
+        with contextlib.suppress(CommitFailedError, FileExistsError):
+            while table is not None and not self._evolve(topic, table, [delta_schema(topic, new)]):
+                pass
 
     def _table(self, topic: Topic) -> Table | None:
         """The topic's table at its newest version, or None."""
@@ -394,7 +428,8 @@ class Delta(StagingSink[DeltaConfig]):
             return None
         try:
             with delta_errors(path):
-                table = Table(path, DeltaTable(str(path)))
+                uri = path.as_uri() if self._options else str(path)
+                table = Table(path, DeltaTable(uri, storage_options=self._options or None))
         except TableNotFoundError:
             return None
         table.refuse_what_cannot_be_kept(rewrites=self._upserts)
@@ -404,22 +439,35 @@ class Delta(StagingSink[DeltaConfig]):
     def _create(self, topic: Topic, schemas: Sequence[pa.Schema]) -> None:
         path = self._targets.claim(topic)
         schema = self._own(schemas[0])
-        for each in schemas[1:]:
-            schema = follow(topic, schema, self._own(each))
-        schema = self._fit(topic, schema, self.config.partition_by, schema)
+        for each in schemas:
+            schema = self._follow(topic, schema, self._own(each))
         durable.make_directory(path)
-        DeltaTable.create(str(path), schema, mode="ignore", partition_by=list(self.config.partition_by))
+        DeltaTable.create(
+            path.as_uri() if self._options else str(path),
+            schema.append(DELETED) if self.config.soft_delete else schema,
+            mode="ignore",
+            partition_by=list(self.config.partition_by),
+            storage_options=self._options or None,
+        )
         durable.fsync(path / "_delta_log" / f"{0:020d}.json", path / "_delta_log")
 
-    def _widen(self, topic: Topic, table: Table, schemas: Sequence[pa.Schema]) -> bool:
-        """True when the table has every column; otherwise they are added, and the marker is to be looked at again."""
-        columns = wider = table.columns()
+    def _evolve(self, topic: Topic, table: Table, schemas: Sequence[pa.Schema]) -> bool:
+        """True when the table holds such rows as it is; otherwise it is changed, and the marker is to be looked at again."""
+        self._refuse_partitions(topic, table.partition_by())
+        columns = wider = delta_schema(topic, table.columns())
         for each in schemas:
-            wider = self._fit(topic, wider, table.partition_by(), self._own(each))
-        added = [column for column in wider if column.name not in columns.names]
+            # Tasks have discarded what the table lacked then: what it lacks now is for a person to decide on.
+            policy = Policy.FREEZE if self.policy(topic) is not Policy.EVOLVE else Policy.EVOLVE
+            wider = self._follow(topic, wider, self._own(each), policy)
+        if self.config.soft_delete:
+            wider = follow(topic, wider, pa.schema([DELETED]))
+        added = [each for each in wider if each.name not in columns.names]
+        retyped = [each for each in wider if each.name in columns.names and each.type != columns.field(each.name).type]
         if added:
             table.add_columns(pa.schema(added))
-        return not added
+        elif retyped:
+            table.widen_columns(pa.schema(retyped))
+        return not added and not retyped
 
     def _own(self, schema: pa.Schema) -> pa.Schema:
         """The columns that the table has of a topic's."""
@@ -429,6 +477,19 @@ class Delta(StagingSink[DeltaConfig]):
 def _changes(target: Path, pipeline: str) -> Path:
     """Where the changes of a pipeline stand until they are applied."""
     return target / HIDDEN / quote(pipeline, safe="") / "changes"
+
+
+def _as_stored(rows: pa.Table, schema: pa.Schema, gone: Iterable[str]) -> pa.Table:
+    """Changes in the types of the table; a column that the topic no longer has is null, and not unchanged."""
+    own = set(own_columns(rows.schema))
+    fields = [
+        schema.field(each.name) if each.name in own and each.name in schema.names else each for each in rows.schema
+    ]
+    rows = rows.cast(pa.schema(fields))
+    for name in sorted(gone):
+        if name not in rows.column_names and name in schema.names:
+            rows = rows.append_column(name, pa.nulls(rows.num_rows, schema.field(name).type))
+    return rows
 
 
 def _one_key(topic: Topic, parts: Sequence[StagedTopic]) -> list[str]:

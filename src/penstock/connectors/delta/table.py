@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Transaction
+from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, TableFeatures, Transaction
 from deltalake import Schema as DeltaSchema
 from deltalake.exceptions import CommitFailedError, DeltaError, DeltaProtocolError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction
+from pyarrow import types
 from pydantic import ValidationError
 
 from penstock import durable, failpoints
@@ -47,6 +49,8 @@ class Sidecar(CommittedEpoch):
 
     version: int
     """Version of the table that this commit makes."""
+    columns: tuple[str, ...] = ()
+    """Every column that the topic ever had, for `upsert`; others in the table are not the pipeline's."""
 
 
 @dataclass
@@ -105,12 +109,19 @@ class Table:
         )
 
     def commit(
-        self, epoch: Epoch, end: Positions, files: Sequence[StagedFile], removed: Sequence[StagedFile] = ()
+        self,
+        epoch: Epoch,
+        end: Positions,
+        files: Sequence[StagedFile],
+        removed: Sequence[StagedFile] = (),
+        columns: Sequence[str] = (),
     ) -> None:
         """Make the version after the one that is loaded, or raise `CommitFailedError`."""
         version = self.delta.version() + 1
         sequence = (self.delta.transaction_version(_app(epoch.pipeline)) or 0) + 1
-        sidecar = Sidecar(incarnation=epoch.incarnation, number=epoch.number, end=dict(end), version=version)
+        sidecar = Sidecar(
+            incarnation=epoch.incarnation, number=epoch.number, end=dict(end), version=version, columns=tuple(columns)
+        )
         hidden = self._hidden(epoch.pipeline)
         durable.make_directory(hidden)
         durable.write_atomic(
@@ -151,6 +162,48 @@ class Table:
             commit_properties=CommitProperties(max_commit_retries=_NO_RETRIES),
             post_commithook_properties=_HOOKS,
         )
+        self.refresh()
+        self.sync(self.delta.version())
+
+    def widen_columns(self, columns: pa.Schema) -> None:
+        """
+        Give columns wider types: an entry of metadata alone, since readers take narrower files for wider columns.
+
+        The client has no call for it. The entry is made as the client makes its own: whole, or not at all.
+        """
+        features = self.delta.protocol().writer_features or ()
+        if "timestampNtz" not in features and any(types.is_timestamp(each.type) for each in columns):
+            self.delta.alter.add_feature(
+                TableFeatures.TimestampWithoutTimezone,
+                allow_protocol_versions_increase=True,
+                commit_properties=CommitProperties(max_commit_retries=_NO_RETRIES),
+                post_commithook_properties=_HOOKS,
+            )
+            self.refresh()
+        metadata, schema = self.delta.metadata(), json.loads(self.delta.schema().to_json())
+        wider = {each["name"]: each["type"] for each in json.loads(DeltaSchema.from_arrow(columns).to_json())["fields"]}
+        for each in schema["fields"]:
+            each["type"] = wider.get(each["name"], each["type"])
+        now = int(time.time() * 1000)
+        change = {
+            "id": str(metadata.id),
+            "name": metadata.name,
+            "description": metadata.description,
+            "format": {"provider": "parquet", "options": {}},
+            "schemaString": json.dumps(schema),
+            "partitionColumns": metadata.partition_columns,
+            "createdTime": metadata.created_time,
+            "configuration": metadata.configuration,
+        }
+        info = {"timestamp": now, "operation": "CHANGE COLUMNS", "operationParameters": {"columns": json.dumps(wider)}}
+        entry = "".join(f"{json.dumps(each)}\n" for each in ({"commitInfo": info}, {"metaData": change}))
+        durable.make_directory(self.path / HIDDEN)
+        written = self.path / HIDDEN / f".{uuid4().hex}.json"
+        try:
+            durable.write_atomic(written, entry.encode())
+            os.link(written, self.path / "_delta_log" / f"{self.delta.version() + 1:020d}.json")
+        finally:
+            written.unlink(missing_ok=True)
         self.refresh()
         self.sync(self.delta.version())
 

@@ -69,7 +69,7 @@ def rewrite(
     result = Rewrite()
     actions = pa.table(table.delta.get_add_actions(flatten=True))
     if changes.truncated and mark is None:
-        result.removes = [_file(table, actions, row).removed() for row in range(actions.num_rows)]
+        result.removes = [file_of(table, actions, row).removed() for row in range(actions.num_rows)]
         actions = actions.slice(0, 0)
     keys = changes.keys().cast(pa.schema([schema.field(name) for name in changes.key]))
     candidates = _candidates(actions, keys, table.partition_by())
@@ -87,7 +87,7 @@ def rewrite(
         joined = another()
         for row in candidates:
             assert found is not None
-            file = _file(table, actions, int(row))
+            file = file_of(table, actions, int(row))
             places = [found.find(rows) for rows in file.read(schema, keys.column_names)]
             if not changes.truncated and not any((place >= 0).any() for place in places):
                 continue
@@ -99,7 +99,7 @@ def rewrite(
                     gone = np.full(len(place), True) if changes.truncated else place >= changes.upserts.num_rows
                     rows = _marked(rows, mark, gone)
                     place = np.where(place < changes.upserts.num_rows, place, -1)
-                _write(stage, topic, rows.filter(pa.array(place < 0)))
+                write(stage, topic, rows.filter(pa.array(place < 0)))
             if stage is not joined:
                 result.take(stage.finish(), topic)
         new = changes.filled(kept.rows())
@@ -112,7 +112,7 @@ def rewrite(
         edges = [new.num_rows * i // count for i in range(count + 1)]
         with ThreadPoolExecutor(count) as threads:
             written = [
-                threads.submit(_write, stage, topic, new.slice(first, last - first))
+                threads.submit(write, stage, topic, new.slice(first, last - first))
                 for stage, (first, last) in zip(stages, pairwise(edges), strict=True)
             ]
             for each in written:
@@ -122,7 +122,7 @@ def rewrite(
     return result
 
 
-def _write(stage: Stage, topic: Topic, rows: pa.Table) -> None:
+def write(stage: Stage, topic: Topic, rows: pa.Table) -> None:
     for batch in rows.to_batches():
         stage.write(topic, batch)
 
@@ -150,7 +150,7 @@ class _Kept:
 
 
 @dataclass(frozen=True)
-class _File:
+class File:
     """A file of the table, and what the log knows of it."""
 
     table: Path
@@ -208,10 +208,10 @@ def _runs(sizes: Sequence[int]) -> Iterator[list[int]]:
         yield run
 
 
-def _file(table: Table, actions: pa.Table, row: int) -> _File:
+def file_of(table: Table, actions: pa.Table, row: int) -> File:
     partition = {name: actions.column(f"partition.{name}")[row] for name in table.partition_by()}
     path, size, records = (actions.column(name)[row].as_py() for name in ("path", "size_bytes", "num_records"))
-    return _File(table.path, path, size, records, partition)
+    return File(table.path, path, size, records, partition)
 
 
 def _candidates(actions: pa.Table, keys: pa.Table, partition_by: Sequence[str]) -> Ints:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
+import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +23,7 @@ from deltalake import DeltaTable
 from deltalake import Schema as DeltaSchema
 from deltalake.exceptions import CommitFailedError, DeltaError, DeltaProtocolError, TableNotFoundError
 from pyarrow import types
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 
 from penstock import durable
 from penstock.change import Op, check_changes, collapse, is_changelog, own_columns
@@ -28,6 +32,7 @@ from penstock.connectors import staging
 from penstock.connectors.delta.columns import StatsPart, as_delta, delta_schema, has_empty_text
 from penstock.connectors.delta.rewrite import rewrite
 from penstock.connectors.delta.table import Table, delta_errors, read_metadata, unknown_feature
+from penstock.connectors.delta.upkeep import join_small_files, remove_dead_files
 from penstock.connectors.staging import (
     HIDDEN,
     ParquetPart,
@@ -38,13 +43,18 @@ from penstock.connectors.staging import (
     pack_schema,
     unpack_schema,
 )
-from penstock.errors import ConfigError, DataError, FatalError, RetryableError, SchemaError, StagingLost
+from penstock.errors import ConfigError, ConnectorError, DataError, FatalError, RetryableError, SchemaError, StagingLost
 from penstock.schema import ChangeKind, SchemaChange, key_of, with_key
 from penstock.schema.evolution import Policy, diff, follow, refusal, widens
 from penstock.sink import CommittedEpoch, Epoch, Positions, Task, Topic, WriteResult, is_committed
 
+logger = logging.getLogger("penstock.delta")
+
 REWRITER = Task(99_999)
 """Whose files the driver's are, in their names."""
+
+FIRST_JOIN = 5
+"""Epochs of a run after which small files are first joined, and then every so often: a run may be short."""
 
 TRIES = 20
 """Commits of other writers that one commit gives way to before it fails for a while."""
@@ -75,6 +85,13 @@ class DeltaConfig(StagingConfig):
     compression: Literal["zstd", "snappy", "gzip", "none"] = "zstd"
     """Compression of the Parquet files."""
 
+    optimize_every_epochs: NonNegativeInt = 50
+    """After how many epochs of a topic small files of its table are joined, so that commits stay cheap; 0: never."""
+
+    vacuum_every_secs: NonNegativeInt = 3600
+    """How often files are removed that the table no longer holds, once they are older than its
+    `delta.deletedFileRetentionDuration` (a week by default); 0: never."""
+
     storage_options: dict[str, str | Secret] = Field(default_factory=dict)
     """Options that the Delta client gets; only local directories can be written yet, also as `file://`."""
 
@@ -100,6 +117,7 @@ class Delta(StagingSink[DeltaConfig]):
         self._keys: dict[Topic, list[str]] = {}
         self._tables: dict[Topic, Table] = {}
         self._committed: set[Topic] = set()
+        self._due: dict[Topic, _Due] = defaultdict(_Due)
         self._upserts = self.config.mode == "upsert"
         if self.config.mode != "append":
             self.capabilities = self.capabilities.with_changelog()
@@ -302,6 +320,7 @@ class Delta(StagingSink[DeltaConfig]):
         if self._upserts:
             self._tidy(epoch, topic, parts)
         staging.drop_lists(self._targets.root, epoch.pipeline, parts)
+        self._keep_up(epoch, topic)
 
     def _is_done(self, epoch: Epoch, topic: Topic, table: Table | None) -> bool:
         marker = table.marker(epoch.pipeline) if table else None
@@ -352,6 +371,30 @@ class Delta(StagingSink[DeltaConfig]):
             for file in part.files:
                 (below / file.path).unlink(missing_ok=True)
         self._sweep(epoch, set(), f"{epoch.stem()}-{REWRITER.partition:05d}-")
+
+    def _keep_up(self, epoch: Epoch, topic: Topic) -> None:
+        """Join small files and remove dead ones, when it is time; whatever goes wrong there, the epoch is committed."""
+        joins, removes = self._due[topic].joins(self.config), self._due[topic].removes(self.config)
+        if not joins and not removes:
+            return
+        try:
+            table = self._table(topic)
+            if joins and table is not None and table.may_join():
+                self._join(epoch, topic, table)
+            if removes and table is not None:
+                remove_dead_files(table)
+        except (DeltaError, ConnectorError, OSError, pa.ArrowException) as error:
+            logger.warning("%s: upkeep of its table is put off: %s", topic, error)
+            self._tables.pop(topic, None)
+
+    def _join(self, epoch: Epoch, topic: Topic, table: Table) -> None:
+        begin = partial(self.begin_stage, epoch, REWRITER, partition_by=self.config.partition_by)
+        try:
+            files = join_small_files(topic, table, delta_schema(topic, table.columns()), begin)
+            if files.removes:
+                table.replace(files.adds, files.removes)
+        finally:  # of what was begun, all that the table has not taken goes
+            self._sweep(epoch, set(), f"{epoch.stem()}-{REWRITER.partition:05d}-")
 
     def committed_epoch(self, pipeline: str, topic: Topic) -> CommittedEpoch | None:
         table = self._table(topic)
@@ -472,6 +515,26 @@ class Delta(StagingSink[DeltaConfig]):
     def _own(self, schema: pa.Schema) -> pa.Schema:
         """The columns that the table has of a topic's."""
         return pa.schema([schema.field(name) for name in own_columns(schema)]) if self._upserts else schema
+
+
+@dataclass
+class _Due:
+    """When the table of a topic wants upkeep; also soon after a start, since runs may be short."""
+
+    epochs: int = 0
+    removed_at: float = field(default_factory=time.monotonic)
+
+    def joins(self, config: DeltaConfig) -> bool:
+        self.epochs += 1
+        return bool(config.optimize_every_epochs) and self.epochs % config.optimize_every_epochs == min(
+            FIRST_JOIN, config.optimize_every_epochs - 1
+        )
+
+    def removes(self, config: DeltaConfig) -> bool:
+        due = bool(config.vacuum_every_secs) and time.monotonic() - self.removed_at >= config.vacuum_every_secs
+        if due:
+            self.removed_at = time.monotonic()
+        return due
 
 
 def _changes(target: Path, pipeline: str) -> Path:

@@ -156,6 +156,29 @@ class Table:
             for name in names if old < sequence - 1 else ():  # one more is kept for who reads the previous version now
                 (hidden / name).unlink(missing_ok=True)
 
+    def replace(self, files: Sequence[StagedFile], removed: Sequence[StagedFile]) -> None:
+        """Make the next version of the same rows in other files, or raise `CommitFailedError`."""
+        now = int(time.time() * 1000)
+        version = self.delta.version() + 1
+        self.delta.create_write_transaction(
+            [
+                *(AddAction(f.path, f.bytes, f.partition, now, False, f.stats or "") for f in files),
+                *(RemoveAction(f.path, False, now, f.bytes, f.partition) for f in removed),
+            ],
+            "append",
+            self.delta.schema(),
+            self.partition_by(),
+            commit_properties=CommitProperties(
+                custom_metadata={"penstock": {"joined": len(removed)}}, max_commit_retries=_NO_RETRIES
+            ),
+            post_commithook_properties=_HOOKS,
+        )
+        self.sync(version)
+
+    def may_join(self) -> bool:
+        """False for tables whose files hold less than their rows: a deletion vector says which of them are gone."""
+        return "deletionVectors" not in (self.delta.protocol().writer_features or ())
+
     def add_columns(self, columns: pa.Schema) -> None:
         self.delta.alter.add_columns(
             list(DeltaSchema.from_arrow(columns).fields),
@@ -282,6 +305,8 @@ def unknown_feature(path: Path, error: DeltaProtocolError) -> SchemaError:
     )
 
 
+_ENTRY = re.compile(r"(\d{20})\.(json|checkpoint\.parquet)")
+
 _read: dict[Path, tuple[str, tuple[int, int], dict[str, Any]]] = {}
 """Per log: the newest entry that this process has read, what tells it from another of its name, the metadata as of it."""
 
@@ -292,9 +317,11 @@ def read_metadata(log: Path) -> dict[str, Any] | None:
 
     None when there is no table, or when its checkpoints are of a kind that only the client reads: the commit tells then.
     """
-    names = sorted(os.listdir(log), reverse=True) if log.exists() else []
-    entries = [match for name in names if (match := re.fullmatch(r"(\d{20})\.(json|checkpoint\.parquet)", name))]
     seen, identity, known = _read.get(log, ("", (0, 0), None))
+    if known is not None and seen.endswith(".json") and _identity(log / seen) == identity:
+        return _read_on(log, int(seen[:20]), known)
+    names = sorted(os.listdir(log), reverse=True) if log.exists() else []
+    entries = [match for name in names if name[:1] == "0" and (match := _ENTRY.fullmatch(name))]
     for newer, entry in zip([None, *entries], entries, strict=False):
         if newer is not None and int(entry[1]) < int(newer[1]) - 1:
             return None  # entries are missing that only a checkpoint of another kind holds
@@ -306,6 +333,18 @@ def read_metadata(log: Path) -> dict[str, Any] | None:
                 _read[log] = (entries[0][0], newest, metadata)
             return metadata
     return None
+
+
+def _read_on(log: Path, version: int, metadata: dict[str, Any]) -> dict[str, Any]:
+    """The newest metadata, given that as of a version: a log may be long, and listing it takes its time."""
+    while (entry := log / f"{version + 1:020d}.json").exists():
+        metadata = _metadata_in(entry) or metadata
+        version += 1
+    newest = log / f"{version:020d}.json"
+    identity = _identity(newest)
+    if identity is not None:
+        _read[log] = (newest.name, identity, metadata)
+    return metadata
 
 
 def _metadata_in(entry: Path) -> dict[str, Any] | None:

@@ -1,0 +1,81 @@
+"""Keep a Delta table cheap to commit to: join small files, and remove files that no reader can want any more."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+import pyarrow as pa
+
+from penstock.connectors.delta.rewrite import File, Rewrite, file_of, write
+from penstock.connectors.delta.table import Table
+from penstock.connectors.staging import HIDDEN, Stage
+from penstock.sink import Topic
+
+FAN = 8
+"""Files of about one size that are joined to one: each row is written again once per eightfold growth of its file."""
+
+JOINED_ROWS = 1_000_000
+"""A file with as many rows stays as it is, and one run of joining takes few seconds."""
+
+RUN_SECS = 10.0
+"""How long one run may take, give or take a file; the next one goes on."""
+
+
+def join_small_files(topic: Topic, table: Table, schema: pa.Schema, begin: Callable[[], Stage]) -> Rewrite:
+    """Write files that stand for many small ones of the loaded version; nothing of it is visible."""
+    result, deadline = Rewrite(), time.monotonic() + RUN_SECS
+    actions = pa.table(table.delta.get_add_actions(flatten=True))
+    for group in _groups([file_of(table, actions, row) for row in range(actions.num_rows)]):
+        if time.monotonic() > deadline:
+            break
+        stage = begin()
+        try:
+            for file in group:
+                for rows in file.read(schema):
+                    write(stage, topic, rows)
+            result.take(stage.finish(), topic)
+        except BaseException:
+            stage.abandon()
+            raise
+        result.removes += [file.removed() for file in group]
+    return result
+
+
+def remove_dead_files(table: Table) -> int:
+    """
+    Remove files that the log has removed for longer than the table keeps them; gives how many.
+
+    Only the log's word counts: files of an epoch in flight, which it does not know yet, are never looked at.
+    """
+    deadline, removed = time.monotonic() + RUN_SECS, 0
+    dead = table.delta.vacuum(dry_run=True, full=False)
+    live = {os.path.basename(uri) for uri in table.delta.file_uris()} if dead else set()
+    for path in dead:
+        if time.monotonic() > deadline:
+            break
+        if HIDDEN not in path.split("/") and os.path.basename(path) not in live:
+            (table.path / path).unlink(missing_ok=True)
+            removed += 1
+    return removed
+
+
+def _groups(files: Sequence[File]) -> Iterator[list[File]]:
+    """Files to be joined, the smallest first: of one partition, of about one size, and not more rows than `JOINED_ROWS`."""
+    alike: dict[tuple[int, str], list[File]] = defaultdict(list)
+    for file in files:
+        if file.records is not None and file.records < JOINED_ROWS:
+            size = max(file.records, 1).bit_length() // 3  # eightfold
+            alike[size, repr(sorted(file.partition.items()))].append(file)
+    for _, found in sorted(alike.items(), key=lambda item: item[0]):
+        if len(found) < FAN:
+            continue
+        group: list[File] = []
+        for file in found:
+            if sum(each.rows for each in group) + file.rows > JOINED_ROWS:
+                yield from [group] if len(group) > 1 else []
+                group = []
+            group.append(file)
+        yield from [group] if len(group) > 1 else []

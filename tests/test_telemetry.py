@@ -61,7 +61,12 @@ class TestStatus:
         assert status["epochs"] == 2
         assert (status["rows"]["in"], status["rows"]["out"], status["bytes"]["out"]) == (150, 150, 1500)
         assert status["sources"]["orders"]["rows"] == 150
-        assert status["sinks"]["lake"]["topics"]["/orders"] == {"rows": 150, "bytes": 1500, "last_epoch": 1}
+        assert status["sinks"]["lake"]["topics"]["/orders"] == {
+            "rows": 150,
+            "bytes": 1500,
+            "discarded": 0,
+            "last_epoch": 1,
+        }
         assert status["last_epoch"]["number"] == 1
         assert status["last_epoch"]["seconds"]["stage"] == 0.5
 

@@ -15,6 +15,7 @@ from penstock.capture import ChangeCapture
 from penstock.errors import ConfigError
 from penstock.registry import Kind
 from penstock.routing import Route
+from penstock.schema.evolution import EvolutionConfig
 from penstock.sink import DeliveryGuarantee, SinkConnector, Topic
 from penstock.source import Connector, PollingSource, RangeSource, StreamingSource
 from penstock.tomlfile import Where, without_password
@@ -149,7 +150,7 @@ def evolution_problems(pipeline: Pipeline) -> Iterator[Problem]:
     for place, route in enumerate(pipeline.router.routes):
         for name in route.sinks or pipeline.router.sinks if route.schema_evolution else ():
             sink = pipeline.sinks.get(name)
-            if sink is not None and not hasattr(sink.config, "schema_evolution"):
+            if sink is not None and not isinstance(sink.config, EvolutionConfig):
                 what = (
                     f"sink {name!r} ({_connector_name(sink)}) takes rows of any schema, and has no `schema_evolution`"
                 )

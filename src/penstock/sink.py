@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from penstock import failpoints
 from penstock.durable import Json
 from penstock.errors import Fenced, StagingLost
-from penstock.schema.evolution import Policy
+from penstock.schema.evolution import EvolutionConfig, Policy
 from penstock.source import C, Connector, type_argument
 
 Topic = str
@@ -174,7 +174,7 @@ class SinkConnector(Connector[C], Generic[C, R]):
 
     def policy(self, topic: Topic) -> Policy:
         """What the topic's route, else the sink's own option says about rows that the target has no place for."""
-        own: Policy = getattr(self.config, "schema_evolution", Policy.EVOLVE)
+        own = self.config.schema_evolution if isinstance(self.config, EvolutionConfig) else Policy.EVOLVE
         return self.evolution.get(topic, own)
 
     def begin_epoch(self, epoch: Epoch, task: Task) -> None:

@@ -13,7 +13,9 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pyarrow import types
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from penstock import durable
@@ -28,6 +30,7 @@ HIDDEN = "_penstock"
 """Directory in a target (and above all targets of a sink) for what is not rows; readers pass over names with `_`."""
 
 ROW_GROUP_ROWS = 1 << 17
+SAMPLE_ROWS = 4096
 BUFFER_BYTES = 64 << 20
 """What a task holds back, over all its files, to make row groups of a good size."""
 
@@ -135,20 +138,37 @@ class Part(Protocol):
 
 
 class ParquetPart:
-    """A Parquet file that is written row group by row group."""
+    """A Parquet file that is written row group by row group; columns get a dictionary if their first values repeat."""
 
     def __init__(self, path: Path, schema: pa.Schema, compression: str, **options: Any) -> None:
         self.metadata: list[pq.FileMetaData] = []
-        self._writer = pq.ParquetWriter(
-            path, schema, compression=compression, metadata_collector=self.metadata, **options
-        )
+        self._schema = schema
+        self._options = {"compression": compression, "metadata_collector": self.metadata, **options}
+        self._path = path
+        self._writer: pq.ParquetWriter | None = None
 
     def write(self, table: pa.Table) -> None:
-        self._writer.write_table(table, row_group_size=ROW_GROUP_ROWS)
+        self._begun(table).write_table(table, row_group_size=ROW_GROUP_ROWS)
 
     def close(self) -> str | None:
-        self._writer.close()
+        self._begun(self._schema.empty_table()).close()
         return None
+
+    def _begun(self, table: pa.Table) -> pq.ParquetWriter:
+        if self._writer is None:
+            # A dictionary of values that hardly repeat takes twice the time, and more room than the values.
+            repeating = [name for name in table.column_names if _repeats(table.column(name).slice(0, SAMPLE_ROWS))]
+            self._writer = pq.ParquetWriter(self._path, self._schema, **{"use_dictionary": repeating, **self._options})
+        return self._writer
+
+
+def _repeats(column: pa.ChunkedArray) -> bool:
+    is_flat = types.is_primitive(column.type) or types.is_decimal(column.type) or _is_text(column.type)
+    return not is_flat or 2 * pc.count_distinct(column).as_py() < len(column)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(types.is_string(kind) or types.is_binary(kind) or types.is_large_string(kind))
 
 
 @dataclass

@@ -410,14 +410,29 @@ def test_an_existing_table_that_does_not_fit_is_refused(make, target, existing, 
     assert DeltaTable(str(target)).version() == 0
 
 
-def test_a_feature_that_the_client_does_not_know_is_refused_by_name(sink, target):
+@pytest.mark.parametrize("mode", ["append", "upsert"])
+@pytest.mark.parametrize("feature", ["rowTracking", "clustering", "typeWidening", "inCommitTimestamp", "columnMapping"])
+def test_a_table_with_a_feature_that_cannot_be_kept_to_is_refused_with_what_to_do(make, target, feature, mode):
+    """Tables as other engines make them: the feature stands in the protocol, what it says in the metadata."""
     DeltaTable.create(str(target), rows(0).schema)
     entry = target / "_delta_log" / f"{0:020d}.json"
-    protocol = {"minReaderVersion": 1, "minWriterVersion": 7, "writerFeatures": ["rowTracking", "appendOnly"]}
-    lines = [line for line in entry.read_text().splitlines() if '{"protocol"' not in line]
-    entry.write_text("\n".join([*lines, json.dumps({"protocol": protocol})]))
-    with pytest.raises(SchemaError, match=r"PEN-4002 .*rowTracking"):
+    features = {"writerFeatures": [feature], "minWriterVersion": 7, "minReaderVersion": 1}
+    if feature in ("typeWidening", "columnMapping"):
+        features |= {"readerFeatures": [feature], "minReaderVersion": 3}
+    actions = [json.loads(line) for line in entry.read_text().splitlines() if '{"protocol"' not in line]
+    for action in actions:
+        if "metaData" in action and feature == "columnMapping":
+            mapped = {"delta.columnMapping.id": 1, "delta.columnMapping.physicalName": "col-1"}
+            column = {"name": "id", "type": "long", "nullable": True, "metadata": mapped}
+            action["metaData"]["schemaString"] = json.dumps({"type": "struct", "fields": [column]})
+            action["metaData"]["configuration"] = {"delta.columnMapping.mode": "name"}
+    entry.write_text("\n".join(json.dumps(each) for each in [*actions, {"protocol": features}]))
+    sink = make(mode=mode, key=["id"] if mode == "upsert" else [])
+    with pytest.raises(SchemaError, match=rf"PEN-4002 .*{feature}(.|\n)*another table"):
+        sink.committed_epoch("shop", ORDERS)  # before the first write
+    with pytest.raises(SchemaError, match="PEN-4002"):
         commit(sink, 1, rows(0))
+    assert DeltaTable(str(target)).version() == 0
 
 
 def test_rows_can_be_appended_to_a_table_with_deletion_vectors(sink, target):

@@ -107,6 +107,10 @@ class Delta(StagingSink[DeltaConfig]):
     Supports exactly-once: an entry is made only at the version after the one whose marker was looked at. Readers see
     whole epochs. Other writers may append to, compact and vacuum the table meanwhile. `changes` adds the capability
     changelog, and `upsert` upsert, changelog and idempotent.
+
+    Numbers get wider types, and dates become timestamps, without a rewrite: the metadata changes, and older files keep
+    their types, which the Delta client, pyarrow, DuckDB and Spark 4 read as the wider ones. The client knows no table
+    feature for it, so that none is declared. Partition columns and nested types keep theirs.
     """
 
     name = "delta"

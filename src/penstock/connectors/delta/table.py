@@ -267,7 +267,8 @@ class Table:
             raise SchemaError(
                 f"the Delta table {self.path} has what cannot be kept to when rows are written: {', '.join(rules)}",
                 code="PEN-4002",
-                hint="write to another table",
+                hint="take it from the table with the engine that put it there (DROP FEATURE, DROP CONSTRAINT, "
+                "UNSET TBLPROPERTIES), or write to another table",
             )
 
     def _sidecars(self, pipeline: str) -> dict[int, list[str]]:

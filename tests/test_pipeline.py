@@ -18,6 +18,7 @@ from penstock.config import Config, FilePath, Secret
 from penstock.errors import ConfigError, FatalError
 from penstock.pipeline import Pipeline, PipelineError, Processing, compare_shapes
 from penstock.routing import Route, Router
+from penstock.schema.evolution import EvolutionConfig, Policy
 from penstock.shape import changes_between
 from penstock.sink import DeliveryGuarantee, Receipt, SinkConnector, SinkConnectorCapabilities
 from penstock.source import PollingSource, Position, RangeSource, SourceConnector, StreamingSource
@@ -83,6 +84,14 @@ class LakeConfig(Config):
 
     mode: str = "append"
     """How."""
+
+
+class FollowingConfig(LakeConfig, EvolutionConfig):
+    pass
+
+
+class Following(SinkConnector[FollowingConfig, Receipt]):
+    name = "following"
 
 
 class Lake(SinkConnector[LakeConfig, Receipt]):
@@ -171,6 +180,16 @@ class TestReading:
         assert pipeline.delivery is DeliveryGuarantee.AT_LEAST_ONCE
         assert pipeline.processing.state_dir == path.parent / "state"
         assert pipeline.file == path
+
+    def test_a_route_may_say_what_happens_to_a_schema_if_its_sinks_can_do_it(self, write, refused):
+        text = GOOD + "[[routes]]\nschema_evolution = 'discard_row'\n"
+        route = Pipeline.from_toml(write(text.replace(":Lake", ":Following"))).router.routes[0]
+        assert route.schema_evolution is Policy.DISCARD_ROW
+        assert "PEN-1010" in refused(text)
+        assert "has no `schema_evolution`" in refused(text)
+        assert "PEN-1003" in refused(text.replace("discard_row", "ignore"))
+        two = "[[routes]]\nfrom = 'a'\nto = '/t'\n[[routes]]\nfrom = 'b'\nto = 't'\nschema_evolution = 'freeze'"
+        assert "two routes lead to 't' in one sink and differ" in refused(GOOD.replace(":Lake", ":Following") + two)
 
     def test_a_long_file_is_a_pipeline(self, write, tmp_path):
         pipeline = Pipeline.from_toml(

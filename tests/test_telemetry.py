@@ -70,6 +70,15 @@ class TestStatus:
         assert status["last_epoch"]["number"] == 1
         assert status["last_epoch"]["seconds"]["stage"] == 0.5
 
+    def test_what_a_sink_discards_is_counted_and_logged(self, telemetry, caplog):
+        lost = WriteResult(1, 10, records_discarded=3)
+        for number in (7, 8):
+            telemetry.epoch(EpochReport(number=number, rows_out={("lake", "/orders"): lost}))
+        status = telemetry.status()
+        assert (status["discarded"], status["sinks"]["lake"]["topics"]["/orders"]["discarded"]) == (6, 6)
+        assert "epoch=8 discarded=3 sink=lake topic=/orders" in caplog.text
+        assert 'penstock_discarded_total{connector="lake",topic="/orders"} 6.0' in telemetry.metrics().decode()
+
     def test_the_epoch_in_hand_and_its_phase_show_until_it_is_committed(self, telemetry, clock):
         telemetry.phase(7, "stage")
         clock.now += 3

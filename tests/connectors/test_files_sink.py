@@ -17,7 +17,7 @@ from sink_protocol import END, ORDERS, SinkProtocol, commit_in_a_process, epoch,
 
 from penstock import durable
 from penstock.connectors.files_sink import FilesSink, FilesSinkConfig, read_published
-from penstock.errors import FatalError
+from penstock.errors import FatalError, SchemaError
 
 
 @pytest.fixture
@@ -264,3 +264,16 @@ def test_small_batches_are_gathered_into_large_row_groups(make, tmp_path):
 def test_json_lines_refuse_a_compression_that_their_readers_lack(make):
     with pytest.raises(ValueError, match="gzip"):
         make(format="jsonl", compression="zstd")
+
+
+def test_rows_are_fitted_to_the_files_that_are_there_by_policy(make, tmp_path):
+    sink = make(schema_evolution="discard_value")
+    sink.commit_epoch(epoch(1), [stage(sink, epoch(1), rows(0))], END)
+    narrow = pa.record_batch({"id": pa.array([10], pa.int16()), "note": ["x"]})
+    sink.commit_epoch(epoch(2), [stage(sink, epoch(2), narrow)], END)
+    table = read_published(tmp_path / "out/lake/orders")
+    assert table.schema.names == ["id"]
+    assert sorted(table.column("id").to_pylist()) == list(range(11))
+    frozen = make(schema_evolution="freeze")
+    with pytest.raises(SchemaError, match=r"PEN-4001 .*'note'.*freeze"):
+        stage(frozen, epoch(3), narrow)

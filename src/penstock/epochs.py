@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock import failpoints
 from penstock.durable import Json, canonical, disk_errors, make_directory, write_atomic
-from penstock.errors import ConfigError, ConnectorError, DataError, FatalError, RetryableError, StagingLost
+from penstock.errors import ConfigError, ConnectorError, DataError, FatalError, RetryableError, SchemaError, StagingLost
 from penstock.job import Engine, Job, Part, Tally, TaskResult, is_plain
 from penstock.routing import Router
 from penstock.schema import ChangeKind, SchemaEvolvable

@@ -34,10 +34,7 @@ class StatsPart(ParquetPart):
     """A Parquet file with the statistics that Delta's log holds of it."""
 
     def __init__(self, path: Path, schema: pa.Schema, compression: str, **options: Any) -> None:
-        # Texts repeat; numbers, times and positions seldom do: their dictionaries double both the file and the time.
-        texts = [c.name for c in schema if types.is_string(c.type) or types.is_binary(c.type)]
-        with_dictionary = [name for name in texts if name != "_position"]
-        super().__init__(path, schema, compression, use_dictionary=with_dictionary, **options)
+        super().__init__(path, schema, compression, **options)
         self._schema = schema
         self._with_nan: set[str] = set()
 

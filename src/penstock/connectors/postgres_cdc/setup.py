@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -28,6 +29,7 @@ COMPARABLE = {
 
 _TEXT = (25, 1043)
 _CHANGE_NAMES = {each.name for each in CHANGE_FIELDS}
+_DROPPED = "----"
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,10 @@ class Table:
     comparable: bool = True
     """Keys can be compared outside the server as it does."""
     shape: str = ""
-    """Four digits for each column that it ever had: its name and type; `----` for one that was dropped."""
+    """
+    Four digits of the name and four of the type for each column that it ever had, `-` for those of one that was dropped;
+    then `:`, which files it is in; and `:`, when its columns were last defined.
+    """
     defaults: frozenset[int] = frozenset()
     """Numbers of the columns that have a default, or are generated."""
     estimate: int | None = None
@@ -97,9 +102,25 @@ class Table:
 
     def differs(self, shape: str) -> bool:
         """True if rows that were copied in that shape hold other values now, though no change of theirs is in the log."""
-        old, new = (re.findall("....", each) for each in (shape, self.shape))
-        changed = any(a != b != "----" for a, b in zip(old, new, strict=False))
-        return changed or any(number in self.defaults for number in range(len(old) + 1, len(new) + 1))
+        (old, *before), (new, *now) = (each.split(":") for each in (shape, self.shape))
+        were, are = (re.findall("(....)(....)", each) for each in (old, new))
+        if any(a != b and b[1] != _DROPPED for a, b in zip(were, are, strict=False)):
+            return True
+        added = are[len(were) :]
+        # The target has what a column of that name held; of one that came and went unseen, the name is not known.
+        gone = {a[0] for a, b in zip(were, are, strict=False) if b[1] == _DROPPED and a[0] != _DROPPED}
+        comes_back = any(name in gone or (_DROPPED, _DROPPED) in added for name, kind in added if kind != _DROPPED)
+        is_filled = any(number in self.defaults for number in range(len(were) + 1, len(are) + 1))
+        # Other files alone are those of a VACUUM FULL or TRUNCATE, and other definitions those of a new default.
+        is_rewritten = all(a != b for a, b in zip(before, now, strict=True))
+        return comes_back or is_filled or is_rewritten
+
+    def shape_after(self, shape: str) -> str:
+        """`shape` as it is now: columns that were dropped in the meantime keep their names in it."""
+        old, (new, *now) = shape.split(":")[0], self.shape.split(":")
+        parts = zip_longest(re.findall("....", old), re.findall("....", new), fillvalue=_DROPPED)
+        names = (a if b == _DROPPED and place % 2 == 0 else b for place, (a, b) in enumerate(parts))
+        return ":".join(["".join(names), *now])
 
     def schema(self, catalog: TypeCatalog) -> pa.Schema:
         """What its changes look like."""
@@ -354,8 +375,11 @@ _COLUMNS = """
 
 _SHAPES = """
     SELECT a.attrelid::int8,
-           string_agg(CASE WHEN a.attisdropped THEN '----' ELSE left(md5(a.attname || ':' || a.atttypid || CASE
-                      WHEN a.atttypid = 1700 THEN ':' || a.atttypmod ELSE '' END), 4) END, '' ORDER BY a.attnum),
+           string_agg(CASE WHEN a.attisdropped THEN '--------' ELSE left(md5(a.attname), 4) || left(md5(a.atttypid || CASE
+                      WHEN a.atttypid = 1700 THEN ':' || a.atttypmod ELSE '' END), 4) END, '' ORDER BY a.attnum)
+           || ':' || (SELECT left(md5(coalesce(string_agg(f.relfilenode::text, ' ' ORDER BY f.oid), '')), 8) FROM pg_class f
+                       WHERE f.oid = a.attrelid OR f.oid IN (SELECT relid FROM pg_partition_tree(a.attrelid)))
+           || ':' || left(md5(string_agg(a.xmin::text, ' ' ORDER BY a.attnum)), 8),
            coalesce(array_agg(a.attnum::int) FILTER (WHERE a.atthasdef OR a.atthasmissing), '{}')
       FROM pg_attribute a WHERE a.attrelid = ANY(%s::oid[]) AND a.attnum > 0
      GROUP BY a.attrelid"""

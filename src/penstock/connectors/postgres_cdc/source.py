@@ -582,8 +582,8 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
                 continue
             elif progress.state == "seeded" and progress.failure and stream not in busy:
                 kept[stream] = progress.model_copy(update={"failure": None})
-            elif progress.shape != table.shape and not table.differs(progress.shape):
-                kept[stream] = progress.model_copy(update={"shape": table.shape})
+            elif progress.shape and not table.differs(progress.shape):
+                kept[stream] = progress.model_copy(update={"shape": table.shape_after(progress.shape)})
         copied = tuple(each for each in start.copied if kept[each.stream].captured)
         start = start if kept == start.tables else start.model_copy(update={"tables": kept, "copied": copied})
         return self._publishing(

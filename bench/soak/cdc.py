@@ -608,7 +608,7 @@ def part_d(server: PostgresServer) -> dict[str, Any]:
         connection.execute(f"CREATE TABLE idle ({postgres.COLUMNS})")
         connection.execute("CREATE TABLE busy (id int8, filler text)")
         connection.execute(f"INSERT INTO idle SELECT {postgres.ROW} FROM generate_series(1, 1000) i")
-    most = 0
+    unread = held = 0
     with pipeline(server.dsn, ["public.idle"], UPSERT, "idle", 250_000) as run:
         run.start()
         run.until(lambda: run.position() is not None, "the copy")
@@ -616,7 +616,7 @@ def part_d(server: PostgresServer) -> dict[str, Any]:
         with postgres.connect(server.dsn) as connection:
 
             def write() -> None:
-                nonlocal most
+                nonlocal unread, held
                 connection.execute("INSERT INTO busy SELECT i, repeat('x', 500) FROM generate_series(1, 2000) i")
                 row = connection.execute(
                     "SELECT pg_wal_lsn_diff(pg_current_wal_insert_lsn(), confirmed_flush_lsn)::int8, "
@@ -624,7 +624,7 @@ def part_d(server: PostgresServer) -> dict[str, Any]:
                     "FROM pg_replication_slots WHERE slot_name = 'idle'"
                 ).fetchone()
                 assert row is not None
-                most = max(most, *row)
+                unread, held = max(unread, row[0]), max(held, row[1])
                 time.sleep(0.2)
 
             run.until(lambda: time.monotonic() > ends, "the end of the idle time", write)
@@ -634,9 +634,11 @@ def part_d(server: PostgresServer) -> dict[str, Any]:
         lost, doubled = _compare(server.dsn, "idle", run.home / "mirror", 1000)
         result = _figures(run, lost, doubled, 1000)
     _drop(server, "idle")
-    if most > IDLE_LIMIT_BYTES:
-        raise Stuck(f"the slot held {most:,} of {written:,} bytes of log, above {IDLE_LIMIT_BYTES:,}")
-    return {**result, "idle_secs": IDLE_SECS, "wal_bytes_written": written, "most_wal_bytes_retained": most}
+    # The server itself sets the place that decoding restarts from every 15 s.
+    if SCALE == 1 and max(unread, held) > IDLE_LIMIT_BYTES:
+        raise Stuck(f"the slot held {held:,} of {written:,} bytes of log, above {IDLE_LIMIT_BYTES:,}")
+    most = {"most_wal_bytes_unread": unread, "most_wal_bytes_retained": held}
+    return {**result, "idle_secs": IDLE_SECS, "wal_bytes_written": written, **most}
 
 
 # -- all -------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,150 @@
+"""Tables whose columns change between two changes of one epoch, and what the mirror makes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import pytest
+from mirrored import Lake, database_on
+
+from penstock.connectors.postgres_cdc import source
+from penstock.testing.postgres import PostgresServer, binaries
+
+_NUMBERS = itertools.count()
+
+ALTERED = {
+    "added": ["ALTER TABLE {t} ADD COLUMN more text", "UPDATE {t} SET more = 'm' WHERE id = 3"],
+    "added_with_a_default": ["ALTER TABLE {t} ADD COLUMN more int DEFAULT 7"],
+    "added_with_a_default_of_each_row": ["ALTER TABLE {t} ADD COLUMN more text DEFAULT md5(random()::text)"],
+    "added_with_a_default_that_goes": [
+        "ALTER TABLE {t} ADD COLUMN more int DEFAULT 7",
+        "ALTER TABLE {t} ALTER COLUMN more DROP DEFAULT",
+    ],
+    "added_as_identity": ["ALTER TABLE {t} ADD COLUMN more int GENERATED ALWAYS AS IDENTITY"],
+    "added_as_generated": ["ALTER TABLE {t} ADD COLUMN more int GENERATED ALWAYS AS (amount * 2) STORED"],
+    "dropped": ["ALTER TABLE {t} DROP COLUMN note"],
+    "dropped_and_added": ["ALTER TABLE {t} DROP COLUMN note", "ALTER TABLE {t} ADD COLUMN note varchar(20)"],
+    "added_dropped_and_added": [
+        "ALTER TABLE {t} ADD COLUMN more text",
+        "UPDATE {t} SET more = 'm' WHERE id = 3",
+        "ALTER TABLE {t} DROP COLUMN more",
+        "ALTER TABLE {t} ADD COLUMN more text",
+    ],
+    "renamed": ["ALTER TABLE {t} RENAME COLUMN note TO remark"],
+    "renamed_and_replaced": [
+        "ALTER TABLE {t} RENAME COLUMN note TO remark",
+        "ALTER TABLE {t} ADD COLUMN note varchar(20)",
+    ],
+    "exchanged": [
+        "ALTER TABLE {t} ADD COLUMN other varchar(20)",
+        "ALTER TABLE {t} RENAME COLUMN note TO aside",
+        "ALTER TABLE {t} RENAME COLUMN other TO note",
+        "ALTER TABLE {t} RENAME COLUMN aside TO other",
+    ],
+    "counted_up": ["ALTER TABLE {t} ALTER COLUMN amount TYPE int4 USING amount + 1"],
+    "cut": ["ALTER TABLE {t} ALTER COLUMN note TYPE varchar(3) USING left(note, 3)"],
+    "rounded": ["ALTER TABLE {t} ALTER COLUMN at TYPE timestamp(0)"],
+    "made_longer": ["ALTER TABLE {t} ALTER COLUMN note TYPE varchar(40)"],
+    "made_text": ["ALTER TABLE {t} ALTER COLUMN note TYPE text"],
+    "defined": [
+        "ALTER TABLE {t} ALTER COLUMN amount SET DEFAULT 1",
+        "ALTER TABLE {t} ALTER COLUMN amount SET NOT NULL",
+    ],
+    "rewritten": ["VACUUM FULL {t}", "CLUSTER {t} USING {t}_pkey"],
+    "emptied": ["TRUNCATE {t}"],
+}
+NO_COPY = {"added", "dropped", "made_longer", "defined", "rewritten", "emptied"}
+"""What changes no row that is already there, or says so in the log."""
+
+
+@pytest.fixture(scope="module")
+def server(need):
+    need(binaries(18), "PostgreSQL 18 is not installed")
+    with PostgresServer(18, settings={"fsync": "off"}) as running:
+        yield running
+
+
+@pytest.fixture
+def database(server):
+    with database_on(server, f"ddl_{next(_NUMBERS)}") as made:
+        yield made
+
+
+@pytest.fixture
+def look_always(monkeypatch):
+    monkeypatch.setattr(source, "LOOKED_SECS", 0.0)
+
+
+def make(database, table):
+    database.run(
+        f"CREATE TABLE {table} (id int8 PRIMARY KEY, amount int4, note varchar(20), at timestamp)",
+        f"INSERT INTO {table} SELECT i, i * 10, 'note ' || i, '2024-01-01 00:00:00.7' FROM generate_series(1, 5) i",
+    )
+
+
+def same(lake, database, table):
+    columns = [each.name for each in database.connection.execute(f"SELECT * FROM {table} LIMIT 0").description]
+    return lake.table(f"public.{table}", columns) == database.table(table)
+
+
+@pytest.fixture(scope="module")
+def altered(server, tmp_path_factory):
+    """
+    All of them at once, each in a table of its own, between two changes of one epoch; then more changes.
+
+    Gives per table whether the mirror was equal after each of the two, and how often it was copied.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(source, "LOOKED_SECS", 0.0)
+        database = stack.enter_context(database_on(server, "altered"))
+        for table in ALTERED:
+            make(database, table)
+        lake = stack.enter_context(Lake(tmp_path_factory.mktemp("altered"), database.source()))
+        lake.catch_up()
+        for table, statements in ALTERED.items():
+            database.run(
+                f"UPDATE {table} SET note = 'before' WHERE id = 1",
+                f"INSERT INTO {table} (id, amount) VALUES (6, 60)",
+                *(statement.format(t=table) for statement in statements),
+                f"UPDATE {table} SET amount = 11 WHERE id IN (1, 2)",
+                f"INSERT INTO {table} (id, amount) VALUES (7, 70)",
+                f"DELETE FROM {table} WHERE id = 5",
+            )
+        lake.catch_up()
+        first = {table: same(lake, database, table) for table in ALTERED}
+        for table in ALTERED:
+            database.run(f"UPDATE {table} SET amount = 12", f"DELETE FROM {table} WHERE id = 4")
+        lake.catch_up()
+        second = {table: same(lake, database, table) for table in ALTERED}
+        copies = {table: lake.position.tables[f"public.{table}"].copies for table in ALTERED}
+        yield {table: (first[table], second[table], copies[table]) for table in ALTERED}
+
+
+@pytest.mark.parametrize("what", ALTERED)
+def test_a_table_that_is_altered_between_two_changes_of_one_epoch_is_mirrored_as_it_is(altered, what):
+    first, second, _ = altered[what]
+    assert first
+    assert second
+
+
+@pytest.mark.parametrize("what", sorted(NO_COPY))
+def test_what_changes_no_row_copies_nothing_again(altered, what):
+    assert altered[what][2] == 1
+
+
+def test_a_column_that_was_dropped_long_ago_comes_back_empty(database, tmp_path, look_always):
+    make(database, "orders")
+    with Lake(tmp_path, database.source()) as lake:
+        lake.catch_up()
+        database.run("ALTER TABLE orders DROP COLUMN note", "UPDATE orders SET amount = 1 WHERE id = 1")
+        lake.catch_up()
+        database.run("ALTER TABLE orders ADD COLUMN plain int", "INSERT INTO orders (id) VALUES (6)")
+        lake.catch_up()
+        assert same(lake, database, "orders")
+        assert lake.position.tables["public.orders"].copies == 1
+        assert {row["id"]: row["note"] for row in lake.table("public.orders")}[6] is None
+        assert "note" not in lake.source.schema()["public.orders"].names
+        database.run("ALTER TABLE orders ADD COLUMN note varchar(20)", "UPDATE orders SET note = 'n' WHERE id = 2")
+        lake.catch_up()
+        assert same(lake, database, "orders")

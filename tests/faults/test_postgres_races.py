@@ -1,0 +1,157 @@
+"""Writers that race the copy on the very keys that it reads, in every order that chance finds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import psycopg
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mirrored import database_on
+from penstock.errors import RetryableError
+from penstock.source import Note, ReadLimit
+from penstock.testing.mirror import replayed
+from penstock.testing.postgres import PostgresServer, binaries
+
+KEYS = 12
+SESSIONS = 2
+
+TABLE = """
+    DROP TABLE IF EXISTS orders;
+    CREATE TABLE orders (id int8, region text, version int8 NOT NULL DEFAULT 0, story text, PRIMARY KEY (region, id));
+    ALTER TABLE orders ALTER COLUMN story SET STORAGE EXTERNAL;
+"""
+KEY = ["region", "id"]
+
+
+@pytest.fixture(scope="module")
+def server(need):
+    need(binaries(18), "PostgreSQL 18 is not installed")
+    with PostgresServer(18, settings={"fsync": "off", "lock_timeout": "5ms"}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def database(server):
+    with database_on(server, "races") as made:
+        yield made
+
+
+keys = st.integers(1, KEYS)
+regions = st.sampled_from("ab")
+statements = st.one_of(
+    st.builds("INSERT INTO orders (region, id) VALUES ('{}', {}) ON CONFLICT DO NOTHING".format, regions, keys),
+    st.builds("UPDATE orders SET version = version + 1 WHERE id = {}".format, keys),
+    st.builds("UPDATE orders SET version = version + 1 WHERE region = '{}' AND id > {}".format, regions, keys),
+    st.builds("UPDATE orders SET version = version + 1, region = '{}' WHERE id = {}".format, regions, keys),
+    st.builds(
+        "UPDATE orders SET version = version + 1, story = repeat('{}', 3000) WHERE id = {}".format, regions, keys
+    ),
+    st.builds("DELETE FROM orders WHERE region = '{}' AND id = {}".format, regions, keys),
+)
+sessions = st.integers(0, SESSIONS - 1)
+moves = st.one_of(
+    st.just(("step",)),
+    st.just(("step",)),
+    st.tuples(st.just("run"), sessions, statements),
+    st.tuples(st.just("end"), sessions, st.sampled_from(["COMMIT", "COMMIT", "ROLLBACK"])),
+    st.tuples(st.just("truncate"), sessions),
+)
+
+
+class Reading:
+    """The source's epochs in small steps: plan one, read one split after the other, acknowledge it."""
+
+    def __init__(self, source):
+        self.source = source
+        self.position = source.initial()
+        self.end, self.splits, self.notes = None, [], []
+        self.log = []
+
+    def step(self):
+        """True if there was something to do; who waits for a lock tries again, as the runtime does."""
+        try:
+            return self._step()
+        except RetryableError:
+            return True
+
+    def _step(self):
+        if self.end is None:
+            end = self.source.latest(self.position, ReadLimit(rows=6, parallelism=2))
+            if end == self.position:
+                return False
+            self.splits, self.notes = list(self.source.split(self.position, end)), []
+            self.end = end
+        elif self.splits:
+            found = list(self.source.read(self.splits[0]))
+            self.splits.pop(0)
+            self.notes += [json.loads(json.dumps(item.value)) for item in found if isinstance(item, Note)]
+            self.log += [row for item in found if not isinstance(item, Note) for row in item.records.to_pylist()]
+        else:
+            self.position = self.source.advance(self.end, self.notes)
+            self.source.ack(self.position)
+            self.end = None
+        return True
+
+    def finish(self):
+        while self.step() or self.position.copying:
+            pass
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(script=st.lists(moves, min_size=5, max_size=40), rows=st.integers(0, KEYS))
+def test_any_order_of_writes_and_reads_gives_a_log_that_is_exact_and_leads_to_the_table(database, script, rows):
+    database.run(
+        TABLE, f"INSERT INTO orders SELECT i, chr(97 + i % 2), 0, repeat('s', 3000) FROM generate_series(1, {rows}) i"
+    )
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(psycopg.connect(database.dsn, autocommit=True)) for _ in range(SESSIONS)]
+        source = database.source(tables=["public.orders"], seed_chunk_rows=3)
+        source.open()
+        stack.callback(database.run, f"SELECT pg_drop_replication_slot('{database.name}')", "DROP PUBLICATION penstock")
+        stack.callback(source.close)
+        reading = Reading(source)
+        for move, *rest in script:
+            if move == "step":
+                reading.step()
+                continue
+            writer = writers[rest[0]]
+            in_transaction = writer.info.transaction_status == psycopg.pq.TransactionStatus.INTRANS
+            if move == "end":
+                if in_transaction:
+                    writer.execute(rest[1])
+                continue
+            statement = "TRUNCATE orders" if move == "truncate" else rest[1]
+            try:
+                if not in_transaction:
+                    writer.execute("BEGIN")
+                writer.execute(statement)
+            except (psycopg.errors.LockNotAvailable, psycopg.errors.UniqueViolation):
+                writer.execute("ROLLBACK")
+        for writer in writers:
+            if writer.info.transaction_status == psycopg.pq.TransactionStatus.INTRANS:
+                writer.execute("COMMIT")
+        reading.finish()
+        log = sorted(reading.log, key=lambda row: row["_position"])
+        rows_of = sorted(database.table("orders"), key=lambda row: tuple(map(repr, (row[name] for name in KEY))))
+        assert replayed(log, KEY) == rows_of
+        _versions_are_dense(log)
+
+
+def _versions_are_dense(log):
+    """Each update counts `version` up by one, wherever the row moves."""
+    last = {}
+    for row in log:
+        place = (row["region"], row["id"])
+        if row["_op"] == "t":
+            last.clear()
+            continue
+        old = json.loads(row["_old_key"]) if row["_old_key"] else None
+        before = last.pop((old["region"], old["id"]) if old else place, None)
+        if row["_op"] == "u":
+            assert row["version"] == before + 1
+        if row["_op"] != "d":
+            last[place] = row["version"]

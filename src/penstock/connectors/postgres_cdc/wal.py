@@ -16,7 +16,7 @@ import psycopg
 import pyarrow as pa
 from adbc_driver_manager import dbapi as adbc_dbapi
 from adbc_driver_postgresql import dbapi as adbc
-from psycopg.conninfo import make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 
 from penstock.connectors.postgres_cdc.decode import lsn_text
@@ -34,6 +34,9 @@ HANDED_ON_SECS = 10.0
 """How long a task's connection waits for the next task; to make one takes longer than to read a small range."""
 
 _handed_on: dict[tuple[int, bytes], tuple[psycopg.Connection[Any], float]] = {}
+
+_NOTICED = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3, "tcp_user_timeout": 60_000}
+"""So that a peer which is silently gone is noticed within a minute, and not after the system's two hours."""
 
 _LOST = (
     "start over with `penstock offsets FILE reset` (empty the targets first), "
@@ -88,6 +91,8 @@ def conninfo(config: PostgresCdcConfig) -> str:
         "sslcert": config.sslcert,
         "sslkey": config.sslkey,
     }
+    given = conninfo_to_dict(config.dsn)
+    options |= {name: value for name, value in _NOTICED.items() if name not in given}
     return make_conninfo(config.dsn, **{name: value for name, value in options.items() if value is not None})
 
 

@@ -805,6 +805,8 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
                 rows += item.batch.num_rows
                 yield from rules.rows(item)
         decoder.finish()
+        # Once more: a slot that was lost and made again before it was read has nothing of the range, and says nothing.
+        self._ask(lambda connection: self._verify(connection, wal.server(connection), start))
         if start.copying:
             self._ask(lambda c: wal.wait_visible(c, decoder.xids, self.config.visible_timeout_secs))
         yield Note({"quiet": not rows, **({"reset": rules.reset} if rules.reset else {})})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 
 import psycopg
@@ -12,7 +13,9 @@ from deltalake import DeltaTable
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig
 from penstock.epochs import EpochLoop, State
+from penstock.errors import RetryableError
 from penstock.routing import Router
+from penstock.source import Note, ReadLimit
 from penstock.testing.engine import ForkEngine
 
 PATIENCE_SECS = 120
@@ -108,3 +111,42 @@ class Lake:
         """The rows of a mirrored table as dicts, sorted."""
         rows = DeltaTable(str(self.path / "lake" / name)).to_pyarrow_table(columns=columns).to_pylist()
         return sorted(rows, key=repr)
+
+
+class Reading:
+    """The source's epochs in small steps: plan one, read one split after the other, acknowledge it."""
+
+    def __init__(self, source):
+        self.source = source
+        self.position = source.initial()
+        self.end, self.splits, self.notes = None, [], []
+        self.log = []
+
+    def step(self):
+        """True if there was something to do; who waits for a lock tries again, as the runtime does."""
+        try:
+            return self._step()
+        except RetryableError:
+            return True
+
+    def _step(self):
+        if self.end is None:
+            end = self.source.latest(self.position, ReadLimit(rows=6, parallelism=2))
+            if end == self.position:
+                return False
+            self.splits, self.notes = list(self.source.split(self.position, end)), []
+            self.end = end
+        elif self.splits:
+            found = list(self.source.read(self.splits[0]))
+            self.splits.pop(0)
+            self.notes += [json.loads(json.dumps(item.value)) for item in found if isinstance(item, Note)]
+            self.log += [row for item in found if not isinstance(item, Note) for row in item.records.to_pylist()]
+        else:
+            self.position = self.source.advance(self.end, self.notes)
+            self.source.ack(self.position)
+            self.end = None
+        return True
+
+    def finish(self):
+        while self.step() or self.position.copying:
+            pass

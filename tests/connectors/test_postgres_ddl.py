@@ -6,9 +6,10 @@ import contextlib
 import itertools
 
 import pytest
-from mirrored import Lake, database_on
 
+from mirrored import Lake, Reading, database_on
 from penstock.connectors.postgres_cdc import source
+from penstock.testing.mirror import replayed
 from penstock.testing.postgres import PostgresServer, binaries
 
 _NUMBERS = itertools.count()
@@ -148,3 +149,43 @@ def test_a_column_that_was_dropped_long_ago_comes_back_empty(database, tmp_path,
         database.run("ALTER TABLE orders ADD COLUMN note varchar(20)", "UPDATE orders SET note = 'n' WHERE id = 2")
         lake.catch_up()
         assert same(lake, database, "orders")
+
+
+RETYPED = {
+    "wider": "ALTER TABLE orders ALTER COLUMN amount TYPE int8",
+    "to text, computed": "ALTER TABLE orders ALTER COLUMN amount TYPE text USING 'x' || amount",
+    "the key, wider": "ALTER TABLE orders ALTER COLUMN id TYPE numeric(20, 0)",
+    "the key, to text": "ALTER TABLE orders ALTER COLUMN id TYPE text",
+    "the key, renamed": "ALTER TABLE orders RENAME COLUMN id TO number",
+    "the key, another one": "ALTER TABLE orders DROP CONSTRAINT orders_pkey, ADD PRIMARY KEY (amount)",
+}
+
+
+@pytest.mark.parametrize("copied", [True, False])
+@pytest.mark.parametrize("what", RETYPED)
+def test_a_retype_between_two_changes_of_one_range_is_told_by_a_new_copy(database, look_always, what, copied):
+    make(database, "orders")
+    opened = database.source(seed_chunk_rows=2)
+    opened.open()
+    try:
+        reading = Reading(opened)
+        if copied:
+            reading.finish()
+        else:
+            while not reading.log:
+                reading.step()
+        database.run(
+            "UPDATE orders SET note = 'before' WHERE id::text IN ('1', '5')", "DELETE FROM orders WHERE amount = 40"
+        )
+        database.run(RETYPED[what], "UPDATE orders SET note = 'after' WHERE note = 'before'")
+        reading.finish()
+        database.run("UPDATE orders SET note = 'later'")
+        reading.finish()
+    finally:
+        opened.close()
+    log = sorted(reading.log, key=lambda row: row["_position"])
+    begins = max(place for place, row in enumerate(log) if row["_op"] == "t")
+    table = database.table("orders")
+    key = "number" if "renamed" in what else "amount" if "another" in what else "id"
+    assert [row["note"] for row in replayed(log[begins:], [key])] == ["later"] * 4
+    assert sorted(map(repr, replayed(log[begins:], [key]))) == sorted(map(repr, table))

@@ -10,9 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mirrored import database_on
-from penstock.errors import RetryableError
-from penstock.source import Note, ReadLimit
+from mirrored import Reading, database_on
 from penstock.testing.mirror import replayed
 from penstock.testing.postgres import PostgresServer, binaries
 
@@ -61,45 +59,6 @@ moves = st.one_of(
         st.just("run"), sessions, st.sampled_from([*["UPDATE orders SET version = version + 1"] * 4, "TRUNCATE orders"])
     ),
 )
-
-
-class Reading:
-    """The source's epochs in small steps: plan one, read one split after the other, acknowledge it."""
-
-    def __init__(self, source):
-        self.source = source
-        self.position = source.initial()
-        self.end, self.splits, self.notes = None, [], []
-        self.log = []
-
-    def step(self):
-        """True if there was something to do; who waits for a lock tries again, as the runtime does."""
-        try:
-            return self._step()
-        except RetryableError:
-            return True
-
-    def _step(self):
-        if self.end is None:
-            end = self.source.latest(self.position, ReadLimit(rows=6, parallelism=2))
-            if end == self.position:
-                return False
-            self.splits, self.notes = list(self.source.split(self.position, end)), []
-            self.end = end
-        elif self.splits:
-            found = list(self.source.read(self.splits[0]))
-            self.splits.pop(0)
-            self.notes += [json.loads(json.dumps(item.value)) for item in found if isinstance(item, Note)]
-            self.log += [row for item in found if not isinstance(item, Note) for row in item.records.to_pylist()]
-        else:
-            self.position = self.source.advance(self.end, self.notes)
-            self.source.ack(self.position)
-            self.end = None
-        return True
-
-    def finish(self):
-        while self.step() or self.position.copying:
-            pass
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))

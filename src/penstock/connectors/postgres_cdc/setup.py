@@ -54,7 +54,7 @@ class Table:
     shape: str = ""
     """
     Four digits of the name and four of the type for each column that it ever had, `-` for those of one that was dropped;
-    then `:`, which files it is in; and `:`, when its columns were last defined.
+    then `:`, which file it is in (or its oldest partition); and `:`, when its columns were last defined.
     """
     defaults: frozenset[int] = frozenset()
     """Numbers of the columns that have a default, or are generated."""
@@ -377,8 +377,8 @@ _SHAPES = """
     SELECT a.attrelid::int8,
            string_agg(CASE WHEN a.attisdropped THEN '--------' ELSE left(md5(a.attname), 4) || left(md5(a.atttypid || CASE
                       WHEN a.atttypid = 1700 THEN ':' || a.atttypmod ELSE '' END), 4) END, '' ORDER BY a.attnum)
-           || ':' || (SELECT left(md5(coalesce(string_agg(f.relfilenode::text, ' ' ORDER BY f.oid), '')), 8) FROM pg_class f
-                       WHERE f.oid = a.attrelid OR f.oid IN (SELECT relid FROM pg_partition_tree(a.attrelid)))
+           || ':' || coalesce((SELECT f.relfilenode FROM pg_class f WHERE f.relfilenode > 0 AND (f.oid = a.attrelid
+                       OR f.oid IN (SELECT relid FROM pg_partition_tree(a.attrelid))) ORDER BY f.oid LIMIT 1), 0)
            || ':' || left(md5(string_agg(a.xmin::text, ' ' ORDER BY a.attnum)), 8),
            coalesce(array_agg(a.attnum::int) FILTER (WHERE a.atthasdef OR a.atthasmissing), '{}')
       FROM pg_attribute a WHERE a.attrelid = ANY(%s::oid[]) AND a.attnum > 0

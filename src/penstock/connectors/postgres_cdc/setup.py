@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -54,7 +55,7 @@ class Table:
     shape: str = ""
     """
     Four digits of the name and four of the type for each column that it ever had, `-` for those of one that was dropped;
-    then `:`, which file it is in (or its oldest partition); and `:`, when its columns were last defined.
+    then, behind a `:` each, which file it is in (or its oldest partition), when its columns were last defined, its key.
     """
     defaults: frozenset[int] = frozenset()
     """Numbers of the columns that have a default, or are generated."""
@@ -112,8 +113,8 @@ class Table:
         comes_back = any(name in gone or (_DROPPED, _DROPPED) in added for name, kind in added if kind != _DROPPED)
         is_filled = any(number in self.defaults for number in range(len(were) + 1, len(are) + 1))
         # Other files alone are those of a VACUUM FULL or TRUNCATE, and other definitions those of a new default.
-        is_rewritten = all(a != b for a, b in zip(before, now, strict=True))
-        return comes_back or is_filled or is_rewritten
+        is_rewritten = all(a != b for a, b in zip(before[:2], now[:2], strict=True))
+        return comes_back or is_filled or is_rewritten or before[2:] != now[2:]
 
     def shape_after(self, shape: str) -> str:
         """`shape` as it is now: columns that were dropped in the meantime keep their names in it."""
@@ -168,6 +169,7 @@ def find_tables(connection: psycopg.Connection[Any], config: PostgresCdcConfig, 
             insert_only, all(plain for column, plain in found if column.name in index),
         )  # fmt: skip
         shape, defaults = shapes.get(oid, ("", []))
+        shape = f"{shape}:{hashlib.md5(repr(index).encode(), usedforsecurity=False).hexdigest()[:8]}"
         table = replace(table, shape=shape, defaults=frozenset(defaults), estimate=estimate if estimate >= 0 else None)
         if not missing:
             types = {column.type_oid for column in table.key_columns}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,9 @@ CHANGE_FIELDS: tuple[pa.Field, ...] = (
 
 _NAMES = {each.name for each in CHANGE_FIELDS}
 
+HELD_ROWS = 1 << 20
+"""Changes of an epoch that are held as a whole."""
+
 
 def is_changelog(schema: pa.Schema) -> bool:
     """True for rows that say what happened; other rows are as they are now, in their order."""
@@ -74,10 +78,16 @@ class Collapsed:
     """Per column that some row leaves as it is stored: which rows of `upserts` do."""
     origins: pa.Table | None = None
     """Keys under which the target may hold the kept values: `_row` of `upserts`, the best key of a row first."""
+    picked: Callable[[], Iterator[pa.Table]] | None = None
+    """Of changes too many to be held: gives the whole rows, of which `upserts` has the keys alone, some at a time."""
 
     def keys(self) -> pa.Table:
         """Every key that the epoch touches, once; those of `upserts` first."""
         return pa.concat_tables([self.upserts.select(self.key), self.deletes])
+
+    def rows(self, stored: pa.Table | None) -> Iterator[pa.Table]:
+        """Whole rows to write, some at a time; `stored` as for `filled`."""
+        return self.picked() if self.picked is not None else iter([self.filled(stored)])
 
     def filled(self, stored: pa.Table | None) -> pa.Table:
         """`upserts` with the kept values from `stored`: the target's rows of the keys in `origins`, as it was before."""
@@ -147,6 +157,55 @@ def collapse(changes: pa.Table | Sequence[pa.Table], key: Sequence[str], columns
         return Collapsed(tuple(key), truncated, upserts, deletes)
     wanted = np.logical_or.reduce(list(kept.values()))
     return Collapsed(tuple(key), truncated, upserts, deletes, kept, origins.filter(pa.array(wanted[owners])))
+
+
+class Part(Protocol):
+    """Changes that stand somewhere and can be read more than once, always in the same pieces."""
+
+    @property
+    def schema(self) -> pa.Schema: ...
+    @property
+    def num_rows(self) -> int: ...
+    def read(self, columns: Sequence[str]) -> Iterator[pa.Table]: ...
+
+
+def collapse_parts(parts: Sequence[Part], key: Sequence[str], columns: pa.Schema) -> Collapsed:
+    """
+    As `collapse`; of many changes only keys and positions are held, and the rows that are left are read once they are known.
+
+    Changes that leave values as they are stored are held as a whole.
+    """
+
+    def whole() -> Collapsed:
+        return collapse([pa.concat_tables(part.read(part.schema.names)) for part in parts], key, columns)
+
+    says_all = all(is_changelog(part.schema) and set(columns.names) <= set(part.schema.names) for part in parts)
+    if not says_all or "_row" in key or sum(part.num_rows for part in parts) <= HELD_ROWS:
+        return whole()
+    narrow, first = [], 0
+    for part in parts:
+        names = [name for name in part.schema.names if name in (*key, "_op", "_position", "_unchanged", "_old_key")]
+        for piece in part.read(names):
+            if "_unchanged" in names:
+                if piece.column("_unchanged").null_count < piece.num_rows:
+                    return whole()
+                piece = piece.drop_columns("_unchanged")
+            narrow.append(piece.append_column("_row", pa.array(np.arange(first, first + piece.num_rows))))
+            first += piece.num_rows
+    collapsed = collapse(narrow, key)
+    picked = np.sort(collapsed.upserts.column("_row").to_numpy())
+    rows = partial(_picked, parts, columns.names, picked)
+    return replace(collapsed, upserts=collapsed.upserts.select(list(key)), picked=rows)
+
+
+def _picked(parts: Sequence[Part], columns: Sequence[str], numbers: Ints) -> Iterator[pa.Table]:
+    first = 0
+    for part in parts:
+        for piece in part.read(columns):
+            begin, end = np.searchsorted(numbers, (first, first + piece.num_rows))
+            if end > begin:
+                yield piece.take(pa.array(numbers[begin:end] - first))
+            first += piece.num_rows
 
 
 class Keys:

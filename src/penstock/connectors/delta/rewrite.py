@@ -102,24 +102,47 @@ def rewrite(
                 write(stage, topic, rows.filter(pa.array(place < 0)))
             if stage is not joined:
                 result.take(stage.finish(), topic)
-        new = changes.filled(kept.rows())
-        if mark is not None:
-            new = new.append_column(mark, pa.repeat(False, new.num_rows))
-        new = new.select(schema.names).cast(schema)
-        _refuse_nulls(topic, new, table)
-        count = max(1, min(WRITERS, new.num_rows // ROW_GROUP_ROWS))
-        stages = [joined, *(another() for _ in range(count - 1))]
-        edges = [new.num_rows * i // count for i in range(count + 1)]
-        with ThreadPoolExecutor(count) as threads:
-            written = [
-                threads.submit(write, stage, topic, new.slice(first, last - first))
-                for stage, (first, last) in zip(stages, pairwise(edges), strict=True)
-            ]
-            for each in written:
-                each.result()
+        stages = [joined]
+        with ThreadPoolExecutor(WRITERS) as threads:
+            for new in changes.rows(kept.rows()):
+                if mark is not None:
+                    new = new.append_column(mark, pa.repeat(False, new.num_rows))
+                new = new.select(schema.names).cast(schema)
+                _refuse_nulls(topic, new, table)
+                count = max(1, min(WRITERS, new.num_rows // ROW_GROUP_ROWS))
+                stages += [another() for _ in range(count - len(stages))]
+                edges = [new.num_rows * i // count for i in range(count + 1)]
+                written = [
+                    threads.submit(write, stage, topic, new.slice(first, last - first))
+                    for stage, (first, last) in zip(stages, pairwise(edges), strict=False)
+                ]
+                for each in written:
+                    each.result()
         for stage in stages:
             result.take(stage.finish(), topic)
     return result
+
+
+@dataclass(frozen=True)
+class StagedChanges:
+    """A file of changes, in the pieces that it is read in; `stored` gives them the table's types."""
+
+    path: Path
+    stored: Callable[[pa.Table], pa.Table]
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self.stored(pq.read_schema(self.path).empty_table()).schema
+
+    @property
+    def num_rows(self) -> int:
+        return int(pq.read_metadata(self.path).num_rows)
+
+    def read(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        with pq.ParquetFile(self.path) as parquet:
+            there = [name for name in columns if name in parquet.schema_arrow.names]
+            for groups in _runs([parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]):
+                yield self.stored(parquet.read_row_groups(groups, columns=there)).select(list(columns))
 
 
 def write(stage: Stage, topic: Topic, rows: pa.Table) -> None:

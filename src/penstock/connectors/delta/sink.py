@@ -18,7 +18,6 @@ from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from deltalake import DeltaTable
 from deltalake import Schema as DeltaSchema
 from deltalake.exceptions import CommitFailedError, DeltaError, DeltaProtocolError, TableNotFoundError
@@ -26,11 +25,11 @@ from pyarrow import types
 from pydantic import Field, NonNegativeInt
 
 from penstock import durable
-from penstock.change import Op, check_changes, collapse, is_changelog, own_columns
+from penstock.change import Op, check_changes, collapse_parts, is_changelog, own_columns
 from penstock.config import Secret
 from penstock.connectors import staging
 from penstock.connectors.delta.columns import StatsPart, as_delta, delta_schema, has_empty_text
-from penstock.connectors.delta.rewrite import rewrite
+from penstock.connectors.delta.rewrite import StagedChanges, rewrite
 from penstock.connectors.delta.table import Table, delta_errors, read_metadata, unknown_feature
 from penstock.connectors.delta.upkeep import join_small_files, remove_dead_files
 from penstock.connectors.staging import (
@@ -356,13 +355,10 @@ class Delta(StagingSink[DeltaConfig]):
         sent = {name for part in parts for name in self._own(unpack_schema(part.columns)).names}
         sent.update(marker.columns if marker else ())
         gone = sent.difference(self.current[topic].names if topic in self.current else sent)
-        changes = [
-            _as_stored(pq.read_table(below / file.path, partitioning=None), schema, gone)
-            for part in parts
-            for file in part.files
-        ]
+        stored = partial(_as_stored, schema=schema, gone=gone)
+        changes = [StagedChanges(below / file.path, stored) for part in parts for file in part.files]
         own = pa.schema([each for each in schema if not self.config.soft_delete or each.name != DELETED.name])
-        collapsed = collapse(changes, _one_key(topic, parts), own)
+        collapsed = collapse_parts(changes, _one_key(topic, parts), own)
         begin = partial(self.begin_stage, epoch, REWRITER, partition_by=self.config.partition_by)
         files = rewrite(topic, table, schema, collapsed, begin, DELETED.name if self.config.soft_delete else None)
         table.commit(epoch, end, files.adds, files.removes, columns=sorted(sent))

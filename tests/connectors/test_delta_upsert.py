@@ -15,7 +15,7 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 from sink_protocol import END, ORDERS, SinkProtocol, commit_in_a_process, epoch, rows, stage
 
-from penstock.change import CHANGE_FIELDS
+from penstock.change import CHANGE_FIELDS, collapse_parts
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.delta import rewrite as rewriting
 from penstock.errors import ConfigError, DataError, Fenced, RetryableError, SchemaError, StagingLost
@@ -481,3 +481,24 @@ def test_changes_mode_keeps_every_change_as_it_is(make, target):
     assert sorted(table.column("_op").to_pylist()) == ["c", "d", "u"]
     assert [row["_unchanged"] for row in table.to_pylist() if row["_op"] == "u"] == [["doc"]]
     assert set(table.column_names) == {*PLAIN.names, *(each.name for each in CHANGE_FIELDS)}
+
+
+def test_of_many_changes_only_the_keys_are_held_while_their_rows_are_written(tmp_path, monkeypatch):
+    rows, wide = 40_000, "x" * 500
+    monkeypatch.setattr("penstock.change.HELD_ROWS", 1000)
+    monkeypatch.setattr(rewriting, "CHUNK_ROWS", 2000)
+    path = tmp_path / "changes.parquet"
+    with pq.ParquetWriter(path, changes().schema) as writer:
+        for first in range(0, rows, 2000):
+            events = (
+                {"_op": "c", "_position": f"{id:09d}", "id": id, "doc": wide} for id in range(first, first + 2000)
+            )
+            writer.write_batch(changes(*events))
+    before = pa.total_allocated_bytes()
+    collapsed = collapse_parts([rewriting.StagedChanges(path)], ["id"], PLAIN)
+    held, seen = [], 0
+    for piece in collapsed.rows(None):
+        held.append(pa.total_allocated_bytes() - before)
+        seen += piece.num_rows
+    assert seen == rows
+    assert max(held) < rows * len(wide) / 3

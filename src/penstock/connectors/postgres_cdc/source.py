@@ -77,7 +77,10 @@ class PostgresLogConfig(Config):
     """The user's password."""
 
     tables: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Tables to mirror, as `schema.table`; `*` stands for anything. Partitions come with their root."""
+    """
+    Tables to mirror, as `schema.table`; `*` stands for anything. Partitions come with their root; what PostgreSQL does not
+    log for a root is not seen: TRUNCATE of one partition, and rows that come or go with ATTACH, DETACH or DROP of one.
+    """
 
     exclude_tables: tuple[str, ...] = ()
     """Tables to leave out of those, by the same patterns."""

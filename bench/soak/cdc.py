@@ -498,7 +498,8 @@ def replay(log: list[dict[str, Any]], key: Sequence[str]) -> tuple[list[dict[str
         old = tuple(json.loads(row["_old_key"])[name] for name in key) if row["_old_key"] else place
         before = table.pop(old, None)
         lost += before is None and row["_op"] in "ud"
-        doubled += before is not None and row["_op"] in "rc"
+        # A table that was altered is copied over what is there, and never with older rows.
+        doubled += before is not None and (row["_op"] == "c" or (row["_op"] == "r" and row["stamp"] < before["stamp"]))
         if row["_op"] == "d":
             continue
         if before is not None and row["_op"] == "u":

@@ -7,17 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import psycopg
 import pyarrow as pa
-from psycopg.conninfo import conninfo_to_dict
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from penstock import commands, durable
 from penstock.commands import Request
-from penstock.config import Config, Secret
 from penstock.connectors.postgres_cdc import seed, setup, wal
 from penstock.connectors.postgres_cdc.decode import Decoder, Rows
 from penstock.connectors.postgres_cdc.seed import (
@@ -33,6 +30,7 @@ from penstock.connectors.postgres_cdc.seed import (
 from penstock.connectors.postgres_cdc.setup import Table, Tables
 from penstock.connectors.postgres_cdc.steps import Ahead, messages
 from penstock.connectors.postgres_cdc.types import TypeCatalog
+from penstock.connectors.postgresql import PostgresConfig
 from penstock.durable import Json
 from penstock.errors import ConfigError, ConnectorError, DataError, SchemaError
 from penstock.source import (
@@ -65,16 +63,10 @@ QUIET_FACTOR = 8
 """So much more log goes into a range behind one without changes: a huge transaction is not decoded again and again."""
 
 
-class PostgresLogConfig(Config):
+class PostgresLogConfig(PostgresConfig):
     """Whose log is read, and how: what every reader of it has to know."""
 
     identity: ClassVar[frozenset[str]] = frozenset({"tables", "slot"})
-
-    dsn: str
-    """Where the database is: `postgresql://user@host:port/database`, or libpq's `key=value` form; without a password."""
-
-    password: Secret | None = None
-    """The user's password."""
 
     tables: Annotated[tuple[str, ...], Field(min_length=1)]
     """
@@ -106,40 +98,11 @@ class PostgresLogConfig(Config):
     heartbeat_secs: PositiveFloat = 10.0
     """After so long the log is acknowledged even if it held no changes, so that the server can let go of it."""
 
-    sslmode: Literal["disable", "allow", "prefer", "require", "verify-ca", "verify-full"] | None = None
-    """How TLS is used; none: what the `dsn` says, else libpq's default."""
-
-    sslrootcert: Path | None = None
-    """The certificate authority that the server's certificate is checked against."""
-
-    sslcert: Path | None = None
-    """The client's certificate."""
-
-    sslkey: Path | None = None
-    """The key of the client's certificate."""
-
-    connect_timeout_secs: PositiveInt = 10
-    """How long to wait for a connection."""
-
-    statement_timeout_secs: NonNegativeInt = 0
-    """The server ends a statement after so long; 0: never."""
-
     visible_timeout_secs: PositiveFloat = 60.0
     """While tables are copied: how long a committed transaction may stay invisible (a synchronous standby is missing)."""
 
     decoding_memory_bytes: PositiveInt = 256 << 20
     """Memory in which the server puts transactions together (`logical_decoding_work_mem`) before it goes to disk."""
-
-    @field_validator("dsn")
-    @classmethod
-    def _no_password(cls, dsn: str) -> str:
-        try:
-            parts = conninfo_to_dict(dsn)
-        except psycopg.ProgrammingError as error:
-            raise ValueError(f"this is no connection string: {str(error).strip()}") from None
-        if parts.get("password"):
-            raise ValueError("leave the password out of the dsn, and give it as `password = { env = … }`")
-        return dsn
 
 
 class PostgresCdcConfig(PostgresLogConfig):

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +21,8 @@ from psycopg.pq import TransactionStatus
 
 from penstock.connectors.postgres_cdc.decode import lsn_text
 from penstock.connectors.postgres_cdc.types import SESSION
+from penstock.connectors.postgresql import PostgresConfig
 from penstock.errors import ConfigError, FatalError, RetryableError
-
-if TYPE_CHECKING:
-    from penstock.connectors.postgres_cdc.source import PostgresCdcConfig
 
 PLUGIN = "pgoutput"
 OLDEST = 150000
@@ -80,7 +78,7 @@ class SlotLost(FatalError):
 # -- connections -----------------------------------------------------------------------------------------------------
 
 
-def conninfo(config: PostgresCdcConfig) -> str:
+def conninfo(config: PostgresConfig) -> str:
     """The connection string with everything that the options add; it holds the password, so it is kept nowhere."""
     options: dict[str, Any] = {
         "application_name": "penstock",
@@ -96,7 +94,7 @@ def conninfo(config: PostgresCdcConfig) -> str:
     return make_conninfo(config.dsn, **{name: value for name, value in options.items() if value is not None})
 
 
-def connect(config: PostgresCdcConfig) -> psycopg.Connection[Any]:
+def connect(config: PostgresConfig) -> psycopg.Connection[Any]:
     """A connection for questions and orders, in autocommit; not for rows."""
     with errors("cannot connect to PostgreSQL"):
         connection = psycopg.connect(conninfo(config), autocommit=True)
@@ -105,7 +103,7 @@ def connect(config: PostgresCdcConfig) -> psycopg.Connection[Any]:
     return connection
 
 
-def take(config: PostgresCdcConfig) -> psycopg.Connection[Any]:
+def take(config: PostgresConfig) -> psycopg.Connection[Any]:
     """A connection that the last task of this process handed on, if it is still good; else a new one."""
     connection, since = _handed_on.pop(_whose(config), (None, 0.0))
     if connection is not None:
@@ -117,7 +115,7 @@ def take(config: PostgresCdcConfig) -> psycopg.Connection[Any]:
     return connect(config)
 
 
-def hand_on(config: PostgresCdcConfig, connection: psycopg.Connection[Any]) -> None:
+def hand_on(config: PostgresConfig, connection: psycopg.Connection[Any]) -> None:
     """Leave a connection to the next task of this process, unless something is still going on there."""
     if connection.info.transaction_status is not TransactionStatus.IDLE:
         connection.close()
@@ -128,12 +126,12 @@ def hand_on(config: PostgresCdcConfig, connection: psycopg.Connection[Any]) -> N
     _handed_on[_whose(config)] = (connection, time.monotonic())
 
 
-def _whose(config: PostgresCdcConfig) -> tuple[int, bytes]:
+def _whose(config: PostgresConfig) -> tuple[int, bytes]:
     """Of this process, not of one that forked it; without the password in it."""
     return os.getpid(), hashlib.sha256(f"{conninfo(config)} {config.statement_timeout_secs}".encode()).digest()
 
 
-def connect_arrow(config: PostgresCdcConfig, **settings: str) -> Any:
+def connect_arrow(config: PostgresConfig, **settings: str) -> Any:
     """A connection that answers in Arrow, in autocommit; for rows."""
     with errors("cannot connect to PostgreSQL"):
         connection = adbc.connect(conninfo(config), autocommit=True)
@@ -197,7 +195,7 @@ def _closing_on_error(connection: Any) -> Iterator[None]:
         raise
 
 
-def _settings(config: PostgresCdcConfig, more: Mapping[str, str] | None = None) -> str:
+def _settings(config: PostgresConfig, more: Mapping[str, str] | None = None) -> str:
     settings = {
         **SESSION,
         "statement_timeout": f"{config.statement_timeout_secs}s",

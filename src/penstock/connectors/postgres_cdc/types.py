@@ -22,6 +22,7 @@ them, so nothing is lost, comparisons stay true, and DuckDB shows them as infini
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -44,6 +45,9 @@ SESSION: Mapping[str, str] = {
     "lc_monetary": "C",
 }
 """Settings of every connection that reads values, by WAL or by SELECT: text output depends on them."""
+
+ORIGIN = b"penstock.postgres"
+"""Under this name a field's metadata holds the PostgreSQL type that its values came from."""
 
 UNIX_EPOCH_DAYS = 10957
 """Days from 1970 to 2000, where PostgreSQL counts from."""
@@ -156,10 +160,25 @@ def arrow_type(oid: int, typmod: int, catalog: TypeCatalog) -> pa.DataType:
 
 def table_schema(columns: Sequence[Column], catalog: TypeCatalog, key: Sequence[str] | None = None) -> pa.Schema:
     """The columns as an Arrow schema with its key; all are nullable, since a delete may know its key only."""
-    fields = [pa.field(column.name, arrow_type(column.type_oid, column.typmod, catalog)) for column in columns]
+    fields = [
+        pa.field(
+            column.name, arrow_type(column.type_oid, column.typmod, catalog), metadata=type_metadata(column, catalog)
+        )
+        for column in columns
+    ]
     return with_key(
         pa.schema(fields), [column.name for column in columns if column.is_key] if key is None else list(key)
     )
+
+
+def type_metadata(column: Column, catalog: TypeCatalog) -> dict[bytes, bytes] | None:
+    """What a field keeps of its PostgreSQL type: its name and modifier, behind a domain's the type below, as JSON."""
+    oid, typmod = column.type_oid, column.typmod
+    found: list[tuple[str, int]] = []
+    while known := catalog.types.get(oid):
+        found.append((known.name, typmod if not known.base else -1))
+        oid, typmod = known.base, known.typmod if known.typmod != -1 else typmod
+    return {ORIGIN: json.dumps(found).encode()} if found else None
 
 
 def parse_text(values: pa.Array, oid: int, typmod: int, catalog: TypeCatalog, *, name: str = "") -> pa.Array:

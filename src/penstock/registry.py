@@ -67,6 +67,13 @@ BUILT_IN: dict[tuple[Kind, str], Entry] = {
         Entry("source", "sql_poll", "penstock.connectors.sql_poll:SqlPoll"),
         Entry("sink", "console", "penstock.connectors.console:Console"),
         Entry("sink", "files", "penstock.connectors.files_sink:FilesSink"),
+        Entry(
+            "sink",
+            "postgres",
+            "penstock.connectors.postgres:Postgres",
+            "postgres",
+            ("psycopg", "adbc_driver_postgresql"),
+        ),
         Entry("sink", "delta", "penstock.connectors.delta:Delta", "delta", ("deltalake",)),
     )
     if entry.kind is not None

@@ -1,0 +1,5 @@
+"""Write topics to PostgreSQL tables, appended or applied by key, every table of an epoch in one transaction."""
+
+from penstock.connectors.postgres.sink import Postgres, PostgresSinkConfig
+
+__all__ = ["Postgres", "PostgresSinkConfig"]

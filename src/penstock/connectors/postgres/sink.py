@@ -1,0 +1,749 @@
+"""Write topics to PostgreSQL tables, appended or applied by key, every table of an epoch in one transaction."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import psycopg
+import pyarrow as pa
+import pyarrow.compute as pc
+from adbc_driver_manager import dbapi as adbc_dbapi
+from pydantic import Field
+
+from penstock import failpoints
+from penstock.change import Op, check_changes, is_changelog, own_columns, unpack_keys
+from penstock.connectors.postgres import apply, columns
+from penstock.connectors.postgres.apply import Part, Plan, StagedPart, Upsert, by_topic
+from penstock.connectors.postgres.target import (
+    DELETED,
+    Catalog,
+    Column,
+    Names,
+    Target,
+    alterations,
+    creation,
+    known_types,
+    refuse_unfit,
+    widened,
+)
+from penstock.connectors.postgres_cdc import wal
+from penstock.connectors.postgres_cdc.types import quoted
+from penstock.connectors.postgresql import PostgresConfig
+from penstock.connectors.staging import pack_schema
+from penstock.durable import canonical
+from penstock.errors import ConfigError, DataError, FatalError, SchemaError, StagingLost
+from penstock.schema import key_of
+from penstock.schema.evolution import EvolutionConfig, fit
+from penstock.sink import (
+    CommittedEpoch,
+    Epoch,
+    Positions,
+    Receipt,
+    SinkConnector,
+    SinkConnectorCapabilities,
+    Task,
+    Topic,
+    WriteResult,
+    is_committed,
+)
+from penstock.source import Finding, HealthStatus
+
+T = TypeVar("T")
+
+BUFFER_BYTES = 32 << 20
+"""What a task holds back, over all its staging tables, to copy it in one go."""
+
+IDLE_SECS = 10
+"""The server ends a commit whose driver says nothing for so long: a run that is stopped must not keep others waiting."""
+
+LOCK_SECS = 30
+"""Longest wait for a table or a marker that another session holds; then the commit is tried again."""
+
+_UNUSED = ("_txid", "_committed_at")
+"""Change columns that play no part in an upsert."""
+
+_ROWLESS = [Op.DELETE.value, Op.TRUNCATE.value]
+
+
+class PostgresSinkConfig(PostgresConfig, EvolutionConfig):
+    identity = PostgresConfig.identity | {"key", "soft_delete"}
+
+    table: str = "{schema}.{table}"
+    """
+    The table of a topic, as `schema.table`. `{table}` is the last part of the topic's name, `{schema}` the one before it
+    (`public` if there is none), where parts end at `/` and `.`; `{topic}` is the whole name without its leading slash.
+    """
+
+    mode: Literal["append", "upsert", "changes"] = "append"
+    """How rows are applied: `append` adds them; `upsert` keeps one row per key, as the changes leave it; `changes` adds
+    every change with the columns that describe it."""
+
+    key: tuple[str, ...] = ()
+    """Columns that make the key of a row, for `upsert`; by default those that the topic's schema names."""
+
+    soft_delete: bool = False
+    """Mark deleted rows in a column `_deleted` instead of removing them; for `upsert`."""
+
+    staging_schema: str = "_penstock"
+    """The schema of the sink's own tables: what is staged, and which epochs are committed. It is made if it is missing."""
+
+
+class StagedTables(Receipt):
+    staged: dict[Topic, list[StagedPart]] = Field(default_factory=dict)
+    key: dict[Topic, list[str]] = Field(default_factory=dict)
+
+    def topics(self) -> Iterable[Topic]:
+        return self.staged
+
+
+class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
+    """
+    Each task copies its rows, in binary, into staging tables of its own; the driver applies all topics of an epoch in one
+    transaction, together with the markers that say which epoch each table holds. Columns are added and widened there as
+    well. Tables are never dropped, renamed or made anew: their indexes, grants and further columns stay.
+
+    Supports exactly-once: the markers are locked and looked at in the very transaction that moves them. Readers see all
+    tables at one epoch. Foreign keys between the tables must be deferrable, or not be there. `changes` adds the
+    capability changelog, and `upsert` upsert, changelog and idempotent.
+    """
+
+    name = "postgres"
+    capabilities = SinkConnectorCapabilities().with_exactly_once().with_two_phase_commit().with_schema_evolution()
+
+    def __init__(self, config: PostgresSinkConfig) -> None:
+        super().__init__(config)
+        self.__setstate__(self.__getstate__())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self.config, "evolution": dict(self.evolution)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._connection: psycopg.Connection[Any] | None = None
+        self._stage: _Stage | None = None
+        self._catalog = Catalog()
+        self._committed: set[Topic] = set()
+        self._upserts = self.config.mode == "upsert"
+        if self.config.mode != "append":
+            self.capabilities = self.capabilities.with_changelog()
+        if self._upserts:
+            self.capabilities = self.capabilities.with_upsert().with_idempotent()
+
+    # -- open and close ------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        self.close()
+        for option in ("key", "soft_delete"):
+            if getattr(self.config, option) and not self._upserts:
+                raise ConfigError(
+                    f'`{option}` has no meaning for mode = "{self.config.mode}"',
+                    code="PEN-1003",
+                    hint='use mode = "upsert"',
+                )
+        self._names = Names(self.config.table, self.config.staging_schema)
+        self._ask(self._make_own_tables)
+
+    def close(self) -> None:
+        if self._stage is not None:
+            self._stage.close()
+            self._stage = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _ask(self, question: Callable[[psycopg.Connection[Any]], T]) -> T:
+        """Put a question over the sink's connection, which is made again after it broke."""
+        with wal.errors("PostgreSQL does not answer"):
+            if self._connection is None or self._connection.closed:
+                self._connection = wal.connect(self.config)
+                self._connection.execute(_durable())
+                self._connection.execute(
+                    f"SET lock_timeout = '{LOCK_SECS}s'; SET idle_in_transaction_session_timeout = '{IDLE_SECS}s'"
+                )
+            return question(self._connection)
+
+    def _own(self, table: str) -> str:
+        return f"{quoted(self.config.staging_schema)}.{quoted(table)}"
+
+    def _make_own_tables(self, connection: psycopg.Connection[Any]) -> None:
+        is_there = "SELECT to_regclass(%s) IS NOT NULL"
+        if connection.execute(is_there, [self._own("seeded")]).fetchone() == (True,):
+            return
+        with connection.transaction():  # tasks and other pipelines may be here at the same time
+            connection.execute("SELECT pg_advisory_xact_lock(hashtext('penstock'), hashtext(%s))", [self._own("")])
+            named = [self.config.staging_schema]
+            if connection.execute("SELECT FROM pg_namespace WHERE nspname = %s", named).fetchone() is None:
+                connection.execute(f"CREATE SCHEMA {quoted(self.config.staging_schema)}")
+            connection.execute(
+                f"CREATE TABLE IF NOT EXISTS {self._own('epochs')} (pipeline text, topic text, target text, incarnation text, "
+                'number int8, "end" text, committed_at timestamptz, PRIMARY KEY (pipeline, topic, target))'
+            )
+            connection.execute(f"CREATE TABLE IF NOT EXISTS {self._own('seeded')} (topic text, target text, made bool, "
+                               "PRIMARY KEY (topic, target))")  # fmt: skip
+
+    # -- in tasks ------------------------------------------------------------------------------------------------
+
+    def begin_epoch(self, epoch: Epoch, task: Task) -> None:
+        if self._stage is not None:
+            self._stage.close()
+        self._stage = _Stage(self.config, self._stem(epoch, task))
+
+    def _stem(self, epoch: Epoch, task: Task | None = None) -> str:
+        """The beginning of every staged name of this try, and of no other pipeline's or sink's."""
+        whose = canonical([epoch.pipeline, self.config.table, self.config.mode])
+        return f"{hashlib.sha256(whose.encode()).hexdigest()[:8]}-{epoch.stem(task)}"
+
+    def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
+        assert self._stage is not None
+        key = self._key(topic, batch.schema)
+        stage = self._stage
+        known = stage.targets.get(topic) or self._meet(topic, key)
+        dropped = [name for name in _UNUSED if self._upserts and is_changelog(batch.schema)]
+        rows = batch.drop_columns([name for name in dropped if name in batch.schema.names])
+        rows = self._with_known_types(rows, known) if self._upserts else rows
+        rows = columns.plain(topic, rows)
+        discarded = 0
+        if known.target is not None:
+            own = _picked(rows.schema, own_columns(rows.schema)) if self._upserts else rows.schema
+            wider = widened(topic, known.target.schema(), own, self.policy(topic))
+            rows, discarded = fit(topic, rows, wider, self.policy(topic), key)
+            known.refuse_values(topic, rows, self._upserts)
+        if self._upserts:
+            check_changes(pa.Table.from_batches([rows]), key)
+        if rows.num_rows:
+            stage.write(topic, rows, key)
+        return WriteResult(batch.num_rows, batch.nbytes, discarded)
+
+    def _key(self, topic: Topic, schema: pa.Schema) -> list[str]:
+        if not self._upserts:
+            return []
+        assert self._stage is not None
+        key = list(self.config.key) or key_of(schema)
+        missing = [name for name in key if name not in schema.names]
+        if not key or missing or self._stage.keys.setdefault(topic, key) != key:
+            raise SchemaError(
+                f"{topic} has no key that every row has: {', '.join(key) or 'none is named'}",
+                code="PEN-4002",
+                hint="set `key` in the sink to columns of the topic",
+            )
+        return key
+
+    def _meet(self, topic: Topic, key: Sequence[str]) -> _Known:
+        """Look at the topic's table before the first of its rows is staged."""
+        assert self._stage is not None
+        name = self._names.claim(topic)
+        target = self._ask(lambda connection: self._catalog.find(connection, name))
+        if target is not None:
+            refuse_unfit(topic, target, key, self.config.soft_delete)
+        self._stage.targets[topic] = found = _Known(target)
+        return found
+
+    def _with_known_types(self, rows: pa.RecordBatch, known: _Known) -> pa.RecordBatch:
+        """Columns of nulls get the table's types: left out, they would be unchanged and not null."""
+        for place, each in enumerate(rows.schema):
+            column = known.target.columns.get(each.name) if known.target and pa.types.is_null(each.type) else None
+            if column is not None:
+                rows = rows.set_column(place, each.name, pa.nulls(rows.num_rows, column.arrow))
+        return rows
+
+    def flush(self) -> None:
+        assert self._stage is not None
+        self._stage.flush()
+
+    def pre_commit(self, epoch: Epoch) -> StagedTables:
+        assert self._stage is not None
+        stage = self._stage
+        stage.flush()
+        for topic, parts in stage.parts.items():
+            target = stage.targets[topic].target
+            for part in parts:
+                self._rehearse(topic, target, part)
+        receipt = StagedTables(
+            staged={topic: [part.receipt() for part in parts] for topic, parts in stage.parts.items()},
+            key=stage.keys,
+        )
+        stage.commit()
+        stage.close()
+        self._stage = None
+        return receipt
+
+    def _rehearse(self, topic: Topic, target: Target | None, part: _Open) -> None:
+        """Try the texts that become values of other types: what is staged can only go forward."""
+        assert self._stage is not None
+        texts = [each for each in part.schema if each.type in (pa.string(), pa.list_(pa.string()))]
+        kinds = {
+            each.name: target.columns[each.name].computed for each in texts if target and each.name in target.columns
+        }
+        new = _picked(part.schema, [each.name for each in texts if each.name not in kinds and columns.origin(each)])
+        kinds |= self._ask(lambda connection: known_types(connection, new))
+        tried = [
+            f"count(c{part.schema.names.index(name)}::{kind})"
+            for name, kind in kinds.items()
+            if kind not in ("text", "text[]") and not kind.startswith("character")
+        ]
+        if tried:
+            with _refusals(topic):
+                self._stage.run(f"SELECT {', '.join(tried)} FROM {self._own(part.table)}")
+
+    # -- on the driver -------------------------------------------------------------------------------------------
+
+    def commit_epoch(self, epoch: Epoch, receipts: Sequence[StagedTables], end: Positions) -> None:
+        parts = by_topic([receipt.staged for receipt in receipts], self.config.staging_schema)
+        keys = {topic: receipt.key.get(topic, []) for receipt in receipts for topic in receipt.staged}
+        if not parts:
+            return
+        failpoints.hit("commit.before")
+        plans = {
+            topic: self._plan(topic, parts[topic], keys[topic])
+            for topic in sorted(parts)
+            if self._upserts and not self._is_done(epoch, topic, self._marker(epoch.pipeline, topic))
+        }
+        self._ask(lambda connection: self._commit(connection, epoch, parts, keys, plans, end))
+        self._committed.update(parts)
+
+    def _commit(
+        self,
+        connection: psycopg.Connection[Any],
+        epoch: Epoch,
+        parts: dict[Topic, list[Part]],
+        keys: dict[Topic, list[str]],
+        plans: dict[Topic, _Planned],
+        end: Positions,
+    ) -> None:
+        with connection.transaction():
+            markers = self._lock(connection, epoch.pipeline, sorted(parts))
+            pending = [topic for topic, marker in markers.items() if not self._is_done(epoch, topic, marker)]
+            connection.execute("SET CONSTRAINTS ALL DEFERRED")
+            for place, topic in enumerate(pending):
+                if place:
+                    failpoints.hit("commit.before")
+                with _refusals(topic), _losses(epoch):
+                    target = self._fit(connection, topic, parts[topic], keys[topic])
+                    self._apply(connection, topic, target, parts[topic], keys[topic], plans.get(topic))
+                connection.execute(
+                    f'UPDATE {self._own("epochs")} SET incarnation = %s, number = %s, "end" = %s, '
+                    "committed_at = clock_timestamp() WHERE pipeline = %s AND topic = %s AND target = %s",
+                    [epoch.incarnation, epoch.number, canonical(dict(end)), epoch.pipeline, topic, target.name.sql],
+                )
+            staged = [part.sql for each in parts.values() for part in each]
+            connection.execute(f"DROP TABLE IF EXISTS {', '.join(staged)}")
+
+    def _plan(self, topic: Topic, parts: Sequence[Part], key: Sequence[str]) -> _Planned | None:
+        """What the topic's changes come to, before anything is locked; None if the table or what is staged is not there."""
+        target = self._ask(lambda connection: self._catalog.find(connection, self._names.claim(topic)))
+        found = Upsert(self._as_it_will_be(topic, target, parts, key), parts, key, self.config.soft_delete)
+        if found.is_simple:
+            return _Planned(None)
+        with wal.errors("PostgreSQL does not answer"), contextlib.closing(wal.connect_arrow(self.config)) as connection:
+            try:
+                return _Planned(found.plan(lambda query: wal.run(connection, query)))
+            except adbc_dbapi.Error as error:
+                if error.sqlstate == _UNDEFINED:
+                    return None
+                raise
+
+    def _as_it_will_be(self, topic: Topic, target: Target | None, parts: Sequence[Part], key: Sequence[str]) -> Target:
+        """The table with the columns that the epoch adds to it."""
+        known = dict(target.columns) if target else {}
+        for part in parts:
+            for each in _picked(part.schema, part.own):
+                known.setdefault(each.name, Column(each.name, columns.sql_type(each.type), each.type, 0))
+        return Target(self._names.claim(topic), known, target.unique if target else [frozenset(key)])
+
+    def _fit(
+        self, connection: psycopg.Connection[Any], topic: Topic, parts: Sequence[Part], key: Sequence[str]
+    ) -> Target:
+        """The topic's table, made or altered so that it holds the rows."""
+        name, policy, soft = self._names.claim(topic), self.policy(topic), self.config.soft_delete
+        schemas = [_picked(part.schema, part.own) if self._upserts else part.schema for part in parts]
+        target = self._catalog.find(connection, name)
+        if target is None:
+            whole = schemas[0]
+            for each in schemas[1:]:
+                whole = widened(topic, whole, each, policy)
+            for statement in creation(connection, name, whole, key, soft):
+                connection.execute(statement)
+        else:
+            refuse_unfit(topic, target, key, soft)
+            for each in schemas:
+                changes = alterations(connection, topic, target, each, policy)
+                if soft and DELETED not in target.columns:
+                    changes.append(f"ADD COLUMN {quoted(DELETED)} bool NOT NULL DEFAULT false")
+                if changes:
+                    connection.execute(f"ALTER TABLE {name.sql} {', '.join(changes)}")
+                    target = self._catalog.find(connection, name)
+                    assert target is not None
+        found = self._catalog.find(connection, name)
+        assert found is not None
+        return found
+
+    def _apply(
+        self,
+        connection: psycopg.Connection[Any],
+        topic: Topic,
+        target: Target,
+        parts: Sequence[Part],
+        key: Sequence[str],
+        plan: _Planned | None,
+    ) -> None:
+        if not self._upserts:
+            apply.append(connection, target, parts)
+            return
+        apply.count(connection, parts)
+        if plan is None:
+            raise StagingLost(f"what was staged of {topic} was not there")
+        Upsert(target, parts, key, self.config.soft_delete).apply(connection, plan.plan)
+
+    # -- markers -------------------------------------------------------------------------------------------------
+
+    def _lock(
+        self, connection: psycopg.Connection[Any], pipeline: str, topics: Sequence[Topic]
+    ) -> dict[Topic, CommittedEpoch | None]:
+        """The markers of the topics, which no other session can move until the transaction ends."""
+        found = {}
+        for topic in topics:
+            named = [pipeline, topic, self._names.claim(topic).sql]
+            connection.execute(
+                f"INSERT INTO {self._own('epochs')} (pipeline, topic, target) VALUES (%s, %s, %s) ON CONFLICT DO NOTHING",
+                named,
+            )
+            row = connection.execute(f"{self._marked()} FOR UPDATE", named).fetchone()
+            found[topic] = _marker(row)
+        return found
+
+    def _marked(self) -> str:
+        return (
+            f'SELECT incarnation, number, "end", to_regclass(target) IS NOT NULL FROM {self._own("epochs")} '
+            "WHERE pipeline = %s AND topic = %s AND target = %s"
+        )
+
+    def _marker(self, pipeline: str, topic: Topic) -> CommittedEpoch | None:
+        named = [pipeline, topic, self._names.claim(topic).sql]
+        return _marker(self._ask(lambda connection: connection.execute(self._marked(), named).fetchone()))
+
+    def _is_done(self, epoch: Epoch, topic: Topic, marker: CommittedEpoch | None) -> bool:
+        if marker is None and topic in self._committed:
+            raise FatalError(
+                f"the table {self._names.claim(topic).sql} of {topic} was dropped while the pipeline ran",
+                code="PEN-5010",
+                hint="put it back; or stop, and `penstock offsets reset FILE` to begin anew",
+            )
+        return is_committed(marker, epoch)
+
+    def committed_epoch(self, pipeline: str, topic: Topic) -> CommittedEpoch | None:
+        marker = self._marker(pipeline, topic)
+        if marker is not None:
+            self._committed.add(topic)
+        return marker
+
+    def sweep(self, epoch: Epoch, keep: Sequence[StagedTables]) -> None:
+        kept = {part.table for receipt in keep for parts in receipt.staged.values() for part in parts}
+
+        def drop(connection: psycopg.Connection[Any]) -> None:
+            rows = connection.execute(
+                "SELECT c.relname::text FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
+                "WHERE n.nspname = %s AND c.relkind = 'r' AND starts_with(c.relname, %s)",
+                [self.config.staging_schema, f"{self._stem(epoch)}-"],
+            ).fetchall()
+            left = [self._own(name) for (name,) in rows if name not in kept]
+            if left:
+                connection.execute(f"DROP TABLE IF EXISTS {', '.join(left)}")
+
+        self._ask(drop)
+
+    # -- seeding, schemas and health -----------------------------------------------------------------------------
+
+    def is_seeded(self, topic: Topic) -> bool:
+        named = [topic, self._names.claim(topic).sql]
+        query = (
+            f"SELECT FROM {self._own('seeded')} WHERE topic = %s AND target = %s "
+            "AND (NOT made OR to_regclass(target) IS NOT NULL)"
+        )
+        return self._ask(lambda connection: connection.execute(query, named).fetchone()) is not None
+
+    def mark_seeded(self, topic: Topic) -> None:
+        target = self._names.claim(topic).sql
+        statement = (
+            f"INSERT INTO {self._own('seeded')} VALUES (%s, %s, to_regclass(%s) IS NOT NULL) "
+            "ON CONFLICT (topic, target) DO UPDATE SET made = EXCLUDED.made"
+        )
+        self._ask(lambda connection: connection.execute(statement, [topic, target, target]))
+
+    def schema(self, topic: Topic) -> pa.Schema | None:
+        """The columns of the table; more may come."""
+        target = self._ask(lambda connection: self._catalog.find(connection, self._names.claim(topic)))
+        return target and target.schema()
+
+    def check(self) -> Sequence[Finding]:
+        return self._ask(lambda connection: list(self._findings(connection)))
+
+    def _findings(self, connection: psycopg.Connection[Any]) -> Iterator[Finding]:
+        row = connection.execute(
+            "SELECT current_setting('fsync'), pg_is_in_recovery(), has_database_privilege(current_database(), 'CREATE')"
+        ).fetchone()
+        assert row is not None
+        fsync, standby, may_create = row
+        yield Finding(
+            not standby,
+            f"the server is a {'standby' if standby else 'primary'}",
+            "point `dsn` at the primary" * standby,
+        )
+        fix = "ALTER SYSTEM SET fsync = on; SELECT pg_reload_conf()" if fsync == "off" else ""
+        yield Finding(fsync == "on", f"fsync is {fsync}", fix)
+        fix = "" if may_create else "make the schemas yourself, or GRANT CREATE ON DATABASE … TO CURRENT_USER"
+        yield Finding(True, f"the user {'may' if may_create else 'may not'} make schemas", fix)
+
+    def health_check(self) -> HealthStatus:
+        with wal.errors("PostgreSQL does not answer"), contextlib.closing(wal.connect(self.config)) as connection:
+            row = connection.execute(
+                "SELECT pg_is_in_recovery() OR current_setting('transaction_read_only') = 'on'"
+            ).fetchone()
+        return HealthStatus.unhealthy("the server takes no writes") if row == (True,) else HealthStatus.healthy()
+
+
+@dataclass(frozen=True)
+class _Planned:
+    plan: Plan | None
+    """None: the changes are simple."""
+
+
+@dataclass
+class _Known:
+    """A topic's table as it was when a task began."""
+
+    target: Target | None
+
+    def refuse_values(self, topic: Topic, rows: pa.RecordBatch, upserts: bool) -> None:
+        """Refuse values that the table does not take, as long as they can be refused."""
+        assert self.target is not None
+        whole = rows
+        if upserts and is_changelog(rows.schema):
+            if "_unchanged" in rows.schema.names and rows.column("_unchanged").null_count < rows.num_rows:
+                whole = rows.slice(0, 0)
+            whole = whole.filter(pc.invert(pc.is_in(whole.column("_op"), value_set=pa.array(_ROWLESS))))
+        for column in self.target.columns.values():
+            there = column.name in rows.schema.names
+            if column.required and (whole.column(column.name).null_count if there else whole.num_rows):
+                raise SchemaError(
+                    f"the column {column.name!r} of {topic} holds nulls, and the table forbids them",
+                    code="PEN-4001",
+                    hint=f"ALTER TABLE {self.target.name.sql} ALTER COLUMN {quoted(column.name)} DROP NOT NULL",
+                )
+            if there and column.length is not None and not columns.origin(rows.schema.field(column.name)):
+                longest = columns.longest(rows.column(column.name))
+                if longest > column.length:
+                    raise SchemaError(
+                        f"the column {column.name!r} of {topic} is {column.type} in the table, and a text has {longest} characters",
+                        code="PEN-4001",
+                        hint=f"ALTER TABLE {self.target.name.sql} ALTER COLUMN {quoted(column.name)} TYPE text",
+                    )
+
+
+@dataclass
+class _Open:
+    """A staging table that still takes rows."""
+
+    table: str
+    schema: pa.Schema
+    counted: tuple[str, ...]
+    old_key: bool
+    rows: int = 0
+    deletes: bool = False
+    truncates: bool = False
+    unchanged: set[str] = field(default_factory=set)
+    held: list[pa.RecordBatch] = field(default_factory=list)
+
+    def receipt(self) -> StagedPart:
+        return StagedPart(
+            table=self.table,
+            rows=self.rows,
+            columns=pack_schema(self.schema),
+            counted=list(self.counted),
+            deletes=self.deletes,
+            truncates=self.truncates,
+            unchanged=sorted(self.unchanged),
+            old_key=self.old_key,
+        )
+
+
+class _Stage:
+    """What one task stages of one epoch: one transaction, so that a task which dies leaves nothing behind."""
+
+    def __init__(self, config: PostgresSinkConfig, stem: str) -> None:
+        self.targets: dict[Topic, _Known] = {}
+        self.keys: dict[Topic, list[str]] = {}
+        self.parts: dict[Topic, list[_Open]] = {}
+        self._config = config
+        self._stem = stem
+        self._connection: Any = None
+        self._open: dict[tuple[Any, ...], _Open] = {}
+        self._held_bytes = 0
+        self._rows = 0
+
+    def write(self, topic: Topic, rows: pa.RecordBatch, key: Sequence[str]) -> None:
+        """Take rows as they are staged; with a key, as changes: numbered, and the old keys beside the new ones."""
+        old: list[pa.Array] = []
+        if key and is_changelog(rows.schema):
+            rows, old = _with_old_keys(rows, key)
+        counted = columns.counted(rows)
+        part = self._part(topic, rows.schema, tuple(counted), bool(old))
+        values = [
+            columns.as_counted(each) if name in counted else each
+            for name, each in zip(rows.schema.names, rows.columns, strict=True)
+        ]
+        names = [f"c{place}" for place in range(len(values))]
+        if key:
+            old = [columns.as_counted(each) if name in counted else each for name, each in zip(key, old, strict=False)]
+            names += [f"o{place}" for place in range(len(old))] + ["r"]
+            values += [*old, pa.array(range(self._rows, self._rows + rows.num_rows), pa.int64())]
+            self._note(part, rows)
+        self._rows += rows.num_rows
+        part.rows += rows.num_rows
+        part.held.append(pa.RecordBatch.from_arrays(values, names=names))
+        self._held_bytes += part.held[-1].nbytes
+        if self._held_bytes >= BUFFER_BYTES:
+            self.flush()
+
+    def _note(self, part: _Open, rows: pa.RecordBatch) -> None:
+        if not is_changelog(rows.schema):
+            return
+        ops = set(pc.unique(rows.column("_op")).to_pylist())
+        part.deletes |= Op.DELETE.value in ops
+        part.truncates |= Op.TRUNCATE.value in ops
+        if "_unchanged" in rows.schema.names:
+            part.unchanged |= set(pc.unique(rows.column("_unchanged").flatten()).to_pylist())
+
+    def _part(self, topic: Topic, schema: pa.Schema, counted: tuple[str, ...], old_key: bool) -> _Open:
+        signature = (topic, schema, counted, old_key)
+        if signature not in self._open:
+            table = f"{self._stem}-{len(self._open):03d}"
+            part = _Open(table, schema, counted, old_key)
+            kinds = [
+                f"c{place} {columns.staged_type(each.type, each.name in counted)}" for place, each in enumerate(schema)
+            ]
+            if key := self.keys.get(topic):
+                if old_key:
+                    kinds += [
+                        f"o{place} {columns.staged_type(schema.field(name).type, name in counted)}"
+                        for place, name in enumerate(key)
+                    ]
+                kinds.append("r int8")
+            self.run(f"CREATE TABLE {self._own(table)} ({', '.join(kinds)}) WITH (autovacuum_enabled = false)")
+            self._open[signature] = part
+            self.parts.setdefault(topic, []).append(part)
+        return self._open[signature]
+
+    def _own(self, table: str) -> str:
+        return f"{quoted(self._config.staging_schema)}.{quoted(table)}"
+
+    def flush(self) -> None:
+        """Copy what was held back."""
+        for (topic, *_), part in self._open.items():
+            if part.held:
+                with self._cursor() as cursor, _refusals(topic):
+                    cursor.adbc_ingest(
+                        part.table,
+                        pa.Table.from_batches(part.held),
+                        mode="append",
+                        db_schema_name=self._config.staging_schema,
+                    )
+                part.held = []
+        self._held_bytes = 0
+
+    def run(self, statement: str) -> None:
+        with self._cursor() as cursor:
+            cursor.execute(statement)
+            if cursor.description:
+                cursor.fetch_arrow_table()
+
+    @contextlib.contextmanager
+    def _cursor(self) -> Iterator[Any]:
+        with wal.errors("PostgreSQL does not answer"):
+            if self._connection is None:
+                self._connection = wal.connect_arrow(self._config, idle_in_transaction_session_timeout="0")
+                wal.run(self._connection, _durable())
+                self._connection.adbc_connection.set_autocommit(False)
+            with self._connection.cursor() as cursor:
+                yield cursor
+
+    def commit(self) -> None:
+        """Everything staged and on the server's disk."""
+        with wal.errors("PostgreSQL does not answer"):
+            if self._connection is not None:
+                self._connection.adbc_connection.commit()
+
+    def close(self) -> None:
+        if self._connection is not None:
+            with contextlib.suppress(adbc_dbapi.Error):  # a connection that broke
+                self._connection.close()
+            self._connection = None
+
+
+def _with_old_keys(rows: pa.RecordBatch, key: Sequence[str]) -> tuple[pa.RecordBatch, list[pa.Array]]:
+    """The rows without `_old_key`, and the columns that it holds; also without `_unchanged` if there is nothing in it."""
+    old: list[pa.Array] = []
+    if "_old_key" in rows.schema.names:
+        texts = rows.column("_old_key")
+        if texts.null_count < len(texts):
+            fields = pa.schema([rows.schema.field(name) for name in key])
+            there = texts.is_valid()
+            found = unpack_keys(texts.drop_null(), fields)
+            place = pc.if_else(there, pc.subtract(pc.cumulative_sum(there.cast(pa.int64())), 1), None)
+            old = [found.column(name).combine_chunks().take(place) for name in key]
+        rows = rows.drop_columns(["_old_key"])
+    if "_unchanged" in rows.schema.names and rows.column("_unchanged").null_count == rows.num_rows:
+        rows = rows.drop_columns(["_unchanged"])
+    return rows, old
+
+
+def _picked(schema: pa.Schema, names: Iterable[str]) -> pa.Schema:
+    return pa.schema([schema.field(name) for name in names])
+
+
+def _marker(row: Any) -> CommittedEpoch | None:
+    """The marker that a row of the epochs' table is; None before the first commit, and after the target was dropped."""
+    if row is None or row[0] is None or not row[3]:
+        return None
+    return CommittedEpoch(incarnation=row[0], number=row[1], end=json.loads(row[2]))
+
+
+def _durable() -> str:
+    """A receipt and a commit are promises: whatever the server's default, their transactions are on disk when it answers."""
+    return (
+        "SELECT set_config('synchronous_commit', 'on', false) "
+        "WHERE current_setting('synchronous_commit') NOT IN ('on', 'remote_apply')"
+    )
+
+
+_UNDEFINED = "42P01"
+
+
+@contextlib.contextmanager
+def _refusals(topic: Topic) -> Iterator[None]:
+    """Say which topic's rows the server refused, and why."""
+    try:
+        yield
+    except (psycopg.Error, adbc_dbapi.Error) as error:
+        state, text = str(getattr(error, "sqlstate", None) or ""), str(error).strip().partition("\n")[0]
+        if state[:2] == "22":
+            raise DataError(f"PostgreSQL refuses a value of {topic}: {text}") from error
+        if state[:2] == "23":
+            raise SchemaError(
+                f"the table refuses rows of {topic}: {text}",
+                code="PEN-4002",
+                hint="nothing of the epoch is visible: drop the constraint or mend the table, and start again",
+            ) from error
+        raise
+
+
+@contextlib.contextmanager
+def _losses(epoch: Epoch) -> Iterator[None]:
+    try:
+        yield
+    except psycopg.errors.UndefinedTable as error:
+        raise StagingLost(f"what was staged of {epoch} is gone: {str(error).strip().partition(chr(10))[0]}") from error

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,7 +17,6 @@ import pyarrow.csv
 from pydantic import BaseModel, ConfigDict
 
 from penstock.change import Op, collapse, is_changelog, own_columns
-from penstock.connectors.postgres.columns import value
 from penstock.connectors.postgres.target import DELETED, Column, Target
 from penstock.connectors.postgres_cdc.types import quoted
 from penstock.connectors.staging import unpack_schema
@@ -38,8 +38,6 @@ class StagedPart(BaseModel):
     rows: int
     columns: str
     """The rows' schema, as `pack_schema` writes it."""
-    counted: list[str] = []
-    """Columns of dates or timestamps that are staged as numbers."""
     deletes: bool = False
     truncates: bool = False
     unchanged: list[str] = []
@@ -69,9 +67,7 @@ class Part:
         """The SQL of a column's value, `NULL` if the part does not have it; `name`: of the old key's column."""
         if column.name not in self.schema.names:
             return f"NULL::{column.computed}"
-        place, kind = self.schema.names.index(column.name), self.schema.field(column.name).type
-        staged = value(name or f"c{place}", kind, column.name in self.staged.counted)
-        return f"({staged})::{column.computed}"
+        return f"{name or f'c{self.schema.names.index(column.name)}'}::{column.computed}"
 
     def described(self, name: str, otherwise: str) -> str:
         """The SQL of a column that describes the change."""
@@ -143,13 +139,13 @@ class Upsert:
     def _moves(self) -> bool:
         return any(part.staged.old_key for part in self.parts)
 
-    def plan(self, read: Callable[[str], pa.Table]) -> Plan:
+    def plan(self, connection: psycopg.Connection[Any]) -> Plan:
         """
-        Collapse the changes as all sinks do, over their keys and numbers alone; `read` answers a query in Arrow.
+        Collapse the changes as all sinks do, over their keys and numbers alone.
 
         Only this much of an epoch stands in the driver's memory: some 100 bytes for a change, whatever its row holds.
         """
-        tables = [read(self._skeleton(part)) for part in self.parts]
+        tables = [_read(connection, self._skeleton(part)) for part in self.parts]
         texts = pa.chunked_array([*(each.column("k") for each in tables), *(each.column("o") for each in tables)])
         encoded = texts.combine_chunks().dictionary_encode()
         codes = encoded.indices.to_numpy(zero_copy_only=False)
@@ -213,7 +209,7 @@ class Upsert:
         return (
             f"SELECT ROW({key})::text AS k, {old} AS o, {part.described('_op', 'NULL::text')} AS op, "
             f"{part.described('_position', 'NULL::text')} AS position, "
-            f"{part.described('_unchanged', 'NULL::text[]')} AS unchanged, {_number(part)} AS row FROM {part.sql}"
+            f"to_json({part.described('_unchanged', 'NULL::text[]')})::text AS unchanged, {_number(part)} AS row FROM {part.sql}"
         )
 
     def _old(self, part: Part) -> str:
@@ -278,19 +274,20 @@ class Upsert:
                 connection, f"{self._events()} WHERE e.o0 IS NOT NULL AND ROW({old}) IS DISTINCT FROM ROW({new})", "o"
             )
         place_of = {name: place for place, name in enumerate(plan.traced)}
-        values, joins = [], []
+        taken: list[str] = []
+        joins: list[str] = []
         for number, column in enumerate(self.columns):
             at = place_of.get(column.name)
             if at is None:
-                values.append(f"e.n{number}")
+                taken.append(f"e.n{number}")
                 continue
             joins.append(f"LEFT JOIN {self._events(f'e{at}')} ON e{at}.row = p.s{at}")
             stored = f"v.v{at}::{by_name[column.name].computed}" if plan.origins.num_rows else "NULL"
-            values.append(f"CASE WHEN p.h{at} THEN {stored} ELSE e{at}.n{number} END")
+            taken.append(f"CASE WHEN p.h{at} THEN {stored} ELSE e{at}.n{number} END")
         if plan.origins.num_rows:
             joins.append("LEFT JOIN pg_temp.penstock_kept v ON v.u = p.u")
         self._insert(
-            connection, values, f"pg_temp.penstock_plan p JOIN {self._events()} ON e.row = p.event {' '.join(joins)}"
+            connection, taken, f"pg_temp.penstock_plan p JOIN {self._events()} ON e.row = p.event {' '.join(joins)}"
         )
         if rest and plan.origins.num_rows:  # what only the table itself knows moves with its row
             same = " AND ".join(f"t.{quoted(name)} = e.k{place}" for place, name in enumerate(self.key))
@@ -363,6 +360,24 @@ def _load(connection: psycopg.Connection[Any], name: str, columns: Sequence[str]
             text = io.BytesIO()
             pyarrow.csv.write_csv(batch, text, pyarrow.csv.WriteOptions(include_header=False))
             copy.write(text.getvalue())
+
+
+def _read(connection: psycopg.Connection[Any], query: str) -> pa.Table:
+    """The answer to a skeleton's query, whose columns are texts but for `row`; `unchanged` as lists."""
+    text = io.BytesIO()
+    with connection.cursor() as cursor, cursor.copy(f"COPY ({query}) TO STDOUT (FORMAT csv, HEADER)") as copy:
+        for data in copy:
+            text.write(data)
+    text.seek(0)
+    kinds = {**dict.fromkeys(("k", "o", "op", "position", "unchanged"), pa.string()), "row": pa.int64()}
+    options = pyarrow.csv.ConvertOptions(
+        column_types=kinds, null_values=[""], strings_can_be_null=True, quoted_strings_can_be_null=False
+    )
+    parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
+    table = pyarrow.csv.read_csv(text, parse_options=parse, convert_options=options)
+    lists = table.column("unchanged").combine_chunks().dictionary_encode()
+    found = pa.array([json.loads(each) for each in lists.dictionary.to_pylist()], pa.list_(pa.string()))
+    return table.set_column(table.column_names.index("unchanged"), "unchanged", found.take(lists.indices))
 
 
 def by_topic(receipts: Sequence[Mapping[str, Sequence[StagedPart]]], schema: str) -> dict[str, list[Part]]:

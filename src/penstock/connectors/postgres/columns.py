@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-from penstock.connectors.postgres_cdc.types import ORIGIN
+from penstock.connectors.postgres_cdc.types import (
+    BOOL,
+    BYTEA,
+    DATE,
+    FLOAT4,
+    FLOAT8,
+    INT2,
+    INT4,
+    INT8,
+    NUMERIC,
+    ORIGIN,
+    TEXT,
+    TIMESTAMP,
+    TIMESTAMPTZ,
+    UNIX_EPOCH_DAYS,
+    UNIX_EPOCH_US,
+)
 from penstock.errors import DataError, SchemaError
 from penstock.sink import Topic
 
@@ -16,8 +36,8 @@ _TIME, _INTERVAL, _NUMERIC = "pg_catalog.time", "pg_catalog.interval", "pg_catal
 
 _DECIMAL_DIGITS = 38
 
-_ENDS = {pa.int32(): 2**31 - 1, pa.int64(): 2**63 - 1}
-"""What stands for infinity in a column of dates or timestamps, and its negative for the other end."""
+Mask: TypeAlias = npt.NDArray[np.bool_]
+Numbers: TypeAlias = npt.NDArray[Any]
 
 
 def plain(topic: Topic, batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -128,69 +148,162 @@ def origin(field: pa.Field) -> list[tuple[str, int]]:
 
 # -- staging ---------------------------------------------------------------------------------------------------------
 
-
-def counted(rows: pa.RecordBatch) -> list[str]:
-    """Columns of dates and timestamps that hold an infinity: they are staged as the numbers they are."""
-    return [
-        field.name for field, values in zip(rows.schema, rows.columns, strict=True) if _has_infinity(field.type, values)
-    ]
+HEADER = b"PGCOPY\n\xff\r\n\0" + bytes(8)
+"""What a binary COPY begins with."""
+TRAILER = b"\xff\xff"
 
 
-def _has_infinity(kind: pa.DataType, values: pa.Array) -> bool:
-    if types.is_list(kind):
-        return _has_infinity(kind.value_type, values.flatten())
-    if not (types.is_date(kind) or types.is_timestamp(kind)):
-        return False
-    bounds = pc.min_max(values.view(_number(kind)))
-    low, high, end = bounds["min"].as_py(), bounds["max"].as_py(), _ENDS[_number(kind)]
-    return low is not None and (low <= -end or high >= end)
-
-
-def _number(kind: pa.DataType) -> pa.DataType:
-    return pa.int32() if types.is_date(kind) else pa.int64()
-
-
-def as_counted(values: pa.Array) -> pa.Array:
-    """Dates or timestamps, or lists of them, as numbers."""
-    if not types.is_list(values.type):
-        return values.view(_number(values.type))
-    number = _number(values.type.value_type)
-    # Not `flatten`, which leaves out what stands below nulls and moves what comes behind them.
-    return pa.ListArray.from_buffers(
-        pa.list_(number), len(values), values.buffers()[:2], offset=values.offset, children=[values.values.view(number)]
-    )
-
-
-def staged_type(kind: pa.DataType, is_counted: bool) -> str:
+def staged_type(kind: pa.DataType) -> str:
     """The type of the column in a staging table."""
-    if is_counted:
-        return f"{_SQL[_number(kind.value_type)]}[]" if types.is_list(kind) else _SQL[_number(kind)]
     if types.is_list(kind):
-        return f"{staged_type(kind.value_type, False)}[]"
-    return "numeric" if types.is_decimal(kind) else _SQL[kind]
+        return f"{staged_type(kind.value_type)}[]"
+    return ("numeric" if _in_groups(kind) else "text") if types.is_decimal(kind) else _SQL[kind]
 
 
-def value(name: str, kind: pa.DataType, is_counted: bool) -> str:
-    """The SQL that makes of a staged column, or an expression, what was staged in it."""
-    if not is_counted:
-        return name
+def copied(columns: Sequence[pa.Array], topic: Topic) -> memoryview:
+    """
+    Rows as a binary COPY takes them, between its header and its trailer; no step is per row in Python.
+
+    Every value becomes its length and its bytes, in arrays of bytes that Arrow then joins row by row.
+    """
+    rows = len(columns[0])
+    pieces = [_fixed(np.full((rows, 1), len(columns), ">i2"))]
+    try:
+        for values in columns:
+            pieces += _pieces(values)
+    except pa.ArrowInvalid as error:
+        raise DataError(f"a value of {topic} has no place in PostgreSQL: {error}") from error
+    _, offsets, data = pc.binary_join_element_wise(*pieces, b"").buffers()
+    return memoryview(data)[: np.frombuffer(offsets, np.int32)[rows]]
+
+
+def _pieces(values: pa.Array) -> list[pa.Array]:
+    """For each value its length, -1 for null, and its bytes."""
+    kind = values.type
     if types.is_list(kind):
-        each = f"SELECT {_moment('x', kind.value_type)} FROM unnest({name}) WITH ORDINALITY AS u(x, at) ORDER BY at"
-        return f"CASE WHEN {name} IS NOT NULL THEN ARRAY({each}) END"
-    return _moment(name, kind)
+        return _list_pieces(values)
+    if types.is_decimal(kind) and not _in_groups(kind):
+        return _pieces(values.cast(pa.string()))
+    missing = pc.is_null(values).to_numpy(zero_copy_only=False)
+    if types.is_string(kind) or types.is_binary(kind):
+        content = values.cast(pa.binary())
+        lengths = pc.fill_null(pc.binary_length(content), -1).to_numpy(zero_copy_only=False)
+        return [_fixed(lengths.astype(">i4")[:, None]), pc.fill_null(content, b"")]
+    numbers = _numbers(values, missing)
+    width = numbers.itemsize * numbers.shape[1]
+    if not missing.any():
+        whole = np.empty((len(values), 4 + width), np.uint8)
+        whole[:, :4] = np.frombuffer(np.array(width, ">i4").tobytes(), np.uint8)
+        whole[:, 4:] = numbers.view(np.uint8).reshape(len(values), width)
+        return [_fixed(whole)]
+    lengths = np.where(missing, -1, width)
+    offsets = np.concatenate(([0], np.cumsum(np.where(missing, 0, width)))).astype(np.int32)
+    content = pa.Array.from_buffers(
+        pa.binary(), len(values), [None, pa.py_buffer(offsets), pa.py_buffer(np.ascontiguousarray(numbers[~missing]))]
+    )
+    return [_fixed(lengths.astype(">i4")[:, None]), content]
 
 
-def _moment(name: str, kind: pa.DataType) -> str:
-    end, sql = _ENDS[_number(kind)], _SQL[kind]
-    if types.is_date(kind):
-        finite = f"date '1970-01-01' + {name}"
-    else:  # an interval of days and one of microseconds: a single one would be counted in floating point
-        zone = "+00" if kind.tz else ""
-        finite = (
-            f"{sql} '1970-01-01 00:00:00{zone}' + ({name} / 86400000000) * interval '1 day' "
-            f"+ ({name} % 86400000000) * interval '1 microsecond'"
-        )
-    return f"CASE {name} WHEN {end} THEN {sql} 'infinity' WHEN -{end} THEN {sql} '-infinity' ELSE {finite} END"
+def _numbers(values: pa.Array, missing: Mask) -> Numbers:
+    """Values of a fixed width as PostgreSQL writes them, one row each; whatever stands below nulls."""
+    kind = values.type
+    if types.is_decimal(kind):
+        return _groups(values)
+    if types.is_date(kind) or types.is_timestamp(kind):
+        return _moments(values, missing)
+    filled = pc.fill_null(values, False if types.is_boolean(kind) else 0).to_numpy(zero_copy_only=False)
+    return np.asarray(filled.astype(_NUMBERS[kind]))[:, None]
+
+
+_NUMBERS = {
+    pa.bool_(): "u1", pa.int16(): ">i2", pa.int32(): ">i4", pa.int64(): ">i8", pa.float32(): ">f4", pa.float64(): ">f8",
+}  # fmt: skip
+
+
+def _moments(values: pa.Array, missing: Mask) -> Numbers:
+    """Days or microseconds since 2000; the far ends of Arrow's type are the infinities."""
+    is_date = types.is_date(values.type)
+    number, shift = (np.int32, UNIX_EPOCH_DAYS) if is_date else (np.int64, UNIX_EPOCH_US)
+    raw = pc.fill_null(values.view(pa.int32() if is_date else pa.int64()), 0).to_numpy(zero_copy_only=False)
+    ends = np.iinfo(number)
+    above, below = raw == ends.max, raw <= -ends.max
+    early = (raw < ends.min + shift) & ~below & ~missing
+    if early.any():
+        raise pa.ArrowInvalid(f"{raw[early][0]} is before all times that PostgreSQL counts")
+    with np.errstate(over="ignore"):
+        moved = raw - number(shift)
+    moved = np.where(above, ends.max, np.where(below, ends.min, moved))
+    return np.asarray(moved.astype(">i4" if is_date else ">i8"))[:, None]
+
+
+def _in_groups(kind: pa.DataType) -> bool:
+    """True for decimals that are staged as such: four digits to a group, before and behind the point, within 64 bits."""
+    return bool(0 <= kind.scale <= kind.precision <= 16)
+
+
+def _groups(values: pa.Array) -> Numbers:
+    """Decimals as numeric's binary form: how many groups of four digits, the first one's weight, the sign, the scale."""
+    kind = values.type
+    low = np.frombuffer(values.buffers()[1], np.int64)[0::2][values.offset : values.offset + len(values)]
+    whole, part = np.divmod(np.abs(low), 10**kind.scale)
+    before, behind = -(-(kind.precision - kind.scale) // 4), -(-kind.scale // 4)
+    part = part * 10 ** (behind * 4 - kind.scale)
+    found = np.empty((len(values), 4 + before + behind), ">i2")
+    found[:, 0], found[:, 1], found[:, 2], found[:, 3] = (
+        before + behind,
+        before - 1,
+        np.where(low < 0, 0x4000, 0),
+        kind.scale,
+    )
+    for group in range(before):
+        found[:, 4 + group] = whole // 10 ** (4 * (before - 1 - group)) % 10_000
+    for group in range(behind):
+        found[:, 4 + before + group] = part // 10 ** (4 * (behind - 1 - group)) % 10_000
+    return found
+
+
+def _list_pieces(values: pa.Array) -> list[pa.Array]:
+    """Arrays of one dimension: a header, and the elements as values of their own."""
+    missing = pc.is_null(values).to_numpy(zero_copy_only=False)
+    lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)
+    elements = values.flatten()
+    each = pc.binary_join_element_wise(*_pieces(elements), b"") if len(elements) else pa.array([], pa.binary())
+    offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+    body = pc.binary_join(pa.ListArray.from_arrays(pa.array(offsets), each), b"")
+    empty = lengths == 0
+    heads = np.empty((len(values), 5), ">i4")
+    heads[:, 0], heads[:, 1], heads[:, 2], heads[:, 3], heads[:, 4] = ~empty, 0, _oid(elements.type), lengths, 1
+    kept = np.where(missing, 0, np.where(empty, 12, 20))
+    mask = np.arange(20)[None, :] < kept[:, None]
+    head_offsets = np.concatenate(([0], np.cumsum(kept))).astype(np.int32)
+    head_bytes = np.ascontiguousarray(heads).view(np.uint8).reshape(len(values), 20)[mask]
+    head = pa.Array.from_buffers(
+        pa.binary(), len(values), [None, pa.py_buffer(head_offsets), pa.py_buffer(np.ascontiguousarray(head_bytes))]
+    )
+    total = np.where(missing, -1, kept + pc.binary_length(body).to_numpy(zero_copy_only=False))
+    return [_fixed(total.astype(">i4")[:, None]), head, body]
+
+
+def _oid(kind: pa.DataType) -> int:
+    if types.is_decimal(kind):
+        return NUMERIC if _in_groups(kind) else TEXT
+    return _OIDS[kind]
+
+
+_OIDS = {
+    pa.bool_(): BOOL, pa.int16(): INT2, pa.int32(): INT4, pa.int64(): INT8, pa.float32(): FLOAT4, pa.float64(): FLOAT8,
+    pa.string(): TEXT, pa.binary(): BYTEA, pa.date32(): DATE, pa.timestamp("us"): TIMESTAMP,
+    pa.timestamp("us", "UTC"): TIMESTAMPTZ,
+}  # fmt: skip
+
+
+def _fixed(table: Numbers) -> pa.Array:
+    """The rows of a table of numbers as an array of bytes."""
+    width = table.itemsize * table.shape[1]
+    offsets = np.arange(0, (len(table) + 1) * width, width, dtype=np.int32)
+    return pa.Array.from_buffers(
+        pa.binary(), len(table), [None, pa.py_buffer(offsets), pa.py_buffer(np.ascontiguousarray(table))]
+    )
 
 
 def longest(values: pa.Array) -> int:

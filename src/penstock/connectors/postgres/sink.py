@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
-from adbc_driver_manager import dbapi as adbc_dbapi
 from pydantic import Field
 
 from penstock import failpoints
@@ -36,7 +36,7 @@ from penstock.connectors.postgres_cdc.types import quoted
 from penstock.connectors.postgresql import PostgresConfig
 from penstock.connectors.staging import pack_schema
 from penstock.durable import canonical
-from penstock.errors import ConfigError, DataError, FatalError, SchemaError, StagingLost
+from penstock.errors import ConfigError, DataError, FatalError, RetryableError, SchemaError, StagingLost
 from penstock.schema import key_of
 from penstock.schema.evolution import EvolutionConfig, fit
 from penstock.sink import (
@@ -57,6 +57,9 @@ T = TypeVar("T")
 
 BUFFER_BYTES = 32 << 20
 """What a task holds back, over all its staging tables, to copy it in one go."""
+
+PIECE_ROWS = 1 << 16
+"""Rows that are turned into the form of a copy at a time."""
 
 IDLE_SECS = 10
 """The server ends a commit whose driver says nothing for so long: a run that is stopped must not keep others waiting."""
@@ -149,9 +152,7 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
         self._ask(self._make_own_tables)
 
     def close(self) -> None:
-        if self._stage is not None:
-            self._stage.close()
-            self._stage = None
+        self._stage = None
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -159,6 +160,8 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
     def _ask(self, question: Callable[[psycopg.Connection[Any]], T]) -> T:
         """Put a question over the sink's connection, which is made again after it broke."""
         with wal.errors("PostgreSQL does not answer"):
+            if self._stage is not None:
+                return question(self._stage.connection)  # a new one would not know what is staged
             if self._connection is None or self._connection.closed:
                 self._connection = wal.connect(self.config)
                 self._connection.execute(_durable())
@@ -190,8 +193,9 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
 
     def begin_epoch(self, epoch: Epoch, task: Task) -> None:
         if self._stage is not None:
-            self._stage.close()
-        self._stage = _Stage(self.config, self._stem(epoch, task))
+            self.close()
+        stem = self._stem(epoch, task)
+        self._stage = self._ask(lambda connection: _Stage(connection, self.config.staging_schema, stem))
 
     def _stem(self, epoch: Epoch, task: Task | None = None) -> str:
         """The beginning of every staged name of this try, and of no other pipeline's or sink's."""
@@ -268,7 +272,6 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
             key=stage.keys,
         )
         stage.commit()
-        stage.close()
         self._stage = None
         return receipt
 
@@ -287,8 +290,9 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
             if kind not in ("text", "text[]") and not kind.startswith("character")
         ]
         if tried:
-            with _refusals(topic):
-                self._stage.run(f"SELECT {', '.join(tried)} FROM {self._own(part.table)}")
+            query = f"SELECT {', '.join(tried)} FROM {self._own(part.table)}"
+            with wal.errors("PostgreSQL does not answer"), _refusals(topic):
+                self._stage.connection.execute(query)
 
     # -- on the driver -------------------------------------------------------------------------------------------
 
@@ -312,7 +316,7 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
         epoch: Epoch,
         parts: dict[Topic, list[Part]],
         keys: dict[Topic, list[str]],
-        plans: dict[Topic, _Planned],
+        plans: dict[Topic, _Planned | None],
         end: Positions,
     ) -> None:
         with connection.transaction():
@@ -339,13 +343,12 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
         found = Upsert(self._as_it_will_be(topic, target, parts, key), parts, key, self.config.soft_delete)
         if found.is_simple:
             return _Planned(None)
-        with wal.errors("PostgreSQL does not answer"), contextlib.closing(wal.connect_arrow(self.config)) as connection:
-            try:
-                return _Planned(found.plan(lambda query: wal.run(connection, query)))
-            except adbc_dbapi.Error as error:
-                if error.sqlstate == _UNDEFINED:
-                    return None
-                raise
+        try:
+            return _Planned(self._ask(found.plan))
+        except RetryableError as error:
+            if isinstance(error.__cause__, psycopg.errors.UndefinedTable):
+                return None
+            raise
 
     def _as_it_will_be(self, topic: Topic, target: Target | None, parts: Sequence[Part], key: Sequence[str]) -> Target:
         """The table with the columns that the epoch adds to it."""
@@ -538,7 +541,8 @@ class _Known:
                 longest = columns.longest(rows.column(column.name))
                 if longest > column.length:
                     raise SchemaError(
-                        f"the column {column.name!r} of {topic} is {column.type} in the table, and a text has {longest} characters",
+                        f"the column {column.name!r} of {topic} is {column.type} in the table, "
+                        f"and a text has {longest} characters",
                         code="PEN-4001",
                         hint=f"ALTER TABLE {self.target.name.sql} ALTER COLUMN {quoted(column.name)} TYPE text",
                     )
@@ -550,20 +554,28 @@ class _Open:
 
     table: str
     schema: pa.Schema
-    counted: tuple[str, ...]
     old_key: bool
     rows: int = 0
     deletes: bool = False
     truncates: bool = False
     unchanged: set[str] = field(default_factory=set)
-    held: list[pa.RecordBatch] = field(default_factory=list)
+    held: list[list[pa.Array]] = field(default_factory=list)
+
+    def note(self, rows: pa.RecordBatch) -> None:
+        """Record what the changes ask for, so that the driver need not look."""
+        if not is_changelog(rows.schema):
+            return
+        ops = set(pc.unique(rows.column("_op")).to_pylist())
+        self.deletes |= Op.DELETE.value in ops
+        self.truncates |= Op.TRUNCATE.value in ops
+        if "_unchanged" in rows.schema.names:
+            self.unchanged |= set(pc.unique(rows.column("_unchanged").flatten()).to_pylist())
 
     def receipt(self) -> StagedPart:
         return StagedPart(
             table=self.table,
             rows=self.rows,
             columns=pack_schema(self.schema),
-            counted=list(self.counted),
             deletes=self.deletes,
             truncates=self.truncates,
             unchanged=sorted(self.unchanged),
@@ -574,114 +586,78 @@ class _Open:
 class _Stage:
     """What one task stages of one epoch: one transaction, so that a task which dies leaves nothing behind."""
 
-    def __init__(self, config: PostgresSinkConfig, stem: str) -> None:
+    def __init__(self, connection: psycopg.Connection[Any], schema: str, stem: str) -> None:
         self.targets: dict[Topic, _Known] = {}
         self.keys: dict[Topic, list[str]] = {}
         self.parts: dict[Topic, list[_Open]] = {}
-        self._config = config
+        self.connection = connection
+        self._schema = schema
         self._stem = stem
-        self._connection: Any = None
         self._open: dict[tuple[Any, ...], _Open] = {}
         self._held_bytes = 0
         self._rows = 0
+        connection.execute("SET idle_in_transaction_session_timeout = 0; BEGIN")
 
     def write(self, topic: Topic, rows: pa.RecordBatch, key: Sequence[str]) -> None:
         """Take rows as they are staged; with a key, as changes: numbered, and the old keys beside the new ones."""
         old: list[pa.Array] = []
         if key and is_changelog(rows.schema):
             rows, old = _with_old_keys(rows, key)
-        counted = columns.counted(rows)
-        part = self._part(topic, rows.schema, tuple(counted), bool(old))
-        values = [
-            columns.as_counted(each) if name in counted else each
-            for name, each in zip(rows.schema.names, rows.columns, strict=True)
-        ]
-        names = [f"c{place}" for place in range(len(values))]
+        part = self._part(topic, rows.schema, key, bool(old))
+        values = [*rows.columns, *old]
         if key:
-            old = [columns.as_counted(each) if name in counted else each for name, each in zip(key, old, strict=False)]
-            names += [f"o{place}" for place in range(len(old))] + ["r"]
-            values += [*old, pa.array(range(self._rows, self._rows + rows.num_rows), pa.int64())]
-            self._note(part, rows)
+            values.append(pa.array(np.arange(self._rows, self._rows + rows.num_rows)))
+            part.note(rows)
         self._rows += rows.num_rows
         part.rows += rows.num_rows
-        part.held.append(pa.RecordBatch.from_arrays(values, names=names))
-        self._held_bytes += part.held[-1].nbytes
+        part.held.append(values)
+        self._held_bytes += sum(each.nbytes for each in values)
         if self._held_bytes >= BUFFER_BYTES:
             self.flush()
 
-    def _note(self, part: _Open, rows: pa.RecordBatch) -> None:
-        if not is_changelog(rows.schema):
-            return
-        ops = set(pc.unique(rows.column("_op")).to_pylist())
-        part.deletes |= Op.DELETE.value in ops
-        part.truncates |= Op.TRUNCATE.value in ops
-        if "_unchanged" in rows.schema.names:
-            part.unchanged |= set(pc.unique(rows.column("_unchanged").flatten()).to_pylist())
-
-    def _part(self, topic: Topic, schema: pa.Schema, counted: tuple[str, ...], old_key: bool) -> _Open:
-        signature = (topic, schema, counted, old_key)
+    def _part(self, topic: Topic, schema: pa.Schema, key: Sequence[str], old_key: bool) -> _Open:
+        signature = (topic, schema, old_key)
         if signature not in self._open:
-            table = f"{self._stem}-{len(self._open):03d}"
-            part = _Open(table, schema, counted, old_key)
-            kinds = [
-                f"c{place} {columns.staged_type(each.type, each.name in counted)}" for place, each in enumerate(schema)
-            ]
-            if key := self.keys.get(topic):
-                if old_key:
-                    kinds += [
-                        f"o{place} {columns.staged_type(schema.field(name).type, name in counted)}"
-                        for place, name in enumerate(key)
-                    ]
-                kinds.append("r int8")
-            self.run(f"CREATE TABLE {self._own(table)} ({', '.join(kinds)}) WITH (autovacuum_enabled = false)")
+            part = _Open(f"{self._stem}-{len(self._open):03d}", schema, old_key)
+            kinds = [f"c{place} {columns.staged_type(each.type)}" for place, each in enumerate(schema)]
+            if old_key:
+                kinds += [f"o{n} {columns.staged_type(schema.field(name).type)}" for n, name in enumerate(key)]
+            kinds += ["r int8"] if key else []
+            with wal.errors("PostgreSQL does not answer"):
+                self.connection.execute(
+                    f"CREATE TABLE {self._sql(part)} ({', '.join(kinds)}) WITH (autovacuum_enabled = false)"
+                )
             self._open[signature] = part
             self.parts.setdefault(topic, []).append(part)
         return self._open[signature]
 
-    def _own(self, table: str) -> str:
-        return f"{quoted(self._config.staging_schema)}.{quoted(table)}"
+    def _sql(self, part: _Open) -> str:
+        return f"{quoted(self._schema)}.{quoted(part.table)}"
 
     def flush(self) -> None:
         """Copy what was held back."""
         for (topic, *_), part in self._open.items():
-            if part.held:
-                with self._cursor() as cursor, _refusals(topic):
-                    cursor.adbc_ingest(
-                        part.table,
-                        pa.Table.from_batches(part.held),
-                        mode="append",
-                        db_schema_name=self._config.staging_schema,
-                    )
-                part.held = []
+            if not part.held:
+                continue
+            statement = f"COPY {self._sql(part)} FROM STDIN (FORMAT binary)"
+            with (
+                wal.errors("PostgreSQL does not answer"),
+                _refusals(topic),
+                self.connection.cursor() as cursor,
+                cursor.copy(statement) as copy,
+            ):
+                copy.write(columns.HEADER)
+                for values in part.held:
+                    for first in range(0, len(values[0]), PIECE_ROWS):
+                        copy.write(columns.copied([each.slice(first, PIECE_ROWS) for each in values], topic))
+                copy.write(columns.TRAILER)
+            part.held = []
         self._held_bytes = 0
 
-    def run(self, statement: str) -> None:
-        with self._cursor() as cursor:
-            cursor.execute(statement)
-            if cursor.description:
-                cursor.fetch_arrow_table()
-
-    @contextlib.contextmanager
-    def _cursor(self) -> Iterator[Any]:
-        with wal.errors("PostgreSQL does not answer"):
-            if self._connection is None:
-                self._connection = wal.connect_arrow(self._config, idle_in_transaction_session_timeout="0")
-                wal.run(self._connection, _durable())
-                self._connection.adbc_connection.set_autocommit(False)
-            with self._connection.cursor() as cursor:
-                yield cursor
-
     def commit(self) -> None:
-        """Everything staged and on the server's disk."""
+        """Everything staged, and on the server's disk."""
         with wal.errors("PostgreSQL does not answer"):
-            if self._connection is not None:
-                self._connection.adbc_connection.commit()
-
-    def close(self) -> None:
-        if self._connection is not None:
-            with contextlib.suppress(adbc_dbapi.Error):  # a connection that broke
-                self._connection.close()
-            self._connection = None
+            self.connection.execute("COMMIT")
 
 
 def _with_old_keys(rows: pa.RecordBatch, key: Sequence[str]) -> tuple[pa.RecordBatch, list[pa.Array]]:
@@ -720,15 +696,12 @@ def _durable() -> str:
     )
 
 
-_UNDEFINED = "42P01"
-
-
 @contextlib.contextmanager
 def _refusals(topic: Topic) -> Iterator[None]:
     """Say which topic's rows the server refused, and why."""
     try:
         yield
-    except (psycopg.Error, adbc_dbapi.Error) as error:
+    except psycopg.Error as error:
         state, text = str(getattr(error, "sqlstate", None) or ""), str(error).strip().partition("\n")[0]
         if state[:2] == "22":
             raise DataError(f"PostgreSQL refuses a value of {topic}: {text}") from error

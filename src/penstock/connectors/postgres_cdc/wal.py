@@ -165,7 +165,7 @@ def errors(what: str) -> Iterator[None]:
         if state[:2] in ("28", "3D") or state in ("42501", "42704") or _is_refusal(text):
             hint = "see `penstock check` for the grants and settings that are needed"
             raise ConfigError(message, code="PEN-1016", hint=hint) from error
-        if not state or state == "42P01" or state[:2] in ("08", "40", "53", "55", "57", "58"):
+        if not state or state in ("42P01", "25P03") or state[:2] in ("08", "40", "53", "55", "57", "58"):
             raise RetryableError(message, code="PEN-2001") from error
         raise FatalError(message) from error
 

@@ -27,7 +27,7 @@ def dsn(path: Path) -> str:
     return next(file for each in (path, *path.parents) if (file := each / "dsn").exists()).read_text()
 
 
-def schema(path: Path) -> str:
+def schema(path: Path | str) -> str:
     return "sink " + hashlib.sha256(str(path).encode()).hexdigest()[:16]
 
 

@@ -325,6 +325,19 @@ def test_an_existing_table_keeps_its_indexes_grants_and_further_columns(make, co
     connection.execute("RESET ROLE; DROP OWNED BY visitor; DROP ROLE visitor")
 
 
+def test_a_column_that_the_table_makes_itself_is_left_to_it(make, connection):
+    connection.execute(
+        "CREATE SCHEMA lake; CREATE TABLE lake.orders (id int8, twice int8 GENERATED ALWAYS AS (id * 2) STORED)"
+    )
+    commit(make(), 1, batch(id=[4], twice=[8]))
+    assert read(connection, "lake.orders") == [{"id": 4, "twice": 8}]
+
+
+def test_a_column_of_the_rows_own_called_like_the_mark_is_refused(make):
+    with pytest.raises(SchemaError, match="PEN-4002"):
+        stage(make(mode="upsert", key=["id"], soft_delete=True), epoch(1), batch(id=[1], _deleted=[True]))
+
+
 def test_an_upsert_into_a_table_without_its_key_is_refused_with_the_index_to_make(make, connection):
     connection.execute("CREATE SCHEMA lake; CREATE TABLE lake.orders (id int8, name text)")
     with pytest.raises(SchemaError, match=r'PEN-4002 [\s\S]*CREATE UNIQUE INDEX ON "lake"."orders" \("id"\)'):
@@ -388,6 +401,20 @@ def test_a_task_that_dies_leaves_nothing_and_a_sweep_takes_what_no_receipt_names
     assert set(staged(connection)) == {kept.staged["/lake/orders"][0].table, other.staged["/lake/orders"][0].table}
     sink.rollback_epoch(e, [kept])
     assert set(staged(connection)) == {other.staged["/lake/orders"][0].table}
+
+
+def test_a_reader_of_the_staging_tables_holds_up_no_commit(make, connection, server):
+    """A dump of the database, for example; what is left then goes with the next epoch."""
+    sink, e = make(), epoch(1)
+    receipt = stage(sink, e, batch(id=[1]))
+    (name,) = staged(connection)
+    with psycopg.connect(server.dsn) as dump:
+        dump.execute(f'SELECT FROM {OWN}."{name}"')
+        sink.commit_epoch(e, [receipt], END)
+        assert list(staged(connection)) == [name]
+    commit(sink, 2, batch(id=[2]))
+    assert not staged(connection)
+    assert len(read(connection, "lake.orders")) == 2
 
 
 def test_rows_that_are_missing_from_a_staging_table_are_noticed(make, connection):
@@ -477,6 +504,9 @@ def test_a_longer_text_at_the_source_is_followed(make, connection):
         expected.append("x" * (length or 50))
         commit(sink, number, text(f"pg_catalog.{kind}", length, expected[-1]))
         assert kinds(connection) == {"v": shown}
+    commit(sink, 6, text("pg_catalog.varchar", 3, "x"), topic="/lake/short")
+    with pytest.raises(SchemaError, match=r"PEN-4001 .*freeze"):
+        stage(make(schema_evolution="freeze"), epoch(7), text("pg_catalog.text", None, "xxxx"), topic="/lake/short")
     assert [row["v"] for row in read(connection, "lake.orders")] == expected
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -26,6 +26,7 @@ from penstock.connectors.postgres.target import (
     Names,
     Target,
     alterations,
+    altered,
     creation,
     known_types,
     refuse_unfit,
@@ -63,6 +64,9 @@ PIECE_ROWS = 1 << 16
 
 IDLE_SECS = 10
 """The server ends a commit whose driver says nothing for so long: a run that is stopped must not keep others waiting."""
+
+DROPPED = 100
+"""Staging tables that are dropped at once; each takes room in the server's table of locks."""
 
 LOCK_SECS = 30
 """Longest wait for a table or a marker that another session holds; then the commit is tried again."""
@@ -212,11 +216,22 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
         rows = self._with_known_types(rows, known) if self._upserts else rows
         rows = columns.plain(topic, rows)
         discarded = 0
+        if self.config.soft_delete and DELETED in rows.schema.names:
+            raise SchemaError(
+                f"{topic} has a column {DELETED} of its own, and soft_delete marks rows there",
+                code="PEN-4002",
+                hint="rename it in the route's SQL",
+            )
         if known.target is not None:
+            rows = rows.drop_columns([name for name in known.generated if name in rows.schema.names])
             own = _picked(rows.schema, own_columns(rows.schema)) if self._upserts else rows.schema
+            kinds = known.altered.get(own)
+            if kinds is None:
+                kinds = self._ask(lambda c: altered(c, topic, known.target, own, self.policy(topic)))  # type: ignore[arg-type]
+                known.altered[own] = kinds
             wider = widened(topic, known.target.schema(), own, self.policy(topic))
             rows, discarded = fit(topic, rows, wider, self.policy(topic), key)
-            known.refuse_values(topic, rows, self._upserts)
+            known.refuse_values(topic, rows, kinds, self._upserts)
         if self._upserts:
             check_changes(pa.Table.from_batches([rows]), key)
         if rows.num_rows:
@@ -264,9 +279,8 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
         stage = self._stage
         stage.flush()
         for topic, parts in stage.parts.items():
-            target = stage.targets[topic].target
             for part in parts:
-                self._rehearse(topic, target, part)
+                self._rehearse(topic, stage.targets[topic], part)
         receipt = StagedTables(
             staged={topic: [part.receipt() for part in parts] for topic, parts in stage.parts.items()},
             key=stage.keys,
@@ -275,13 +289,13 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
         self._stage = None
         return receipt
 
-    def _rehearse(self, topic: Topic, target: Target | None, part: _Open) -> None:
+    def _rehearse(self, topic: Topic, known: _Known, part: _Open) -> None:
         """Try the texts that become values of other types: what is staged can only go forward."""
         assert self._stage is not None
         texts = [each for each in part.schema if each.type in (pa.string(), pa.list_(pa.string()))]
-        kinds = {
-            each.name: target.columns[each.name].computed for each in texts if target and each.name in target.columns
-        }
+        there = known.target.columns if known.target else {}
+        kinds = {each.name: there[each.name].computed for each in texts if each.name in there}
+        kinds |= {name: kind for each in known.altered.values() for name, kind in each.items() if name in kinds}
         new = _picked(part.schema, [each.name for each in texts if each.name not in kinds and columns.origin(each)])
         kinds |= self._ask(lambda connection: known_types(connection, new))
         tried = [
@@ -309,6 +323,8 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
         }
         self._ask(lambda connection: self._commit(connection, epoch, parts, keys, plans, end))
         self._committed.update(parts)
+        applied = [part.staged.table for each in parts.values() for part in each]
+        self._ask(lambda connection: self._tidy(connection, epoch, applied))
 
     def _commit(
         self,
@@ -334,8 +350,25 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
                     "committed_at = clock_timestamp() WHERE pipeline = %s AND topic = %s AND target = %s",
                     [epoch.incarnation, epoch.number, canonical(dict(end)), epoch.pipeline, topic, target.name.sql],
                 )
-            staged = [part.sql for each in parts.values() for part in each]
-            connection.execute(f"DROP TABLE IF EXISTS {', '.join(staged)}")
+
+    def _tidy(self, connection: psycopg.Connection[Any], epoch: Epoch, applied: Iterable[str]) -> None:
+        """Drop what is applied, and what earlier epochs have left: whoever reads it now only puts that off."""
+        whose = self._stem(epoch).partition("-")[0]
+        old = [name for name in self._staged(connection, f"{whose}-") if name < f"{whose}-{epoch.number:012d}"]
+        names = list(dict.fromkeys([*applied, *old]))
+        for first in range(0, len(names), DROPPED):
+            some = ", ".join(map(self._own, names[first : first + DROPPED]))
+            with contextlib.suppress(psycopg.errors.LockNotAvailable), connection.transaction():
+                connection.execute("SET LOCAL lock_timeout = '1s'")
+                connection.execute(f"DROP TABLE IF EXISTS {some}")
+
+    def _staged(self, connection: psycopg.Connection[Any], prefix: str) -> list[str]:
+        rows = connection.execute(
+            "SELECT c.relname::text FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
+            "WHERE n.nspname = %s AND c.relkind = 'r' AND starts_with(c.relname, %s)",
+            [self.config.staging_schema, prefix],
+        ).fetchall()
+        return [name for (name,) in rows]
 
     def _plan(self, topic: Topic, parts: Sequence[Part], key: Sequence[str]) -> _Planned | None:
         """What the topic's changes come to, before anything is locked; None if the table or what is staged is not there."""
@@ -374,7 +407,7 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
         else:
             refuse_unfit(topic, target, key, soft)
             for each in schemas:
-                changes = alterations(connection, topic, target, each, policy)
+                changes = alterations(target, altered(connection, topic, target, each, policy))
                 if soft and DELETED not in target.columns:
                     changes.append(f"ADD COLUMN {quoted(DELETED)} bool NOT NULL DEFAULT false")
                 if changes:
@@ -448,12 +481,7 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
         kept = {part.table for receipt in keep for parts in receipt.staged.values() for part in parts}
 
         def drop(connection: psycopg.Connection[Any]) -> None:
-            rows = connection.execute(
-                "SELECT c.relname::text FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
-                "WHERE n.nspname = %s AND c.relkind = 'r' AND starts_with(c.relname, %s)",
-                [self.config.staging_schema, f"{self._stem(epoch)}-"],
-            ).fetchall()
-            left = [self._own(name) for (name,) in rows if name not in kept]
+            left = [self._own(name) for name in self._staged(connection, f"{self._stem(epoch)}-") if name not in kept]
             if left:
                 connection.execute(f"DROP TABLE IF EXISTS {', '.join(left)}")
 
@@ -491,11 +519,8 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
         ).fetchone()
         assert row is not None
         fsync, standby, may_create = row
-        yield Finding(
-            not standby,
-            f"the server is a {'standby' if standby else 'primary'}",
-            "point `dsn` at the primary" * standby,
-        )
+        fix = "point `dsn` at the primary" if standby else ""
+        yield Finding(not standby, f"the server is a {'standby' if standby else 'primary'}", fix)
         fix = "ALTER SYSTEM SET fsync = on; SELECT pg_reload_conf()" if fsync == "off" else ""
         yield Finding(fsync == "on", f"fsync is {fsync}", fix)
         fix = "" if may_create else "make the schemas yourself, or GRANT CREATE ON DATABASE … TO CURRENT_USER"
@@ -520,8 +545,14 @@ class _Known:
     """A topic's table as it was when a task began."""
 
     target: Target | None
+    altered: dict[pa.Schema, dict[str, str]] = field(default_factory=dict)
+    """Per schema of rows the columns that will have another type when they are applied."""
 
-    def refuse_values(self, topic: Topic, rows: pa.RecordBatch, upserts: bool) -> None:
+    @property
+    def generated(self) -> list[str]:
+        return [each.name for each in self.target.columns.values() if each.generated] if self.target else []
+
+    def refuse_values(self, topic: Topic, rows: pa.RecordBatch, altered: Mapping[str, str], upserts: bool) -> None:
         """Refuse values that the table does not take, as long as they can be refused."""
         assert self.target is not None
         whole = rows
@@ -537,7 +568,7 @@ class _Known:
                     code="PEN-4001",
                     hint=f"ALTER TABLE {self.target.name.sql} ALTER COLUMN {quoted(column.name)} DROP NOT NULL",
                 )
-            if there and column.length is not None and not columns.origin(rows.schema.field(column.name)):
+            if there and column.length is not None and column.name not in altered:
                 longest = columns.longest(rows.column(column.name))
                 if longest > column.length:
                     raise SchemaError(
@@ -596,7 +627,7 @@ class _Stage:
         self._open: dict[tuple[Any, ...], _Open] = {}
         self._held_bytes = 0
         self._rows = 0
-        connection.execute("SET idle_in_transaction_session_timeout = 0; BEGIN")
+        connection.execute("BEGIN; SET LOCAL idle_in_transaction_session_timeout = 0")
 
     def write(self, topic: Topic, rows: pa.RecordBatch, key: Sequence[str]) -> None:
         """Take rows as they are staged; with a key, as changes: numbered, and the old keys beside the new ones."""

@@ -46,12 +46,8 @@ class Names:
     _claims: dict[Name, Topic] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        unknown = set(_PLACEHOLDER.findall(self.template)) - {"topic", "schema", "table"}
-        if (
-            unknown
-            or not self.template
-            or re.sub(_PLACEHOLDER, "", self.template).strip("{}") != re.sub(_PLACEHOLDER, "", self.template)
-        ):
+        rest = re.sub(r"\{(topic|schema|table)\}", "", self.template)
+        if not self.template or "{" in rest or "}" in rest:
             raise ConfigError(
                 f"`table` holds a placeholder that is not known: {self.template}",
                 code="PEN-1003",
@@ -187,48 +183,47 @@ def widened(topic: Topic, target: pa.Schema, rows: pa.Schema, policy: Policy) ->
     return pa.schema(changed)
 
 
-def alterations(
+def altered(
     connection: psycopg.Connection[Any], topic: Topic, target: Target, rows: pa.Schema, policy: Policy
-) -> list[str]:
-    """The statements that make a table hold the rows; refused if the policy does not allow them."""
+) -> dict[str, str]:
+    """The columns that a table must get, or must get another type for, to hold the rows; refused if the policy says so."""
     wider = widened(topic, target.schema(), rows, policy)
     changed = [each for each in wider if (known := target.columns.get(each.name)) is None or known.arrow != each.type]
     kinds = known_types(connection, pa.schema(changed))
-    for name, kind in _longer(connection, topic, target, rows, policy).items():
-        kinds.setdefault(name, kind)
+    texts = [
+        each
+        for each in rows
+        if each.name not in kinds and origin(each) and (known := target.columns.get(each.name)) and _is_shorter(known)
+    ]
+    for name, kind in known_types(connection, pa.schema(texts)).items():
+        if _is_longer(target.columns[name], kind) and not policy.discards:
+            if policy is not Policy.EVOLVE:
+                raise refusal(topic, name, target.columns[name].arrow, rows.field(name).type, policy, is_wider=True)
+            kinds[name] = kind
+    return kinds
+
+
+def _is_shorter(column: Column) -> bool:
+    """True for a column that Arrow knows as text, and that does not take any."""
+    return column.arrow == pa.string() and (column.length is not None or not column.is_text)
+
+
+def _is_longer(column: Column, kind: str) -> bool:
+    """True if `kind` takes every text that the column does, and more."""
+    length = re.fullmatch(r"character(?: varying)?\((\d+)\)", kind)
+    if length is None:
+        return kind in ("text", "character varying")
+    return column.length is not None and int(length.group(1)) > column.length
+
+
+def alterations(target: Target, kinds: Mapping[str, str]) -> list[str]:
+    """What ALTER TABLE is to do for `altered`."""
     return [
         f"ALTER COLUMN {quoted(name)} TYPE {kind} USING {quoted(name)}::{kind}"
         if name in target.columns
         else f"ADD COLUMN {quoted(name)} {kind}"
         for name, kind in kinds.items()
     ]
-
-
-def _longer(
-    connection: psycopg.Connection[Any], topic: Topic, target: Target, rows: pa.Schema, policy: Policy
-) -> dict[str, str]:
-    """Columns whose type at the source holds longer or other texts than the one here, though Arrow knows both as text."""
-    texts = [
-        each
-        for each in rows
-        if (known := target.columns.get(each.name)) is not None
-        and known.arrow == each.type == pa.string()
-        and origin(each)
-        and (known.length is not None or not known.is_text)
-    ]
-    found = {}
-    for name, kind in known_types(connection, pa.schema(texts)).items():
-        column = target.columns[name]
-        length = re.fullmatch(r"character(?: varying)?\((\d+)\)", kind)
-        if kind == column.type or (length and column.length is not None and int(length.group(1)) <= column.length):
-            continue
-        is_wider = kind == "text" or (column.is_text and (length or kind == "character varying"))
-        if policy.discards or (not is_wider and kind not in ("text", "character varying")):
-            continue  # the values may fit all the same: tasks try them
-        if policy is not Policy.EVOLVE:
-            raise refusal(topic, name, column.arrow, rows.field(name).type, policy, is_wider=True)
-        found[name] = kind
-    return found
 
 
 def creation(

@@ -133,6 +133,7 @@ class Upsert:
     def is_simple(self) -> bool:
         """True when the last change of a key says all about its row."""
         whole = all(len(part.own) == len(self.columns) for part in self.parts)
+        whole = whole and len({is_changelog(part.schema) for part in self.parts}) == 1  # else the collapse refuses them
         return whole and not self._moves and not any(part.staged.unchanged for part in self.parts)
 
     @property

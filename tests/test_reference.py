@@ -117,7 +117,7 @@ class TestTypes:
 SYNONYMS = {
     "dsn": ["connection_string", "conninfo", "connection"],
     "url": ["uri", "address", "endpoint", "urls"],
-    "tables": ["table", "relations", "table_list"],
+    "tables": ["relations", "table_list"],  # `table` is the template by which a sink names a topic's
     "topics": ["topic", "channels", "subjects", "queues"],
     "path": ["paths", "directory", "dir", "folder", "file", "location", "prefix", "root"],
     "mode": ["write_mode", "save_mode", "operation"],
@@ -156,7 +156,8 @@ class TestFleet:
 
     def test_every_option_is_read(self, entry):
         connector = registry.load(entry.kind, entry.name)
-        bases = [base for base in connector.__mro__ if base.__module__.startswith("penstock.connectors.")]
+        classes = (*connector.__mro__, *registry.config_of(connector).__mro__)
+        bases = [base for base in classes if base.__module__.startswith("penstock.connectors.")]
         homes = {Path(inspect.getfile(base)) for base in bases}
         own = [path for h in homes for path in (h.parent.glob("*.py") if h.parent.name != "connectors" else [h])]
         runtime = list(PACKAGE.glob("*.py"))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psycopg
-from psycopg.conninfo import conninfo_to_dict
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from pydantic import NonNegativeInt, PositiveInt, field_validator
 
 from penstock.config import Config, Secret
+
+_NOTICED = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3, "tcp_user_timeout": 60_000}
+"""So that a peer which is silently gone is noticed within a minute, and not after the system's two hours."""
 
 
 class PostgresConfig(Config):
@@ -47,3 +50,22 @@ class PostgresConfig(Config):
         if parts.get("password"):
             raise ValueError("leave the password out of the dsn, and give it as `password = { env = … }`")
         return dsn
+
+    def conninfo(self) -> str:
+        """The connection string with everything that the options add; it holds the password, so it is kept nowhere."""
+        options: dict[str, Any] = {
+            "application_name": "penstock",
+            "connect_timeout": self.connect_timeout_secs,
+            "password": self.password.reveal() if self.password else None,
+            "sslmode": self.sslmode,
+            "sslrootcert": self.sslrootcert,
+            "sslcert": self.sslcert,
+            "sslkey": self.sslkey,
+        }
+        given = conninfo_to_dict(self.dsn)
+        options |= {name: value for name, value in _NOTICED.items() if name not in given}
+        return make_conninfo(self.dsn, **{name: value for name, value in options.items() if value is not None})
+
+    def session(self) -> dict[str, str]:
+        """The settings of a session that the options say."""
+        return {"statement_timeout": f"{self.statement_timeout_secs}s"}

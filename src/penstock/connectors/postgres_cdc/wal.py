@@ -16,7 +16,6 @@ import psycopg
 import pyarrow as pa
 from adbc_driver_manager import dbapi as adbc_dbapi
 from adbc_driver_postgresql import dbapi as adbc
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 
 from penstock.connectors.postgres_cdc.decode import lsn_text
@@ -32,9 +31,6 @@ HANDED_ON_SECS = 10.0
 """How long a task's connection waits for the next task; to make one takes longer than to read a small range."""
 
 _handed_on: dict[tuple[int, bytes], tuple[psycopg.Connection[Any], float]] = {}
-
-_NOTICED = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3, "tcp_user_timeout": 60_000}
-"""So that a peer which is silently gone is noticed within a minute, and not after the system's two hours."""
 
 _LOST = (
     "start over with `penstock offsets FILE reset` (empty the targets first), "
@@ -78,26 +74,10 @@ class SlotLost(FatalError):
 # -- connections -----------------------------------------------------------------------------------------------------
 
 
-def conninfo(config: PostgresConfig) -> str:
-    """The connection string with everything that the options add; it holds the password, so it is kept nowhere."""
-    options: dict[str, Any] = {
-        "application_name": "penstock",
-        "connect_timeout": config.connect_timeout_secs,
-        "password": config.password.reveal() if config.password else None,
-        "sslmode": config.sslmode,
-        "sslrootcert": config.sslrootcert,
-        "sslcert": config.sslcert,
-        "sslkey": config.sslkey,
-    }
-    given = conninfo_to_dict(config.dsn)
-    options |= {name: value for name, value in _NOTICED.items() if name not in given}
-    return make_conninfo(config.dsn, **{name: value for name, value in options.items() if value is not None})
-
-
 def connect(config: PostgresConfig) -> psycopg.Connection[Any]:
     """A connection for questions and orders, in autocommit; not for rows."""
     with errors("cannot connect to PostgreSQL"):
-        connection = psycopg.connect(conninfo(config), autocommit=True)
+        connection = psycopg.connect(config.conninfo(), autocommit=True)
         with _closing_on_error(connection):
             connection.execute(_settings(config))
     return connection
@@ -128,13 +108,13 @@ def hand_on(config: PostgresConfig, connection: psycopg.Connection[Any]) -> None
 
 def _whose(config: PostgresConfig) -> tuple[int, bytes]:
     """Of this process, not of one that forked it; without the password in it."""
-    return os.getpid(), hashlib.sha256(f"{conninfo(config)} {config.statement_timeout_secs}".encode()).digest()
+    return os.getpid(), hashlib.sha256(f"{config.conninfo()} {config.statement_timeout_secs}".encode()).digest()
 
 
 def connect_arrow(config: PostgresConfig, **settings: str) -> Any:
     """A connection that answers in Arrow, in autocommit; for rows."""
     with errors("cannot connect to PostgreSQL"):
-        connection = adbc.connect(conninfo(config), autocommit=True)
+        connection = adbc.connect(config.conninfo(), autocommit=True)
         with _closing_on_error(connection):
             run(connection, _settings(config, settings))
     return connection
@@ -198,7 +178,7 @@ def _closing_on_error(connection: Any) -> Iterator[None]:
 def _settings(config: PostgresConfig, more: Mapping[str, str] | None = None) -> str:
     settings = {
         **SESSION,
-        "statement_timeout": f"{config.statement_timeout_secs}s",
+        **config.session(),
         "client_connection_check_interval": "1s",  # frees the slot soon after a reader was killed
         **(more or {}),
     }

@@ -576,6 +576,21 @@ def test_what_only_the_table_knows_moves_with_its_row(make, connection):
     assert rows == {9: ("n1", "of 1"), 1: ("n2", "of 2"), 5: ("n5", "new"), 3: ("again", "new")}
 
 
+def test_a_column_that_the_topic_has_no_more_is_null_in_rows_that_change(make, connection):
+    """Also when another epoch, or another run, was told of it; one that only a late event does not know is kept."""
+    sink = make(mode="upsert")
+    schema = with_key(pa.schema([("id", pa.int64()), ("gone", pa.string()), *CHANGE_FIELDS]), ["id"])
+    first = [{"_op": "c", "_position": "0", "id": id, "gone": "x"} for id in (1, 2, 3, 4)]
+    commit(sink, 1, pa.RecordBatch.from_pylist(first, schema=schema))
+    commit(sink, 2, changes({"_op": "u", "id": 1, "name": "a"}))
+    sink = make(mode="upsert")
+    sink.current = {"/lake/orders": changes().schema}
+    commit(sink, 3, changes({"_op": "u", "id": 2, "name": "b"}))
+    commit(sink, 4, changes({"_op": "u", "id": 9, "_old_key": '{"id":3}', "_unchanged": ["name"]}))
+    rows = {row["id"]: (row["gone"], row["name"]) for row in read(connection, "lake.orders")}
+    assert rows == {1: ("x", "a"), 2: (None, "b"), 9: (None, None), 4: ("x", None)}
+
+
 def test_soft_deletes_mark_rows_and_a_row_that_comes_back_is_unmarked(make, connection):
     sink = make(mode="upsert", soft_delete=True)
 

@@ -54,14 +54,22 @@ class Part:
     staged: StagedPart
     sql: str
     """The staging table."""
+    gone: Sequence[str] = ()
+    """Columns that the topic has no more: null in every row, not unknown."""
 
     @cached_property
     def schema(self) -> pa.Schema:
         return unpack_schema(self.staged.columns)
 
     @property
-    def own(self) -> list[str]:
+    def sent(self) -> list[str]:
+        """The columns of the topic that the rows have."""
         return own_columns(self.schema)
+
+    @property
+    def own(self) -> list[str]:
+        """The columns that the rows say something about."""
+        return [*self.sent, *(name for name in self.gone if name not in self.sent)]
 
     def value(self, column: Column, name: str = "") -> str:
         """The SQL of a column's value, `NULL` if the part does not have it; `name`: of the old key's column."""

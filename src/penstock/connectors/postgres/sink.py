@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import psycopg
@@ -178,7 +178,7 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
                 connection.execute(f"CREATE SCHEMA {quoted(self.config.staging_schema)}")
             connection.execute(
                 f"CREATE TABLE IF NOT EXISTS {self._own('epochs')} (pipeline text, topic text, target text, incarnation text, "
-                'number int8, "end" text, committed_at timestamptz, PRIMARY KEY (pipeline, topic, target))'
+                'number int8, "end" text, columns text[], committed_at timestamptz, PRIMARY KEY (pipeline, topic, target))'
             )
             connection.execute(f"CREATE TABLE IF NOT EXISTS {self._own('seeded')} (topic text, target text, made bool, "
                                "PRIMARY KEY (topic, target))")  # fmt: skip
@@ -306,12 +306,17 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
         if not parts:
             return
         failpoints.hit("commit.before")
+        sent = {topic: self._sent(epoch.pipeline, topic, each) for topic, each in parts.items()}
+        for topic, each in parts.items() if self._upserts else ():
+            target = self.schema(topic)
+            gone = [name for name in self._gone(topic, sent[topic]) if target is not None and name in target.names]
+            parts[topic] = [replace(part, gone=gone) for part in each]
         plans = {
             topic: self._plan(topic, parts[topic], keys[topic])
             for topic in sorted(parts)
             if self._upserts and not self._is_done(epoch, topic, self._marker(epoch.pipeline, topic))
         }
-        self._ask(lambda connection: self._commit(connection, epoch, parts, keys, plans, end))
+        self._ask(lambda connection: self._commit(connection, epoch, parts, keys, plans, sent, end))
         self._committed.update(parts)
         applied = [part.staged.table for each in parts.values() for part in each]
         self._ask(lambda connection: self._tidy(connection, epoch, applied))
@@ -323,6 +328,7 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
         parts: dict[Topic, list[Part]],
         keys: dict[Topic, list[str]],
         plans: dict[Topic, _Planned | None],
+        sent: dict[Topic, list[str]],
         end: Positions,
     ) -> None:
         with connection.transaction():
@@ -336,9 +342,17 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
                     target = self._fit(connection, topic, parts[topic], keys[topic])
                     self._apply(connection, topic, target, parts[topic], keys[topic], plans.get(topic))
                 connection.execute(
-                    f'UPDATE {self._own("epochs")} SET incarnation = %s, number = %s, "end" = %s, '
+                    f'UPDATE {self._own("epochs")} SET incarnation = %s, number = %s, "end" = %s, columns = %s, '
                     "committed_at = clock_timestamp() WHERE pipeline = %s AND topic = %s AND target = %s",
-                    [epoch.incarnation, epoch.number, canonical(dict(end)), epoch.pipeline, topic, target.name.sql],
+                    [
+                        epoch.incarnation,
+                        epoch.number,
+                        canonical(dict(end)),
+                        sent[topic],
+                        epoch.pipeline,
+                        topic,
+                        target.name.sql,
+                    ],
                 )
 
     def _tidy(self, connection: psycopg.Connection[Any], epoch: Epoch, applied: Iterable[str]) -> None:
@@ -360,6 +374,18 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
         ).fetchall()
         return [name for (name,) in rows]
 
+    def _sent(self, pipeline: str, topic: Topic, parts: Sequence[Part]) -> list[str]:
+        """Every column of the topic that ever came, this epoch's included."""
+        named = [pipeline, topic, self._names.claim(topic).sql]
+        query = f"SELECT columns FROM {self._own('epochs')} WHERE pipeline = %s AND topic = %s AND target = %s"
+        row = self._ask(lambda connection: connection.execute(query, named).fetchone())
+        return sorted({*((row and row[0]) or ()), *(name for part in parts for name in part.sent)})
+
+    def _gone(self, topic: Topic, sent: Sequence[str]) -> list[str]:
+        """Columns that came once and that the topic has no more."""
+        now = self.current.get(topic)
+        return [name for name in sent if name not in now.names] if now is not None else []
+
     def _plan(self, topic: Topic, parts: Sequence[Part], key: Sequence[str]) -> _Planned | None:
         """What the topic's changes come to, before anything is locked; None if the table or what is staged is not there."""
         target = self._ask(lambda connection: self._catalog.find(connection, self._names.claim(topic)))
@@ -377,7 +403,7 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
         """The table with the columns that the epoch adds to it."""
         known = dict(target.columns) if target else {}
         for part in parts:
-            for each in _picked(part.schema, part.own):
+            for each in _picked(part.schema, part.sent):
                 known.setdefault(each.name, Column(each.name, columns.sql_type(each.type), each.type, 0))
         return Target(self._names.claim(topic), known, target.unique if target else [frozenset(key)])
 
@@ -386,7 +412,7 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
     ) -> Target:
         """The topic's table, made or altered so that it holds the rows."""
         name, policy, soft = self._names.claim(topic), self.policy(topic), self.config.soft_delete
-        schemas = [_picked(part.schema, part.own) if self._upserts else part.schema for part in parts]
+        schemas = [_picked(part.schema, part.sent) if self._upserts else part.schema for part in parts]
         target = self._catalog.find(connection, name)
         if target is None:
             whole = schemas[0]

@@ -564,6 +564,21 @@ def changes(*events):
     return pa.RecordBatch.from_pylist(rows, schema=schema)
 
 
+def test_rows_of_two_schemas_that_take_turns_keep_their_order(make, connection):
+    sink = make(mode="upsert", key=["id"])
+    commit(sink, 1, batch(id=[1, 2], n=[1, 1]), batch(id=[1, 2], n=[2, 2], note=["a", "b"]), batch(id=[1], n=[3]))
+    rows = {row["id"]: (row["n"], row["note"]) for row in read(connection, "lake.orders")}
+    assert rows == {1: (3, "a"), 2: (2, "b")}
+
+
+def test_changes_and_plain_rows_in_one_epoch_are_refused(make):
+    sink, e = make(mode="upsert", key=["id"]), epoch(1)
+    plain = batch(id=[1], name=["x"])
+    receipts = [stage(sink, e, each, task=t) for t, each in enumerate((plain, changes({"_op": "c", "id": 1})))]
+    with pytest.raises(SchemaError, match="PEN-4002"):
+        sink.commit_epoch(e, receipts, END)
+
+
 def test_what_only_the_table_knows_moves_with_its_row(make, connection):
     sink = make(mode="upsert")
     commit(sink, 1, changes(*({"_op": "c", "id": id, "name": f"n{id}"} for id in (1, 2, 3))))

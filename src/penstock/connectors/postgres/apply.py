@@ -20,7 +20,7 @@ from penstock.change import Op, collapse, is_changelog, own_columns
 from penstock.connectors.postgres.target import DELETED, Column, Target
 from penstock.connectors.postgres_cdc.types import quoted
 from penstock.connectors.staging import unpack_schema
-from penstock.errors import StagingLost
+from penstock.errors import SchemaError, StagingLost
 
 _TASK_BITS = 40
 """A row's number in its epoch: that of its task, and behind it that in the task."""
@@ -141,7 +141,7 @@ class Upsert:
     def is_simple(self) -> bool:
         """True when the last change of a key says all about its row."""
         whole = all(len(part.own) == len(self.columns) for part in self.parts)
-        whole = whole and len({is_changelog(part.schema) for part in self.parts}) == 1  # else the collapse refuses them
+        whole = whole and len({is_changelog(part.schema) for part in self.parts}) == 1  # else the plan refuses them
         return whole and not self._moves and not any(part.staged.unchanged for part in self.parts)
 
     @property
@@ -154,15 +154,21 @@ class Upsert:
 
         Only this much of an epoch stands in the driver's memory: some 100 bytes for a change, whatever its row holds.
         """
+        if len({is_changelog(part.schema) for part in self.parts}) > 1:
+            raise SchemaError(
+                f"some rows for {self.target.name.sql} are changes and others are not: their order cannot be told",
+                code="PEN-4002",
+                hint="route them to topics of their own",
+            )
         tables = [_read(connection, self._skeleton(part)) for part in self.parts]
         texts = pa.chunked_array([*(each.column("k") for each in tables), *(each.column("o") for each in tables)])
         encoded = texts.combine_chunks().dictionary_encode()
-        codes = encoded.indices.to_numpy(zero_copy_only=False)
+        codes = pc.fill_null(encoded.indices, -1).to_numpy(zero_copy_only=False)
         rows = sum(each.num_rows for each in tables)
         events = np.concatenate([each.column("row").to_numpy() for each in tables])
         first = np.zeros(len(encoded.dictionary), np.int64)
-        known = np.flatnonzero(~np.isnan(codes) if codes.dtype.kind == "f" else np.ones(len(codes), bool))[::-1]
-        first[codes[known].astype(np.int64)] = known
+        known = np.flatnonzero(codes >= 0)[::-1]
+        first[codes[known]] = known  # the first that has it, as the last one written stays
 
         traced = [name for name in self._traced() if name not in self.key]
         indices, at, skeletons = encoded.indices, 0, []
@@ -170,7 +176,10 @@ class Upsert:
             ids = table.column("row")
             columns: dict[str, Any] = {_KEY: indices.slice(at, table.num_rows).cast(pa.int64()), _EVENT: ids}
             columns |= {name: ids for name in traced if name in part.own}
-            if is_changelog(part.schema):
+            if not is_changelog(part.schema):  # rows of two schemas may take turns: their numbers tell the order
+                columns["_op"] = pa.repeat(Op.INSERT.value, table.num_rows)
+                columns["_position"] = pc.utf8_lpad(ids.cast(pa.string()), 20, "0")
+            else:
                 old = indices.slice(rows + at, table.num_rows).cast(pa.string())
                 columns |= {"_op": table.column("op"), "_position": table.column("position")}
                 columns["_unchanged"] = table.column("unchanged")

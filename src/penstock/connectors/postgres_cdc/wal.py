@@ -33,7 +33,7 @@ HANDED_ON_SECS = 10.0
 _handed_on: dict[tuple[int, bytes], tuple[psycopg.Connection[Any], float]] = {}
 
 _LOST = (
-    "start over with `penstock offsets FILE reset` (empty the targets first), "
+    "start over with `penstock offsets reset FILE` (empty the targets first), "
     'or set snapshot = "when_needed" to have everything copied again'
 )
 

@@ -281,14 +281,7 @@ class Stage:
         """Widen the topic's schema by that of a batch, and begin its list of files with the first one."""
         if len(set(schema.names)) < len(schema.names):
             raise SchemaError(f"two columns of {topic} have one name: {', '.join(schema.names)}", code="PEN-4002")
-        missing = [name for name in self.partition_by if name not in schema.names]
-        if missing or len(schema.names) == len(self.partition_by):
-            raise SchemaError(
-                f"{topic} has the columns {', '.join(schema.names)}, and `partition_by` wants {', '.join(self.partition_by)}"
-                " and at least one more",
-                code="PEN-4002",
-                hint="change `partition_by`, or route this topic to another sink",
-            )
+        self._check_partitions(topic, schema)
         self._schemas[topic] = follow(topic, self._schemas.get(topic, schema), schema, sink_widens=self.widens)
         if topic not in self._staged:
             listed = f"{self.epoch.stem()}/{self._stem}-{len(self._staged):03d}"
@@ -298,6 +291,17 @@ class Stage:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(f"{topic}\n")
             self._staged[topic] = StagedTopic(listed=listed, columns="")
+
+    def _check_partitions(self, topic: Topic, schema: pa.Schema) -> None:
+        """Refuse rows that `partition_by` cannot lay out."""
+        missing = [name for name in self.partition_by if name not in schema.names]
+        if missing or len(schema.names) == len(self.partition_by):
+            raise SchemaError(
+                f"{topic} has the columns {', '.join(schema.names)}, and `partition_by` wants {', '.join(self.partition_by)}"
+                " and at least one more",
+                code="PEN-4002",
+                hint="change `partition_by`, or route this topic to another sink",
+            )
 
     def _write(self, topic: Topic, values: tuple[str | None, ...], rows: pa.RecordBatch) -> None:
         key = (topic, values, rows.schema)

@@ -75,6 +75,7 @@ BUILT_IN: dict[tuple[Kind, str], Entry] = {
             ("psycopg", "adbc_driver_postgresql"),
         ),
         Entry("sink", "delta", "penstock.connectors.delta:Delta", "delta", ("deltalake",)),
+        Entry("sink", "iceberg", "penstock.connectors.iceberg:Iceberg", "iceberg", ("pyiceberg", "sqlalchemy")),
     )
     if entry.kind is not None
 }

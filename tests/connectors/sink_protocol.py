@@ -73,7 +73,8 @@ def commit_in_a_process(
 def staged_places(sink: SinkConnector[Any, Any]) -> set[Path]:
     """Every data file below the sink's root, published or not."""
     root = Path(sink.config.path.partition("{topic}")[0])
-    return {path for path in root.rglob("0*-*-*-*") if path.is_file() and ".begun" not in path.parts}
+    found = (path for path in root.rglob("0*-*-*-*") if not {".begun", "metadata"}.intersection(path.parts))
+    return {path for path in found if path.is_file()}
 
 
 class SinkProtocol:

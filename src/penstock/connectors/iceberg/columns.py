@@ -1,0 +1,222 @@
+"""Arrow's types and Iceberg's, the field ids by which Iceberg knows columns, and the statistics of a data file."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import types
+from pyiceberg.io.pyarrow import (
+    compute_statistics_plan,
+    data_file_statistics_from_parquet_metadata,
+    parquet_path_to_id_mapping,
+    pyarrow_to_schema,
+    schema_to_pyarrow,
+)
+from pyiceberg.schema import Schema
+
+from penstock import durable
+from penstock.connectors.staging import ParquetPart, pack_schema, unpack_schema
+from penstock.errors import DataError, SchemaError
+from penstock.sink import Topic
+
+_ID = b"PARQUET:field_id"
+_BOUNDS = ("lower_bounds", "upper_bounds")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A table's columns with their field ids, and the last id that was ever given out in it."""
+
+    schema: pa.Schema
+    last_id: int = 0
+
+    @classmethod
+    def of(cls, topic: Topic, schema: Schema, last_id: int) -> Columns:
+        """The columns of an Iceberg table."""
+        stored = schema_to_pyarrow(schema)
+        return cls(pa.schema([_same_ids(each, _iceberg_type(topic, each.name, each.type)) for each in stored]), last_id)
+
+    @classmethod
+    def from_json(cls, text: str) -> Columns:
+        stored = json.loads(text)
+        return cls(unpack_schema(stored["columns"]), stored["last_id"])
+
+    def to_json(self) -> str:
+        return durable.canonical({"columns": pack_schema(self.schema), "last_id": self.last_id})
+
+    def with_types(self, schema: pa.Schema) -> Columns:
+        """
+        These columns with the types of `schema`, and those that it adds, with ids that follow the last one.
+
+        The ids are the ones that the client gives to the columns of a new table, so that files that were staged before
+        there is a table fit it.
+        """
+        ids = itertools.count(self.last_id + 1)
+        added = iter(
+            _with_fresh_ids([each for each in schema if each.name not in self.schema.names], lambda: next(ids))
+        )
+        fields = [
+            _same_ids(self.schema.field(each.name), each.type) if each.name in self.schema.names else next(added)
+            for each in schema
+        ]
+        return Columns(pa.schema(fields), next(ids) - 1)
+
+    def select(self, schema: pa.Schema) -> pa.Schema:
+        """The schema with the ids that its columns have here."""
+        return pa.schema([_same_ids(self.schema.field(each.name), each.type) for each in schema])
+
+    def iceberg(self) -> Schema:
+        return pyarrow_to_schema(self.schema)
+
+    def required(self) -> list[str]:
+        return [each.name for each in self.schema if not each.nullable]
+
+
+class StatsPart(ParquetPart):
+    """A Parquet file with field ids, and with the statistics that a manifest holds of it."""
+
+    def __init__(self, path: Path, schema: pa.Schema, compression: str) -> None:
+        super().__init__(path, schema, compression, store_schema=False)
+        self._schema = schema
+
+    def close(self) -> str | None:
+        super().close()
+        schema = pyarrow_to_schema(self._schema)
+        found = data_file_statistics_from_parquet_metadata(
+            self.metadata[0], compute_statistics_plan(schema, {}), parquet_path_to_id_mapping(schema)
+        ).to_serialized_dict()
+        found.update({name: {id: base64.b64encode(b).decode() for id, b in found[name].items()} for name in _BOUNDS})
+        return durable.canonical({**found, "ids": dict(ids_of(self._schema))})
+
+
+def read_stats(text: str) -> dict[str, Any]:
+    """What `StatsPart` wrote, as the client takes it."""
+    stats: dict[str, Any] = json.loads(text)
+    for name, values in stats.items():
+        if isinstance(values, dict) and name != "ids":
+            stats[name] = {int(id): base64.b64decode(v) if name in _BOUNDS else v for id, v in values.items()}
+    return stats
+
+
+def ids_of(schema: pa.Schema | pa.DataType, above: str = "") -> Iterator[tuple[str, int]]:
+    """The id of every column and of every part of one, by its path."""
+    for field in _fields(schema):
+        path = f"{above}{field.name}"
+        yield path, int(field.metadata[_ID])
+        if types.is_nested(field.type):
+            yield from ids_of(field.type, f"{path}\0")
+
+
+def as_iceberg(topic: Topic, batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch in types that Iceberg has, without loss; columns of type null are left out until they have a value."""
+    nulls = [column.name for column in batch.schema if types.is_null(column.type)]
+    batch = batch.drop_columns(nulls) if nulls else batch
+    schema = iceberg_schema(topic, batch.schema)
+    try:
+        rows = batch.cast(schema) if batch.schema != schema else batch
+    except pa.ArrowInvalid as error:
+        raise DataError(f"a value of {topic} does not fit its column in Iceberg: {error}") from error
+    return pa.RecordBatch.from_arrays(rows.columns, schema=schema)  # types are equal whatever their parts are called
+
+
+def iceberg_schema(topic: Topic, schema: pa.Schema) -> pa.Schema:
+    return pa.schema([pa.field(column.name, _iceberg_type(topic, column.name, column.type)) for column in schema])
+
+
+def widens(old: pa.DataType, new: pa.DataType) -> bool:
+    """True when Iceberg can make a column of type `old` one of `new` without touching its files."""
+    if types.is_decimal(old) and types.is_decimal(new):
+        return bool(old.scale == new.scale and old.precision <= new.precision)
+    return old == new or (old, new) in ((pa.int32(), pa.int64()), (pa.float32(), pa.float64()))
+
+
+def _iceberg_type(topic: Topic, name: str, kind: pa.DataType) -> pa.DataType:
+    """The Iceberg type that holds every value of `kind`."""
+
+    def inner(field: pa.Field, name: str) -> pa.Field:
+        return pa.field(name, _iceberg_type(topic, name, field.type))
+
+    if isinstance(kind, pa.BaseExtensionType):
+        return _iceberg_type(topic, name, kind.storage_type)
+    if types.is_dictionary(kind):
+        return _iceberg_type(topic, name, kind.value_type)
+    if types.is_timestamp(kind) and kind.unit != "ns":
+        return pa.timestamp("us", "UTC" if kind.tz else None)
+    if types.is_time(kind) and kind.unit != "ns":
+        return pa.time64("us")
+    if types.is_decimal(kind) and kind.precision <= 38:
+        return pa.decimal128(kind.precision, kind.scale)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return pa.list_(inner(kind.value_field, "element"))
+    if types.is_map(kind):
+        return pa.map_(inner(kind.key_field, "key").with_nullable(False), inner(kind.item_field, "value"))
+    if types.is_struct(kind):
+        return pa.struct([inner(each, each.name) for each in _fields(kind)])
+    for is_kind, stored in _STORED:
+        if is_kind(kind):
+            return stored or kind
+    raise SchemaError(
+        f"the column {name!r} of {topic} is {kind}, which Iceberg cannot hold without loss",
+        code="PEN-4002",
+        hint="cast it in the route's SQL",
+    )
+
+
+_STORED: list[tuple[Any, pa.DataType | None]] = [
+    (types.is_boolean, None),
+    (types.is_int64, None),
+    (types.is_uint32, pa.int64()),
+    (lambda kind: types.is_integer(kind) and not types.is_uint64(kind), pa.int32()),
+    (types.is_float16, pa.float32()),
+    (types.is_floating, None),
+    (types.is_date, pa.date32()),
+    (types.is_string, None),
+    (types.is_large_string, pa.string()),
+    (types.is_string_view, pa.string()),
+    (types.is_binary, None),
+    (types.is_large_binary, pa.binary()),
+    (types.is_binary_view, pa.binary()),
+    (types.is_fixed_size_binary, None),
+]
+"""Iceberg's type for each simple type of Arrow; None: the same."""
+
+
+def _fields(kind: pa.Schema | pa.DataType) -> list[pa.Field]:
+    if isinstance(kind, pa.Schema):
+        return list(kind)
+    if types.is_map(kind):
+        return [kind.key_field, kind.item_field]
+    if types.is_struct(kind):
+        return [kind.field(position) for position in range(kind.num_fields)]
+    return [kind.value_field] if types.is_nested(kind) else []
+
+
+def _with_fields(kind: pa.DataType, fields: list[pa.Field]) -> pa.DataType:
+    if types.is_map(kind):
+        return pa.map_(*fields)
+    return pa.struct(fields) if types.is_struct(kind) else pa.list_(*fields)
+
+
+def _with_fresh_ids(fields: list[pa.Field], next_id: Callable[[], int]) -> list[pa.Field]:
+    ids = [next_id() for _ in fields]  # those of one level before those below them, as the client counts
+    found = []
+    for id, field in zip(ids, fields, strict=True):
+        if types.is_nested(field.type):
+            field = field.with_type(_with_fields(field.type, _with_fresh_ids(_fields(field.type), next_id)))
+        found.append(field.with_metadata({_ID: str(id)}))
+    return found
+
+
+def _same_ids(known: pa.Field, kind: pa.DataType) -> pa.Field:
+    """A field of the type `kind` with the ids of `known`, which has the same parts."""
+    if types.is_nested(kind):
+        inner = [_same_ids(*each) for each in zip(_fields(known.type), [f.type for f in _fields(kind)], strict=True)]
+        kind = _with_fields(kind, inner)
+    return known.with_type(kind).with_metadata({_ID: known.metadata[_ID]})

@@ -1,0 +1,304 @@
+"""An Iceberg table in a SQL catalog: its markers, one commit at a time, what that leaves behind, and making it durable."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlparse
+from uuid import uuid4
+
+from pydantic import ValidationError
+from pyiceberg.catalog.sql import SqlCatalog
+from pyiceberg.exceptions import CommitFailedException
+from pyiceberg.io import FileIO
+from pyiceberg.manifest import DataFile, ManifestContent, ManifestFile
+from pyiceberg.table import Table as IcebergTable
+from pyiceberg.table import Transaction
+from pyiceberg.table.metadata import TableMetadata
+from pyiceberg.table.refs import MAIN_BRANCH
+from pyiceberg.table.snapshots import Operation, Snapshot
+from pyiceberg.table.update import (
+    AddSchemaUpdate,
+    AssertCurrentSchemaId,
+    AssertLastAssignedFieldId,
+    AssertRefSnapshotId,
+    AssertTableUUID,
+    RemoveSnapshotsUpdate,
+    SetCurrentSchemaUpdate,
+    SetPropertiesUpdate,
+)
+from pyiceberg.table.update.snapshot import _FastAppendFiles, _ManifestMergeManager
+from sqlalchemy import create_engine, event
+from sqlalchemy.engine import URL, Engine
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.pool import NullPool
+
+from penstock import durable, failpoints
+from penstock.connectors.iceberg.columns import Columns
+from penstock.errors import FatalError, SchemaError
+from penstock.sink import CommittedEpoch, Epoch, Positions, Topic
+
+SEEDED = "penstock.seeded"
+
+PROPERTIES = {
+    "format-version": "2",
+    "write.metadata.delete-after-commit.enabled": "true",
+    "write.metadata.previous-versions-max": "20",
+}
+"""Of tables that are created: metadata files that no reader is likely to hold any more are removed by every commit."""
+
+_FAN = 32
+"""Manifests of about one size that are merged into one: planning reads few of them, and a commit rewrites few entries."""
+
+
+class Catalog(SqlCatalog):
+    """A SQL catalog whose commits survive a power cut."""
+
+    def __init__(self, name: str, url: URL) -> None:
+        super().__init__(name, uri=url.render_as_string(hide_password=False))
+        self.engine.dispose()
+        self.engine = _engine(url)
+
+    @staticmethod
+    def _write_metadata(metadata: TableMetadata, io: FileIO, metadata_path: str) -> None:
+        SqlCatalog._write_metadata(metadata, io, metadata_path)
+        sync(metadata_path)  # before the catalog names it
+
+    def table(self, topic: Topic, identifier: tuple[str, ...]) -> Table:
+        """The table as it is now; `NoSuchTableError` when there is none."""
+        return Table(topic, self.load_table(identifier))
+
+
+@dataclass
+class Table:
+    """One version of an Iceberg table; a commit that is not the next one after it fails."""
+
+    topic: Topic
+    iceberg: IcebergTable
+
+    def __post_init__(self) -> None:
+        if self.metadata.format_version > 2:
+            raise SchemaError(
+                f"the Iceberg table {self.name} has format version {self.metadata.format_version}, and 2 is written",
+                code="PEN-4002",
+                hint="write to another table",
+            )
+
+    @property
+    def metadata(self) -> TableMetadata:
+        return self.iceberg.metadata
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.iceberg.name())
+
+    def columns(self) -> Columns:
+        return Columns.of(self.topic, self.metadata.schema(), self.metadata.last_column_id)
+
+    def marker(self, pipeline: str) -> CommittedEpoch | None:
+        text = self.metadata.properties.get(_key(pipeline))
+        try:
+            return CommittedEpoch.model_validate_json(text) if text is not None else None
+        except ValidationError as error:
+            raise FatalError(
+                f"the property {_key(pipeline)} of the Iceberg table {self.name} is corrupt: {error}",
+                code="PEN-5020",
+                hint="restore the table's properties, or write to a new table",
+            ) from error
+
+    def is_seeded(self) -> bool:
+        return self.metadata.properties.get(SEEDED) == "true"
+
+    def mark_seeded(self) -> None:
+        """Record it, or raise `CommitFailedException`."""
+        self.iceberg._do_commit((SetPropertiesUpdate(updates={SEEDED: "true"}),), self._unchanged())
+
+    def commit(
+        self, epoch: Epoch, end: Positions, columns: Columns, files: Sequence[DataFile], keep_snapshots: int
+    ) -> None:
+        """Make the version after this one: columns, files and marker at once; or raise `CommitFailedException`."""
+        marker = CommittedEpoch(incarnation=epoch.incarnation, number=epoch.number, end=dict(end))
+        text = durable.canonical(marker.model_dump(mode="json"))
+        transaction = Transaction(self.iceberg)
+        transaction._stage(self._widening(columns), self._unchanged())
+        transaction._stage((SetPropertiesUpdate(updates={_key(epoch.pipeline): text}),))
+        summary = {
+            "penstock.pipeline": epoch.pipeline,
+            "penstock.incarnation": epoch.incarnation,
+            "penstock.epoch": str(epoch.number),
+        }
+        append = _Append(Operation.APPEND, transaction, self.iceberg.io, _Stem(epoch), summary)  # type: ignore[arg-type]
+        for file in files:
+            append.append_data_file(file)
+        transaction._stage(*append._commit())
+        old = _expired(self.metadata, keep_snapshots)
+        left = self._left_by(old) if old else []
+        if old:
+            transaction._stage(
+                (RemoveSnapshotsUpdate.model_validate({"snapshot-ids": [each.snapshot_id for each in old]}),)
+            )
+        sync(*append._written_manifests, *append._written_manifest_lists)
+        failpoints.hit("commit.before")
+        try:
+            self.iceberg._do_commit(transaction._updates, transaction._requirements)
+        except CommitFailedException:
+            self._delete([*append._written_manifests, *append._written_manifest_lists])  # nobody will ever name them
+            raise
+        self._delete(left)
+
+    def live_files(self) -> set[str]:
+        """The names of all data files."""
+        snapshot = self.iceberg.current_snapshot()
+        manifests = snapshot.manifests(self.iceberg.io) if snapshot else []
+        entries = (each for m in manifests for each in m.fetch_manifest_entry(self.iceberg.io))
+        return {Path(entry.data_file.file_path).name for entry in entries}
+
+    def sync(self) -> None:
+        """Who made this version may have written its files without a sync: whoever relies on it syncs them."""
+        snapshot = self.iceberg.current_snapshot()
+        sync(self.iceberg.metadata_location, *([snapshot.manifest_list] if snapshot else []))
+
+    def _unchanged(self) -> tuple[Any, ...]:
+        """What must still hold at the commit: its marker stands in this very snapshot."""
+        main = self.metadata.refs.get(MAIN_BRANCH)
+        return (
+            AssertRefSnapshotId.model_validate({"ref": MAIN_BRANCH, "snapshot-id": main.snapshot_id if main else None}),
+            AssertTableUUID(uuid=self.metadata.table_uuid),
+            AssertCurrentSchemaId.model_validate({"current-schema-id": self.metadata.current_schema_id}),
+            AssertLastAssignedFieldId.model_validate({"last-assigned-field-id": self.metadata.last_column_id}),
+        )
+
+    def _widening(self, columns: Columns) -> tuple[Any, ...]:
+        if columns == self.columns():
+            return ()
+        stored = self.metadata.schema()
+        wider = columns.iceberg()
+        wider = wider.model_copy(
+            update={
+                "schema_id": max(each.schema_id for each in self.metadata.schemas) + 1,
+                "identifier_field_ids": stored.identifier_field_ids,
+            }
+        )
+        return AddSchemaUpdate(schema=wider), SetCurrentSchemaUpdate()
+
+    def _left_by(self, expired: Sequence[Snapshot]) -> list[str]:
+        """
+        The metadata files that nobody needs once these snapshots are gone; data files are never among them.
+
+        Along one line of appends, what a snapshot has dropped no later one takes up again. Where there are more lines,
+        the files stay.
+        """
+        ids = {each.snapshot_id for each in expired}
+        kept = [each for each in _line(self.metadata) if each.snapshot_id not in ids]
+        if set(self.metadata.refs) != {MAIN_BRANCH} or len(kept) + len(ids) < len(self.metadata.snapshots):
+            return []
+        needed = {manifest.manifest_path for manifest in kept[-1].manifests(self.iceberg.io)}
+        named = {m.manifest_path for each in expired for m in each.manifests(self.iceberg.io)}
+        return [*(named - needed), *(each.manifest_list for each in expired)]
+
+    def _delete(self, locations: Sequence[str]) -> None:
+        for each in locations:
+            with contextlib.suppress(FileNotFoundError):
+                local(each).unlink()
+
+
+class _Stem:
+    """Names a commit's files after the try, in place of the client's plain UUID."""
+
+    def __init__(self, epoch: Epoch) -> None:
+        self._text = f"{epoch.stem()}-{uuid4().hex[:8]}"
+
+    def __str__(self) -> str:
+        return self._text
+
+
+class _Append(_FastAppendFiles):
+    """An append that keeps the number of manifests small."""
+
+    def _process_manifests(self, manifests: list[ManifestFile]) -> list[ManifestFile]:
+        merging: _ManifestMergeManager[Any] = _ManifestMergeManager(0, 0, True, self)
+        spec = self._transaction.table_metadata.default_spec_id
+        levels: dict[int, list[ManifestFile]] = {}
+        done: list[ManifestFile] = []
+        for each in manifests:
+            is_new = each.added_snapshot_id == self._snapshot_id
+            if is_new or each.content != ManifestContent.DATA or each.partition_spec_id != spec:
+                done.append(each)
+            else:
+                levels.setdefault(_level(each), []).append(each)
+        while levels:
+            level = min(levels)
+            group = levels.pop(level)
+            if len(group) < _FAN:
+                done += group
+            else:
+                merged = merging._create_manifest(spec, group)
+                above = max(_level(merged), level + 1)
+                levels.setdefault(above, []).append(merged)
+        return done
+
+
+def sync(*locations: str) -> None:
+    durable.fsync(*(local(each) for each in locations))
+
+
+def local(location: str) -> Path:
+    """A location as a path: other engines write it as an address."""
+    return Path(urlparse(location).path) if location.startswith("file:") else Path(location)
+
+
+@contextlib.contextmanager
+def catalog_errors(what: str) -> Iterator[None]:
+    """A catalog that does not answer: the first look is never retried."""
+    try:
+        yield
+    except DBAPIError as error:
+        raise FatalError(
+            f"{what} cannot be reached: {error.orig}", code="PEN-5001", hint="look at `catalog_uri`"
+        ) from error
+
+
+def _engine(url: URL) -> Engine:
+    if url.get_backend_name() != "sqlite":
+        return create_engine(url, pool_pre_ping=True, pool_size=1)
+    engine = create_engine(url, poolclass=NullPool, connect_args={"timeout": 30})  # no connection survives a fork
+
+    @event.listens_for(engine, "connect")
+    def durable_commits(connection: Any, _: Any) -> None:
+        # FULL, the default, does not sync the directory after the journal is dropped: a power cut would undo the commit.
+        connection.execute("PRAGMA synchronous = EXTRA")
+
+    return engine
+
+
+def _expired(metadata: TableMetadata, keep: int) -> list[Snapshot]:
+    """The snapshots that are to go with the next commit, oldest first."""
+    if metadata.properties.get("gc.enabled", "true") != "true":
+        return []
+    named = {ref.snapshot_id for ref in metadata.refs.values()}
+    old = _line(metadata)[max(keep - 1, 1) :]
+    return [each for each in reversed(old) if each.snapshot_id not in named]
+
+
+def _line(metadata: TableMetadata) -> list[Snapshot]:
+    """The snapshots of the main branch, newest first."""
+    by_id = {each.snapshot_id: each for each in metadata.snapshots}
+    found = []
+    each = metadata.current_snapshot()
+    while each is not None:
+        found.append(each)
+        each = by_id.get(each.parent_snapshot_id) if each.parent_snapshot_id is not None else None
+    return found
+
+
+def _level(manifest: ManifestFile) -> int:
+    files = (manifest.added_files_count or 0) + (manifest.existing_files_count or 0)
+    return int(math.log(max(files, 1), _FAN) + 1e-9)
+
+
+def _key(pipeline: str) -> str:
+    return f"penstock.epoch.{quote(pipeline, safe='')}"

@@ -39,8 +39,8 @@ from penstock.connectors.iceberg.layout import IcebergStage, Layout
 from penstock.connectors.iceberg.table import PROPERTIES, SEEDED, Catalog, Table, catalog_errors
 from penstock.connectors.staging import HIDDEN, StagedFile, StagedFiles, StagedTopic, StagingConfig, StagingSink
 from penstock.errors import ConfigError, FatalError, RetryableError, SchemaError, StagingLost
-from penstock.schema import ChangeKind, SchemaChange
-from penstock.schema.evolution import diff, follow
+from penstock.schema import ChangeKind, SchemaChange, key_of
+from penstock.schema.evolution import Policy, diff, fit, follow
 from penstock.sink import CommittedEpoch, Epoch, Positions, Task, Topic, WriteResult, is_committed
 
 REWRITER = Task(99_999)
@@ -112,7 +112,7 @@ class Iceberg(StagingSink[IcebergConfig]):
         super().__setstate__(state)
         self._catalogs: dict[int, Catalog] = {}
         self._known: dict[Topic, Columns] = {}
-        self._schemas: dict[tuple[Topic, pa.Schema], pa.Schema] = {}
+        self._met: dict[tuple[Topic, pa.Schema], Columns] = {}
         self._committed: set[Topic] = set()
         self._hinted: dict[Topic, str] = {}
         self._claims: dict[tuple[str, str], Topic] = {}
@@ -138,7 +138,7 @@ class Iceberg(StagingSink[IcebergConfig]):
 
     def begin_epoch(self, epoch: Epoch, task: Task) -> None:
         self._known.clear()
-        self._schemas.clear()
+        self._met.clear()
         self._stage = self._staging(epoch, task)
 
     def begin_file(self, path: Path, schema: pa.Schema) -> staging.Part:
@@ -149,25 +149,27 @@ class Iceberg(StagingSink[IcebergConfig]):
 
     def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
         assert self._stage is not None
-        rows = as_iceberg(topic, batch)
+        rows, policy = as_iceberg(topic, batch), self.policy(topic)
         key = (topic, rows.schema)
-        if key not in self._schemas:
-            self._schemas[key] = self._fit_before_writing(topic, rows.schema)
-        schema = self._schemas[key]
-        for name in self._known[topic].required():
+        if key not in self._met:
+            self._met[key] = self._fit_before_writing(topic, rows.schema, policy)
+        columns = self._met[key]
+        rows, lost = fit(topic, rows, iceberg_schema(topic, columns.schema), policy, key_of(batch.schema))
+        rows = rows.select([name for name in rows.schema.names if name in columns.schema.names])
+        for name in columns.required():
             if name not in rows.schema.names or rows.column(name).null_count:
                 raise SchemaError(
                     f"the column {name!r} of {topic} holds nulls, and the table forbids them", code="PEN-4001"
                 )
-        self._stage.write(topic, pa.RecordBatch.from_arrays(rows.cast(schema).columns, schema=schema))
-        return WriteResult(batch.num_rows, batch.nbytes)
+        self._stage.write(topic, pa.RecordBatch.from_arrays(rows.columns, schema=columns.select(rows.schema)))
+        return WriteResult(rows.num_rows, batch.nbytes, lost)
 
-    def _fit_before_writing(self, topic: Topic, rows: pa.Schema) -> pa.Schema:
-        """Refuse rows that could never be committed, before the first of them is staged; gives them their field ids."""
+    def _fit_before_writing(self, topic: Topic, rows: pa.Schema, policy: Policy) -> Columns:
+        """Refuse rows that could never be committed, before the first of them is staged; gives the columns they meet."""
         if topic not in self._known:
             self._known[topic] = self._columns(topic)
-        self._known[topic] = columns = self._wider(topic, self._known[topic], rows)
-        return columns.select(rows)
+        self._known[topic] = _wider(topic, self._known[topic], rows, policy)
+        return self._known[topic]
 
     def _columns(self, topic: Topic) -> Columns:
         """The table's columns, as the driver has last seen them; the commit looks again."""
@@ -175,11 +177,6 @@ class Iceberg(StagingSink[IcebergConfig]):
             return Columns.from_json(self._hint(topic).read_text())
         table = self._table(topic)
         return table.columns() if table else _NONE
-
-    def _wider(self, topic: Topic, columns: Columns, rows: pa.Schema) -> Columns:
-        """The columns and what rows of a schema add to them."""
-        stored = iceberg_schema(topic, columns.schema)
-        return columns.with_types(follow(topic, stored, rows) if len(stored) else rows)
 
     def _staging(self, epoch: Epoch, task: Task) -> IcebergStage:
         return IcebergStage(
@@ -239,7 +236,7 @@ class Iceberg(StagingSink[IcebergConfig]):
         self._layout.refuse_another(topic, table.metadata.schema(), table.metadata.spec())
         columns = table.columns()
         for part in parts:
-            columns = self._wider(topic, columns, staging.unpack_schema(part.columns))
+            columns = _wider(topic, columns, staging.unpack_schema(part.columns))
         ids = dict(ids_of(columns.schema))
         target, rewriting = self._targets.claim(topic), self._staging(epoch, REWRITER)
         files: list[StagedFile] = []
@@ -280,7 +277,7 @@ class Iceberg(StagingSink[IcebergConfig]):
     def _create(self, topic: Topic, parts: Sequence[StagedTopic]) -> None:
         columns = _NONE
         for part in parts:
-            columns = self._wider(topic, columns, staging.unpack_schema(part.columns))
+            columns = _wider(topic, columns, staging.unpack_schema(part.columns))
         schema = columns.iceberg()
         namespace, _ = identifier = self._identifier(topic)
         catalog = self._catalog()
@@ -433,3 +430,14 @@ class Iceberg(StagingSink[IcebergConfig]):
         if url.drivername == "postgresql":
             url = url.set(drivername="postgresql+psycopg")
         return url.set(password=self.config.catalog_password.reveal()) if self.config.catalog_password else url
+
+
+def _wider(topic: Topic, columns: Columns, rows: pa.Schema, policy: Policy = Policy.EVOLVE) -> Columns:
+    """
+    The columns and what rows of a schema add to them.
+
+    The commit always evolves: what is staged has passed the policy, and can only go forward.
+    """
+    if not len(columns.schema):
+        return columns.with_types(rows)
+    return columns.with_types(follow(topic, iceberg_schema(topic, columns.schema), rows, policy, widens))

@@ -16,6 +16,7 @@ from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.exceptions import CommitFailedException
 from pyiceberg.io import FileIO
 from pyiceberg.manifest import DataFile, ManifestContent, ManifestFile
+from pyiceberg.schema import Schema
 from pyiceberg.table import Table as IcebergTable
 from pyiceberg.table import Transaction
 from pyiceberg.table.metadata import TableMetadata
@@ -173,15 +174,20 @@ class Table:
         )
 
     def _widening(self, columns: Columns) -> tuple[Any, ...]:
-        if columns == self.columns():
+        known = self.columns()
+        if columns == known:
             return ()
-        stored = self.metadata.schema()
-        wider = columns.iceberg()
-        wider = wider.model_copy(
-            update={
-                "schema_id": max(each.schema_id for each in self.metadata.schemas) + 1,
-                "identifier_field_ids": stored.identifier_field_ids,
-            }
+        stored, wanted = self.metadata.schema(), {each.name: each for each in columns.iceberg().fields}
+        is_same = {each.name: columns.schema.field(each.name).type == each.type for each in known.schema}
+        fields = [
+            each if is_same[each.name] else each.model_copy(update={"field_type": wanted[each.name].field_type})
+            for each in stored.fields
+        ]
+        wider = Schema(
+            *fields,
+            *(each for name, each in wanted.items() if name not in is_same),
+            schema_id=max(each.schema_id for each in self.metadata.schemas) + 1,
+            identifier_field_ids=stored.identifier_field_ids,
         )
         return AddSchemaUpdate(schema=wider), SetCurrentSchemaUpdate()
 

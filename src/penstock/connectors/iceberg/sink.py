@@ -50,8 +50,8 @@ TRIES = 20
 """Commits of other writers that one commit gives way to before it fails for a while."""
 
 _NONE = Columns(pa.schema([]))
-_CONFLICTS = (CommitFailedException, TableAlreadyExistsError, NoSuchTableError, DBAPIError, FileNotFoundError)
-"""Another writer was first, or the answer was lost: look again."""
+_CONFLICTS = (CommitFailedException, TableAlreadyExistsError, NoSuchTableError, FileNotFoundError)
+"""Another writer was first: look again."""
 
 
 class IcebergConfig(StagingConfig):
@@ -130,8 +130,8 @@ class Iceberg(StagingSink[IcebergConfig]):
 
     def close(self) -> None:
         super().close()
-        for catalog in self._catalogs.values():
-            catalog.engine.dispose(close=False)
+        for pid, catalog in self._catalogs.items():
+            catalog.engine.dispose(close=pid == os.getpid())
         self._catalogs.clear()
 
     # -- in tasks: no call to the catalog where the driver has left word of the table's columns ---------------------
@@ -200,14 +200,14 @@ class Iceberg(StagingSink[IcebergConfig]):
         conflict: Exception | None = None
         for _ in range(TRIES):
             try:
-                table = self._find(topic)
+                table = self._table(topic)
                 if self._is_done(epoch, topic, table):
                     break
                 places = [(self.place(target, file.path), file.bytes) for part in parts for file in part.files]
                 lost = next((place for place, size in places if not staging.is_there(place, size)), None)
                 if lost is not None:
                     raise StagingLost(f"{lost} of {epoch} is gone or has another size")
-                with durable.disk_errors():
+                with durable.disk_errors(), catalog_errors(topic):
                     if table is None:
                         self._create(topic, parts)
                     else:
@@ -230,7 +230,10 @@ class Iceberg(StagingSink[IcebergConfig]):
                 code="PEN-5010",
                 hint="put it back; or stop, and `penstock offsets reset FILE` to begin anew",
             )
-        return is_committed(marker, epoch)
+        if not is_committed(marker, epoch):
+            return False
+        self._catalog().sync()
+        return True
 
     def _commit(self, epoch: Epoch, topic: Topic, table: Table, parts: Sequence[StagedTopic], end: Positions) -> None:
         self._layout.refuse_another(topic, table.metadata.schema(), table.metadata.spec())
@@ -280,13 +283,11 @@ class Iceberg(StagingSink[IcebergConfig]):
             columns = _wider(topic, columns, staging.unpack_schema(part.columns))
         schema = columns.iceberg()
         namespace, _ = identifier = self._identifier(topic)
-        catalog = self._catalog()
-        with contextlib.suppress(NamespaceAlreadyExistsError):
-            catalog.create_namespace(namespace)
+        self._make_namespace(namespace)
         location = self._targets.claim(topic)
         durable.make_directory(location / "metadata")
         seeded = self._is_marked_seeded(topic)
-        catalog.create_table(
+        self._catalog().create_table(
             identifier,
             schema,
             location=str(location),
@@ -294,7 +295,7 @@ class Iceberg(StagingSink[IcebergConfig]):
             properties={**PROPERTIES, **({SEEDED: "true"} if seeded else {})},
         )
         if seeded:
-            catalog.update_namespace_properties(namespace, removals={self._seeded_key(topic)})
+            self._catalog().update_namespace_properties(namespace, removals={self._seeded_key(topic)})
 
     def committed_epoch(self, pipeline: str, topic: Topic) -> CommittedEpoch | None:
         table = self._table(topic)
@@ -323,26 +324,32 @@ class Iceberg(StagingSink[IcebergConfig]):
         conflict: Exception | None = None
         for _ in range(TRIES):
             try:
-                table = self._find(topic)
-                if table is not None:
-                    if not table.is_seeded():
-                        table.mark_seeded()
-                    return
-                namespace, _ = self._identifier(topic)
-                with contextlib.suppress(NamespaceAlreadyExistsError):
-                    self._catalog().create_namespace(namespace)
-                self._catalog().update_namespace_properties(namespace, updates={self._seeded_key(topic): "true"})
+                with durable.disk_errors(), catalog_errors(topic):
+                    self._mark_seeded(topic, self._table(topic))
                 return
             except _CONFLICTS as error:
                 conflict = error
         raise RetryableError(f"the Iceberg table of {topic} refused {TRIES} changes: {conflict}", code="PEN-2005")
 
+    def _mark_seeded(self, topic: Topic, table: Table | None) -> None:
+        if table is None:
+            namespace, _ = self._identifier(topic)
+            self._make_namespace(namespace)
+            self._catalog().update_namespace_properties(namespace, updates={self._seeded_key(topic): "true"})
+        elif not table.is_seeded():
+            table.mark_seeded()
+
+    def _make_namespace(self, namespace: str) -> None:
+        with contextlib.suppress(NamespaceAlreadyExistsError):
+            self._catalog().create_namespace(namespace)
+
     def _is_marked_seeded(self, topic: Topic) -> bool:
         """What the namespace says of a topic that has no table, since no row of it has come."""
-        try:
-            properties = self._catalog().load_namespace_properties(self._identifier(topic)[0])
-        except NoSuchNamespaceError:
-            return False
+        with catalog_errors(topic):
+            try:
+                properties = self._catalog().load_namespace_properties(self._identifier(topic)[0])
+            except NoSuchNamespaceError:
+                return False
         return properties.get(self._seeded_key(topic)) == "true"
 
     def _seeded_key(self, topic: Topic) -> str:
@@ -378,16 +385,13 @@ class Iceberg(StagingSink[IcebergConfig]):
         return self._targets.claim(topic) / HIDDEN / ".columns"
 
     def _table(self, topic: Topic) -> Table | None:
-        with catalog_errors(f"the catalog of {topic}"):
-            return self._find(topic)
-
-    def _find(self, topic: Topic) -> Table | None:
         """The topic's table as it is now, or None."""
         self._targets.claim(topic)
-        try:
-            return self._catalog().table(topic, self._identifier(topic))
-        except NoSuchTableError:
-            return None
+        with catalog_errors(topic):
+            try:
+                return self._catalog().table(topic, self._identifier(topic))
+            except NoSuchTableError:
+                return None
 
     def _identifier(self, topic: Topic) -> tuple[str, str]:
         """Namespace and name of the topic's table; refused when another topic has the same."""
@@ -406,8 +410,14 @@ class Iceberg(StagingSink[IcebergConfig]):
     def _catalog(self) -> Catalog:
         """The catalog of this process: its connections do not survive a fork."""
         if os.getpid() not in self._catalogs:
-            with catalog_errors(f"the catalog at {self._url.render_as_string()}"):
+            try:
                 self._catalogs[os.getpid()] = Catalog(self.config.catalog, self._url)
+            except DBAPIError as error:
+                raise FatalError(
+                    f"the catalog at {self._url.render_as_string()} cannot be reached: {error.orig}",
+                    code="PEN-5001",
+                    hint="look at `catalog_uri` and `catalog_password`",
+                ) from error
         return self._catalogs[os.getpid()]
 
     def _catalog_url(self) -> URL:

@@ -40,7 +40,7 @@ from sqlalchemy.pool import NullPool
 
 from penstock import durable, failpoints
 from penstock.connectors.iceberg.columns import Columns
-from penstock.errors import FatalError, SchemaError
+from penstock.errors import FatalError, RetryableError, SchemaError
 from penstock.sink import CommittedEpoch, Epoch, Positions, Topic
 
 SEEDED = "penstock.seeded"
@@ -63,15 +63,22 @@ class Catalog(SqlCatalog):
         super().__init__(name, uri=url.render_as_string(hide_password=False))
         self.engine.dispose()
         self.engine = _engine(url)
+        self.written = ""
+        """The metadata file that was written last, whether or not the catalog names it."""
 
-    @staticmethod
-    def _write_metadata(metadata: TableMetadata, io: FileIO, metadata_path: str) -> None:
-        SqlCatalog._write_metadata(metadata, io, metadata_path)
+    def _write_metadata(self, metadata: TableMetadata, io: FileIO, metadata_path: str) -> None:  # type: ignore[override]
+        super()._write_metadata(metadata, io, metadata_path)
+        self.written = metadata_path
         sync(metadata_path)  # before the catalog names it
+
+    def sync(self) -> None:
+        """Who made the newest commit may have died before SQLite had synced it."""
+        if self.engine.url.get_backend_name() == "sqlite" and self.engine.url.database:
+            durable.fsync(self.engine.url.database)
 
     def table(self, topic: Topic, identifier: tuple[str, ...]) -> Table:
         """The table as it is now; `NoSuchTableError` when there is none."""
-        return Table(topic, self.load_table(identifier))
+        return Table(topic, self.load_table(identifier), self)
 
 
 @dataclass
@@ -80,11 +87,18 @@ class Table:
 
     topic: Topic
     iceberg: IcebergTable
+    catalog: Catalog
 
     def __post_init__(self) -> None:
         if self.metadata.format_version > 2:
             raise SchemaError(
                 f"the Iceberg table {self.name} has format version {self.metadata.format_version}, and 2 is written",
+                code="PEN-4002",
+                hint="write to another table",
+            )
+        if "://" in self.metadata.location and not self.metadata.location.startswith("file://"):
+            raise SchemaError(
+                f"the Iceberg table {self.name} is at {self.metadata.location}, and only local ones can be written yet",
                 code="PEN-4002",
                 hint="write to another table",
             )
@@ -124,7 +138,7 @@ class Table:
         """Make the version after this one: columns, files and marker at once; or raise `CommitFailedException`."""
         marker = CommittedEpoch(incarnation=epoch.incarnation, number=epoch.number, end=dict(end))
         text = durable.canonical(marker.model_dump(mode="json"))
-        transaction = Transaction(self.iceberg)
+        transaction = _Transaction(self.iceberg)
         transaction._stage(self._widening(columns), self._unchanged())
         transaction._stage((SetPropertiesUpdate(updates={_key(epoch.pipeline): text}),))
         summary = {
@@ -142,14 +156,17 @@ class Table:
             transaction._stage(
                 (RemoveSnapshotsUpdate.model_validate({"snapshot-ids": [each.snapshot_id for each in old]}),)
             )
-        sync(*append._written_manifests, *append._written_manifest_lists)
+        written = [*append._written_manifests, *append._written_manifest_lists]
+        sync(*written)
         failpoints.hit("commit.before")
+        self.catalog.written = ""
         try:
             self.iceberg._do_commit(transaction._updates, transaction._requirements)
         except CommitFailedException:
-            self._delete([*append._written_manifests, *append._written_manifest_lists])  # nobody will ever name them
+            _delete([*written, self.catalog.written])  # nobody will ever name them
             raise
-        self._delete(left)
+        others = local(written[-1]).parent.glob(f"*{epoch.stem()}-*.avro")  # of tries that died
+        _delete([*left, *map(str, {*others} - {local(each) for each in written})])
 
     def live_files(self) -> set[str]:
         """The names of all data files."""
@@ -157,11 +174,6 @@ class Table:
         manifests = snapshot.manifests(self.iceberg.io) if snapshot else []
         entries = (each for m in manifests for each in m.fetch_manifest_entry(self.iceberg.io))
         return {Path(entry.data_file.file_path).name for entry in entries}
-
-    def sync(self) -> None:
-        """Who made this version may have written its files without a sync: whoever relies on it syncs them."""
-        snapshot = self.iceberg.current_snapshot()
-        sync(self.iceberg.metadata_location, *([snapshot.manifest_list] if snapshot else []))
 
     def _unchanged(self) -> tuple[Any, ...]:
         """What must still hold at the commit: its marker stands in this very snapshot."""
@@ -206,11 +218,6 @@ class Table:
         named = {m.manifest_path for each in expired for m in each.manifests(self.iceberg.io)}
         return [*(named - needed), *(each.manifest_list for each in expired)]
 
-    def _delete(self, locations: Sequence[str]) -> None:
-        for each in locations:
-            with contextlib.suppress(FileNotFoundError):
-                local(each).unlink()
-
 
 class _Stem:
     """Names a commit's files after the try, in place of the client's plain UUID."""
@@ -220,6 +227,18 @@ class _Stem:
 
     def __str__(self) -> str:
         return self._text
+
+
+class _Transaction(Transaction):
+    """The client's transaction, which otherwise copies all metadata each time that someone looks at it."""
+
+    _seen: tuple[int, TableMetadata] | None = None
+
+    @property
+    def table_metadata(self) -> TableMetadata:
+        if self._seen is None or self._seen[0] != len(self._updates):
+            self._seen = (len(self._updates), super().table_metadata)
+        return self._seen[1]
 
 
 class _Append(_FastAppendFiles):
@@ -248,6 +267,12 @@ class _Append(_FastAppendFiles):
         return done
 
 
+def _delete(locations: Sequence[str]) -> None:
+    for each in filter(None, locations):
+        with contextlib.suppress(FileNotFoundError):
+            local(each).unlink()
+
+
 def sync(*locations: str) -> None:
     durable.fsync(*(local(each) for each in locations))
 
@@ -258,14 +283,12 @@ def local(location: str) -> Path:
 
 
 @contextlib.contextmanager
-def catalog_errors(what: str) -> Iterator[None]:
-    """A catalog that does not answer: the first look is never retried."""
+def catalog_errors(topic: Topic) -> Iterator[None]:
+    """A catalog that fails: whether it has done what it was told, the next look at it tells."""
     try:
         yield
     except DBAPIError as error:
-        raise FatalError(
-            f"{what} cannot be reached: {error.orig}", code="PEN-5001", hint="look at `catalog_uri`"
-        ) from error
+        raise RetryableError(f"the catalog failed at the table of {topic}: {error.orig}", code="PEN-2001") from error
 
 
 def _engine(url: URL) -> Engine:

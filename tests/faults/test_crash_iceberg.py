@@ -1,10 +1,12 @@
-"""The crash suite over the iceberg sink."""
+"""The crash suite over the iceberg sink, and a reader that looks on while runs crash."""
 
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.exceptions import NoSuchTableError
 
 from penstock.connectors.iceberg import Iceberg, IcebergConfig
 from penstock.testing import CrashContract
+from penstock.testing.crash import EPOCH_ROWS, SINKS, TOPICS, Run
+from penstock.testing.engine import Forked
 
 
 class TestIcebergCrash(CrashContract):
@@ -19,3 +21,33 @@ class TestIcebergCrash(CrashContract):
         except NoSuchTableError:
             return []
         return table.scan().to_arrow()
+
+    def test_a_reader_sees_whole_epochs_only_whatever_happens_to_the_writer(self, tmp_path):
+        self._play(_look_on, tmp_path)
+
+
+def _look_on(stage):
+    reader = Forked(lambda: _poll(stage))
+    stage.started.append(reader)
+    for step, epoch in (("stage.task", 1), ("commit.before@2", 1), ("commit.topic", 2), ("commit.sink", 2)):
+        name, _, count = step.partition("@")
+        stage.killed(Run(f"{name}=kill@{count or 1}", epoch))
+    stage.run()
+    stage.check_all()
+    (stage.path / "stop").touch()
+    seen = reader.result()
+    assert {EPOCH_ROWS, 3 * EPOCH_ROWS} <= seen <= {n * EPOCH_ROWS for n in range(4)}, seen
+
+
+def _poll(stage):
+    """Read every table over and over; gives the numbers of rows that were ever seen in one."""
+    seen, is_last = set(), False
+    while not is_last:
+        is_last = (stage.path / "stop").exists()
+        for sink in SINKS:
+            for topic in TOPICS:
+                rows = stage.contract.visible(stage.path / sink, topic)
+                ids = sorted(rows.column("id").to_pylist()) if rows else []
+                assert ids == list(range(len(ids))), f"{topic} in {sink} shows {ids}"
+                seen.add(len(ids))
+    return seen

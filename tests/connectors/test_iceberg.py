@@ -9,6 +9,7 @@ import os
 import signal
 import uuid
 from pathlib import Path
+from typing import ClassVar
 
 import duckdb
 import pyarrow as pa
@@ -104,7 +105,7 @@ class TestIceberg(SinkProtocol):
 
 
 class TestIcebergContract(SinkContract):
-    options: dict[str, str] = {}
+    options: ClassVar[dict[str, str]] = {}
 
     @pytest.fixture
     def sink(self, tmp_path):
@@ -117,7 +118,7 @@ class TestIcebergContract(SinkContract):
 
 
 class TestIcebergChanges(TestIcebergContract):
-    options = {"mode": "changes"}
+    options: ClassVar[dict[str, str]] = {"mode": "changes"}
 
 
 # -- the commit ------------------------------------------------------------------------------------------------------
@@ -600,7 +601,7 @@ def test_by_default_the_catalog_is_a_file_above_the_tables(tmp_path):
 def test_settings_that_cannot_be_honoured_are_refused(make):
     with pytest.raises(ConfigError, match="PEN-1009"):
         make(mode="upsert")
-    with pytest.raises(ConfigError, match="PEN-1009 .*mysql"):
+    with pytest.raises(ConfigError, match=r"PEN-1009 .*mysql"):
         make(catalog_uri="mysql://host/db")
     with pytest.raises(ConfigError, match="PEN-1003"):
         make(catalog_uri="nonsense")

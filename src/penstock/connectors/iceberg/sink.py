@@ -40,7 +40,7 @@ from penstock.connectors.iceberg.table import PROPERTIES, SEEDED, Catalog, Table
 from penstock.connectors.staging import HIDDEN, StagedFile, StagedFiles, StagedTopic, StagingConfig, StagingSink
 from penstock.errors import ConfigError, FatalError, RetryableError, SchemaError, StagingLost
 from penstock.schema import ChangeKind, SchemaChange, key_of
-from penstock.schema.evolution import Policy, diff, fit, follow
+from penstock.schema.evolution import Policy, diff, follow
 from penstock.sink import CommittedEpoch, Epoch, Positions, Task, Topic, WriteResult, is_committed
 
 REWRITER = Task(99_999)
@@ -112,7 +112,6 @@ class Iceberg(StagingSink[IcebergConfig]):
         super().__setstate__(state)
         self._catalogs: dict[int, Catalog] = {}
         self._known: dict[Topic, Columns] = {}
-        self._met: dict[tuple[Topic, pa.Schema], Columns] = {}
         self._committed: set[Topic] = set()
         self._hinted: dict[Topic, str] = {}
         self._claims: dict[tuple[str, str], Topic] = {}
@@ -123,6 +122,13 @@ class Iceberg(StagingSink[IcebergConfig]):
         if self.config.mode == "upsert":
             raise ConfigError(
                 '`mode = "upsert"` is not supported yet', code="PEN-1009", hint='use "append" or "changes"; or delta'
+            )
+        rest = self.config.table.replace("{topic}", "")
+        if "{" in rest or "}" in rest:
+            raise ConfigError(
+                f"`table` holds a placeholder that is not known: {self.config.table}",
+                code="PEN-1003",
+                hint="only {topic} is",
             )
         self._layout = Layout.parse(self.config.partition_by)
         super().open()
@@ -138,7 +144,7 @@ class Iceberg(StagingSink[IcebergConfig]):
 
     def begin_epoch(self, epoch: Epoch, task: Task) -> None:
         self._known.clear()
-        self._met.clear()
+        self._accepted.clear()
         self._stage = self._staging(epoch, task)
 
     def begin_file(self, path: Path, schema: pa.Schema) -> staging.Part:
@@ -149,12 +155,8 @@ class Iceberg(StagingSink[IcebergConfig]):
 
     def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
         assert self._stage is not None
-        rows, policy = as_iceberg(topic, batch), self.policy(topic)
-        key = (topic, rows.schema)
-        if key not in self._met:
-            self._met[key] = self._fit_before_writing(topic, rows.schema, policy)
-        columns = self._met[key]
-        rows, lost = fit(topic, rows, iceberg_schema(topic, columns.schema), policy, key_of(batch.schema))
+        rows, lost = self.fit(topic, as_iceberg(topic, batch), key_of(batch.schema))
+        columns = self._known[topic]
         rows = rows.select([name for name in rows.schema.names if name in columns.schema.names])
         for name in columns.required():
             if name not in rows.schema.names or rows.column(name).null_count:
@@ -164,12 +166,14 @@ class Iceberg(StagingSink[IcebergConfig]):
         self._stage.write(topic, pa.RecordBatch.from_arrays(rows.columns, schema=columns.select(rows.schema)))
         return WriteResult(rows.num_rows, batch.nbytes, lost)
 
-    def _fit_before_writing(self, topic: Topic, rows: pa.Schema, policy: Policy) -> Columns:
-        """Refuse rows that could never be committed, before the first of them is staged; gives the columns they meet."""
+    def accept(self, topic: Topic, rows: pa.Schema, policy: Policy) -> pa.Schema:
         if topic not in self._known:
             self._known[topic] = self._columns(topic)
         self._known[topic] = _wider(topic, self._known[topic], rows, policy)
-        return self._known[topic]
+        return iceberg_schema(topic, self._known[topic].schema)
+
+    def widens(self, old: pa.DataType, new: pa.DataType) -> bool:
+        return widens(old, new)
 
     def _columns(self, topic: Topic) -> Columns:
         """The table's columns, as the driver has last seen them; the commit looks again."""
@@ -189,6 +193,7 @@ class Iceberg(StagingSink[IcebergConfig]):
             partition_by=[each.name for each in self._layout],
             target_file_rows=self.config.target_file_rows,
             max_open_files=self.config.max_open_files,
+            widens=widens,
             layout=self._layout,
         )
 

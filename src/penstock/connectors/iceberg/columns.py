@@ -22,7 +22,7 @@ from pyiceberg.io.pyarrow import (
 from pyiceberg.schema import Schema
 
 from penstock import durable
-from penstock.connectors.staging import ParquetPart, pack_schema, unpack_schema
+from penstock.connectors.staging import ParquetPart, StagedFile, pack_schema, unpack_schema
 from penstock.errors import DataError, SchemaError
 from penstock.sink import Topic
 
@@ -96,9 +96,10 @@ class StatsPart(ParquetPart):
         return durable.canonical({**found, "ids": dict(ids_of(self._schema))})
 
 
-def read_stats(text: str) -> dict[str, Any]:
-    """What `StatsPart` wrote, as the client takes it."""
-    stats: dict[str, Any] = json.loads(text)
+def read_stats(file: StagedFile) -> dict[str, Any]:
+    """What `StatsPart` wrote, as the client takes it; `ids` aside."""
+    assert file.stats is not None
+    stats: dict[str, Any] = json.loads(file.stats)
     for name, values in stats.items():
         if isinstance(values, dict) and name != "ids":
             stats[name] = {int(id): base64.b64decode(v) if name in _BOUNDS else v for id, v in values.items()}

@@ -211,6 +211,8 @@ class Iceberg(StagingSink[IcebergConfig]):
                 places = [(self.place(target, file.path), file.bytes) for part in parts for file in part.files]
                 lost = next((place for place, size in places if not staging.is_there(place, size)), None)
                 if lost is not None:
+                    if self._is_done(epoch, topic, self._table(topic)):
+                        break  # a twin was faster, and has dropped a file that it wrote anew
                     raise StagingLost(f"{lost} of {epoch} is gone or has another size")
                 with durable.disk_errors(), catalog_errors(topic):
                     if table is None:
@@ -246,34 +248,42 @@ class Iceberg(StagingSink[IcebergConfig]):
         for part in parts:
             columns = _wider(topic, columns, staging.unpack_schema(part.columns))
         ids = dict(ids_of(columns.schema))
-        target, rewriting = self._targets.claim(topic), self._staging(epoch, REWRITER)
-        files: list[StagedFile] = []
-        for file in (file for part in parts for file in part.files):
-            if read_stats(file.stats or "")["ids"].items() <= ids.items():
-                files.append(file)
-            else:  # tasks that added columns at once gave one id to two of them
-                self._rewrite(rewriting, topic, self.place(target, file.path), columns)
-        rewritten = rewriting.finish() if len(files) < sum(len(part.files) for part in parts) else {}
-        files += rewritten[topic].files if rewritten else []
-        table.commit(
-            epoch, end, columns, [self._data_file(table, target, each) for each in files], self.config.keep_snapshots
-        )
-        staging.drop_lists(self._targets.root, epoch.pipeline, rewritten.values())
+        target = self._targets.claim(topic)
+        files = [file for part in parts for file in part.files]
+        # Tasks that add columns at once may give one id to two of them.
+        mixed_up = [file for file in files if not read_stats(file)["ids"].items() <= ids.items()]
+        rewritten = self._rewrite(epoch, topic, [self.place(target, file.path) for file in mixed_up], columns)
+        files = [file for file in files if file not in mixed_up] + [file for part in rewritten for file in part.files]
+        added = [self._data_file(table, columns, self.place(target, file.path), file) for file in files]
+        table.commit(epoch, end, columns, added, self.config.keep_snapshots)
+        if mixed_up:
+            self._tidy(epoch, [self.place(target, file.path) for file in mixed_up], rewritten)
         self._leave_word(topic, table.columns())
 
-    def _rewrite(self, stage: IcebergStage, topic: Topic, place: Path, columns: Columns) -> None:
-        for batch in pq.ParquetFile(place).iter_batches(batch_size=staging.ROW_GROUP_ROWS):
-            schema = columns.select(iceberg_schema(topic, batch.schema))
-            stage.write(topic, pa.RecordBatch.from_arrays(batch.cast(schema).columns, schema=schema))
+    def _rewrite(self, epoch: Epoch, topic: Topic, places: Sequence[Path], columns: Columns) -> list[StagedTopic]:
+        """Write files anew with the field ids of the columns; nothing of it is visible."""
+        stage = self._staging(epoch, REWRITER)
+        for place in places:
+            for batch in pq.ParquetFile(place).iter_batches(batch_size=staging.ROW_GROUP_ROWS):
+                schema = columns.select(iceberg_schema(topic, batch.schema))
+                stage.write(topic, pa.RecordBatch.from_arrays(batch.cast(schema).columns, schema=schema))
+        return list(stage.finish().values()) if places else []
 
-    def _data_file(self, table: Table, target: Path, file: StagedFile) -> DataFile:
-        stats = read_stats(file.stats or "")
+    def _tidy(self, epoch: Epoch, replaced: Sequence[Path], rewritten: Sequence[StagedTopic]) -> None:
+        """Drop files that were written anew, and those that tries which failed or died have written for them."""
+        staging.drop_lists(self._targets.root, epoch.pipeline, rewritten)
+        self._sweep(epoch, set(), f"{epoch.stem()}-{REWRITER.partition:05d}-")
+        for place in replaced:
+            place.unlink(missing_ok=True)
+
+    def _data_file(self, table: Table, columns: Columns, place: Path, file: StagedFile) -> DataFile:
+        stats = read_stats(file)
         del stats["ids"]
         return DataFile.from_args(
             content=DataFileContent.DATA,
-            file_path=str(self.place(target, file.path)),
+            file_path=str(place),
             file_format=FileFormat.PARQUET,
-            partition=self._layout.record(file.partition, table.columns().schema),
+            partition=self._layout.record(file.partition, columns.schema),
             file_size_in_bytes=file.bytes,
             sort_order_id=None,
             spec_id=table.metadata.default_spec_id,
@@ -311,7 +321,10 @@ class Iceberg(StagingSink[IcebergConfig]):
         return marker
 
     def sweep(self, epoch: Epoch, keep: Sequence[StagedFiles]) -> None:
-        kept, live = staging.names(keep), dict[Topic, set[str]]()
+        self._sweep(epoch, staging.names(keep))
+
+    def _sweep(self, epoch: Epoch, kept: set[str], lists: str = "") -> None:
+        live: dict[Topic, set[str]] = {}
 
         def is_kept(topic: Topic, place: Path) -> bool:
             if topic not in live:  # whoever asks: a file of the table is never a leftover
@@ -319,7 +332,7 @@ class Iceberg(StagingSink[IcebergConfig]):
                 live[topic] = table.live_files() if table else set()
             return place.name in kept or place.name in live[topic]
 
-        staging.sweep(self._targets.root, epoch, is_kept)
+        staging.sweep(self._targets.root, epoch, is_kept, lists)
 
     def is_seeded(self, topic: Topic) -> bool:
         table = self._table(topic)

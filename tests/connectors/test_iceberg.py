@@ -567,8 +567,9 @@ def test_partitions_that_do_not_fit_are_refused(make, catalog, tmp_path):
     bucket = PartitionField(source_id=1, field_id=1000, transform=BucketTransform(4), name="id_bucket")
     schema = Schema(NestedField(1, "id", LongType(), required=False))
     catalog.create_table("lake.orders", schema, str(tmp_path / "out/lake/orders"), PartitionSpec(bucket))
-    with pytest.raises(SchemaError, match=r"PEN-4002 .*bucket"):
-        commit(make(), 1, rows(0))
+    for look in (lambda: stage(make(), epoch(1), rows(0)), lambda: make().committed_epoch("shop", ORDERS)):
+        with pytest.raises(SchemaError, match=r"PEN-4002 .*bucket"):
+            look()
 
 
 # -- upkeep ----------------------------------------------------------------------------------------------------------

@@ -243,7 +243,6 @@ class Iceberg(StagingSink[IcebergConfig]):
         return True
 
     def _commit(self, epoch: Epoch, topic: Topic, table: Table, parts: Sequence[StagedTopic], end: Positions) -> None:
-        self._layout.refuse_another(topic, table.metadata.schema(), table.metadata.spec())
         columns = table.columns()
         for part in parts:
             columns = _wider(topic, columns, staging.unpack_schema(part.columns))
@@ -407,9 +406,11 @@ class Iceberg(StagingSink[IcebergConfig]):
         self._targets.claim(topic)
         with catalog_errors(topic):
             try:
-                return self._catalog().table(topic, self._identifier(topic))
+                table = self._catalog().table(topic, self._identifier(topic))
             except NoSuchTableError:
                 return None
+        self._layout.refuse_another(topic, table.metadata.schema(), table.metadata.spec())
+        return table
 
     def _identifier(self, topic: Topic) -> tuple[str, str]:
         """Namespace and name of the topic's table; refused when another topic has the same."""

@@ -131,7 +131,7 @@ def test_connections_that_are_cut_anywhere_lose_and_double_nothing(server, datab
 def test_a_connection_that_stalls_in_an_answer_holds_nothing_up_for_good(server, database, tmp_path, end):
     Mirror(tmp_path, database.source(tables=["public.orders"])).run()
     database.run("UPDATE orders SET version = 1")
-    with Proxy(server.port, [None, None, ("stall", 5000), ("stall", 5000)]) as proxy:
+    with Proxy(server.port, [("stall", 120_000)] * 9) as proxy:
         mirror = Mirror(tmp_path, through(proxy, database))
         run = mirror.start(until="caught_up")
         wait_until(proxy.stalled.is_set, "the answer to stall")

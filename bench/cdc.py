@@ -27,7 +27,7 @@ from penstock.connectors.postgres_cdc.decode import lsn_text
 from penstock.spark import SparkEngine
 from penstock.testing.postgres import PostgresServer
 
-ROWS = max(20_000, int(os.environ.get("BENCH_ROWS", 2_000_000)))
+ROWS = max(20_000, int(os.environ.get("BENCH_ROWS", 1_000_000)))
 """More than a batch of the Debezium engine, which is counted from its first one."""
 SECONDS = int(os.environ.get("BENCH_SECONDS", 60))
 """How long the latency is measured."""
@@ -182,7 +182,7 @@ def ours_once(server: PostgresServer, target: Path, rows: int, rows_per_transact
 def memory(bench: Bench, server: PostgresServer, scratch: Path) -> None:
     """What is held at most, for little and for twenty times as much."""
     peaks = []
-    for rows in (ROWS // 2, 10 * ROWS):
+    for rows in (ROWS, 20 * ROWS):
         target = scratch / f"memory-{rows}"
         rate, note, taken = ours_once(server, target, rows, 1000)
         peaks.append(taken.peak_mib)

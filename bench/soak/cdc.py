@@ -553,10 +553,10 @@ def part_c(server: PostgresServer) -> dict[str, Any]:
         run.start()
         began = time.time()
         writer = threading.Thread(target=_insert, args=(server.dsn, half + 1, 2 * half))
-        writer.start()
         with Peaks(run) as peaks:
             run.until(lambda: run.position() is not None, "the copy")
             copied = time.time() - began
+            writer.start()  # not earlier: the copy would take its rows in as well
             run.until(lambda: not writer.is_alive(), "the writer")
             committed = _flushed(server.dsn)
             run.until(lambda: _reached(run, committed), "the end of the log")

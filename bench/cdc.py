@@ -334,7 +334,9 @@ def visible_after(table: Path, since: float, until: float) -> np.ndarray[Any, np
     for entry in sorted((table / "_delta_log").glob("*.json")):
         shown = entry.stat().st_ctime
         actions = [json.loads(line) for line in entry.read_text().splitlines()]
-        for path in (action["add"]["path"] for action in actions if "add" in action):
+        # Files that were only joined show nothing new.
+        added = [action["add"] for action in actions if "add" in action and action["add"]["dataChange"]]
+        for path in (each["path"] for each in added):
             column = pq.read_table(table / path, columns=["_committed_at"]).column("_committed_at")
             committed = column.to_numpy().astype("datetime64[us]").astype(np.int64) / 1e6
             committed = committed[(committed >= since) & (committed < until)]

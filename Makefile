@@ -18,8 +18,10 @@ run: NAME = shop
 run: $(SET_UP) java  ## a live PostgreSQL mirrored into Delta, every row compared; NAME=quickstart: two million generated rows
 	@$(BIN)/python examples/$(NAME).py
 
-test: $(SET_UP_DEV) java servers  ## all tests, those without a JVM first; ARGS= goes to pytest
-	@$(BIN)/python -m pytest $(ARGS)
+JOBS ?= 2
+
+test: $(SET_UP_DEV) java servers  ## all tests, JOBS at once; ARGS= goes to pytest
+	@$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadgroup $(ARGS)
 
 check: $(SET_UP_DEV)  ## style, types, and generated pages that match the code
 	@$(BIN)/ruff check .

@@ -16,13 +16,22 @@ FOLDERS = ("", "connectors", "faults", "integration", "spark")
 """Tests without a JVM come first: they are the quickest to fail."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     def place(item: pytest.Item) -> int:
         parts = item.path.relative_to(TESTS).parts
         folder = parts[0] if len(parts) > 1 else ""
         return FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS)
 
+    def shares_spark(item: pytest.Item) -> bool:
+        return "spark" in getattr(item, "fixturenames", ())
+
     items.sort(key=place)
+    if hasattr(config, "workerinput"):
+        items.sort(key=shares_spark, reverse=True)  # the longest of what must stay together begins at once
+        for item in items:
+            # One process has the session of Spark; what shares a server or other slow fixtures stays together as well.
+            group = "spark" if shares_spark(item) else item.nodeid.rpartition("::")[0]
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 def missing(what: str) -> None:

@@ -354,6 +354,11 @@ def _batches(connection: Any, query: str) -> Iterator[pa.RecordBatch]:
         yield from cursor.fetch_record_batch()
 
 
+def advance(connection: Any, slot_name: str, place: int) -> None:
+    """Move a slot of this session to a place in the log, without an answer for what is before it."""
+    run(connection, f"SELECT pg_replication_slot_advance({literal(slot_name)}, '{lsn_text(place)}')::text AS moved")
+
+
 def copy_slot(connection: Any, slot_name: str, copy: str) -> int:
     """Make a copy of the slot that goes with this session; gives the place where it begins."""
     made = f"pg_copy_logical_replication_slot({literal(slot_name)}, {literal(copy)}, true)"

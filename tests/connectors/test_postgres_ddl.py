@@ -225,3 +225,19 @@ def test_a_key_that_is_altered_behind_a_planned_range_begins_the_copy_anew(datab
     found = applied(reading.log, "id" if back else "number")
     found = [{name: value for name, value in row.items() if not name.startswith("_")} for row in found]
     assert sorted(map(repr, found)) == sorted(map(repr, database.table("orders")))
+
+
+def test_a_change_from_before_a_rewrite_does_not_come_behind_the_copy_that_follows_it(database, tmp_path, look_always):
+    make(database, "orders")
+    with Lake(tmp_path, database.source()) as lake:
+        lake.catch_up()
+        database.run("UPDATE orders SET amount = 7 WHERE id = 1")
+        lake.catch_up()
+        assert lake.position.turn == "copy", "a copy may be planned before the log is read"
+        database.run(
+            "UPDATE orders SET amount = 50 WHERE id = 3",
+            "ALTER TABLE orders ALTER COLUMN amount TYPE int4 USING amount + 1",
+        )
+        lake.catch_up()
+        assert lake.position.tables["public.orders"].copies == 2
+        assert same(lake, database, "orders")

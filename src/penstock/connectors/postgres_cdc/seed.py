@@ -90,6 +90,8 @@ class Progress(_Value):
     """Why it failed last; kept until a copy is complete."""
     until_xid: int = 0
     """While waiting: transactions below it may have written before the table was published, and must end first."""
+    from_lsn: int = 0
+    """While waiting: the log must have been read up to here first, or changes of before would come behind the copy."""
     frontier: Key | None = None
     """While seeding: the last key that was copied; None: none yet."""
 

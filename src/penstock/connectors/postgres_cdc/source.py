@@ -412,10 +412,11 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             return self._following(start, tables)
         # Whoever writes now may have begun before the table was published: its changes come neither by the log
         # nor, until it has ended, by a copy.
-        until = wal.snapshot(connection).xmax
+        until, end_of_log = wal.snapshot(connection).xmax, wal.inserted(connection)
         new = {}
         for stream, table in tables.items():
             before = start.tables.get(stream)
+            refresh = why == "changed" and before is not None and _unbroken(table, before)
             copies = max(before.copies, 1) + 1 if before else 1 + any(self.held(stream))
             new[stream] = Progress(
                 oid=table.oid,
@@ -424,7 +425,8 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
                 shape=table.shape,
                 key=table.key,
                 copies=copies,
-                refresh=why == "changed" and before is not None and _unbroken(table, before),
+                refresh=refresh,
+                from_lsn=end_of_log if refresh else 0,
                 estimate=table.estimate,
                 failure=before.failure if before else None,
             )
@@ -459,7 +461,8 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             planned = self._copy(connection, end, limit)
             if planned.tables != end.tables:
                 return planned.model_copy(update={"turn": "log"})
-        upto = self._log_end(connection, start, here, found, limit)
+        waits_for_log = any(each.state == "waiting" and each.from_lsn > start.lsn for each in end.tables.values())
+        upto = self._log_end(connection, start, here, found, limit, waits_for_log)
         return end.model_copy(update={"lsn": upto, "turn": "copy"}) if upto > start.lsn or end != start else start
 
     def _verify(self, connection: psycopg.Connection[Any], here: wal.Server, start: LogPosition) -> wal.Slot:
@@ -606,6 +609,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         here: wal.Server,
         found: wal.Slot,
         limit: ReadLimit,
+        forced: bool,
     ) -> int:
         """How far the next range of log goes; not at all while it holds no changes and none is due."""
         most = self.config.max_wal_bytes * (QUIET_FACTOR if start.quiet else 1)
@@ -614,7 +618,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             return start.lsn
         if here.torn and end == here.flushed and self._probed != (start.lsn, end):
             wal.mend(connection)
-        forced = start.copying and (start.turn == "log" or bool(start.copied))
+        forced = forced or (start.copying and (start.turn == "log" or bool(start.copied)))
         due = time.monotonic() - self._since[1] >= self.config.heartbeat_secs
         if forced or due or end < here.flushed or (end - found.restart > PROBED_BYTES and not start.quiet):
             return end
@@ -639,6 +643,8 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         for stream, progress in start.tables.items():
             table = known.get(stream)
             if progress.state not in ("waiting", "seeding") or table is None or progress.until_xid > oldest:
+                continue
+            if progress.state == "waiting" and progress.from_lsn > start.lsn:
                 continue
             if not table.chunked:
                 if end.tables == start.tables:  # by itself: one snapshot for all of it, and one epoch

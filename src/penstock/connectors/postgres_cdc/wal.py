@@ -215,6 +215,14 @@ def server(connection: psycopg.Connection[Any]) -> Server:
     return Server(system, timeline, version, database, wal_level, flushed, flushed % page == 0 and flushed < inserted)
 
 
+def inserted(connection: psycopg.Connection[Any]) -> int:
+    """A place in the log behind everything that is visible now; it is flushed soon, since something is written behind it."""
+    row = connection.execute("SELECT (pg_current_wal_insert_lsn() - '0/0')::int8").fetchone()
+    mend(connection)
+    assert row is not None
+    return int(row[0])
+
+
 def slot(connection: psycopg.Connection[Any], name: str) -> Slot | None:
     row = connection.execute(
         "SELECT coalesce(plugin, ''), coalesce(database, ''), active_pid, coalesce(restart_lsn - '0/0', 0)::int8, "

@@ -52,6 +52,15 @@ def need() -> Callable[[bool, str], None]:
     return need
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _open_to_servers(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """pytest's own directories are closed to the user that a server runs as."""
+    base = tmp_path_factory.getbasetemp()
+    for path in (base, *base.parents):
+        if path.stat().st_uid == os.getuid() and path.name.startswith(("pytest-", "popen-")):
+            path.chmod(0o755)
+
+
 @pytest.fixture(scope="session")
 def java() -> None:
     problem = java_problem()

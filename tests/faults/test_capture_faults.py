@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 import sqlite3
+import subprocess
+import sys
 import threading
 
 import psycopg
@@ -305,7 +307,15 @@ def test_a_server_that_restarts_is_read_on_from(server, tmp_path):
     outside.run("SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots")
 
 
-def test_delta_tables_by_key_and_as_a_log_hold_each_change_once(server, tmp_path):
+def test_delta_tables_by_key_and_as_a_log_hold_each_change_once():
+    """In a process of its own: Delta's client does not survive the fork of one that has used it."""
+    only = [f"{__file__}::into_delta", "-o", "python_functions=into_delta", "-p", "no:xdist"]
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", *only], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+
+
+def into_delta(server, tmp_path):
     class IntoDelta(Pipe):
         def sink(self, name):
             mode = "upsert" if name == "table" else "changes"

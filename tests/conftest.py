@@ -27,7 +27,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
 
     items.sort(key=place)
     if hasattr(config, "workerinput"):
-        items.sort(key=shares_spark, reverse=True)  # the longest of what must stay together begins at once
+        items.sort(
+            key=lambda item: (place(item) != FOLDERS.index("spark"), not shares_spark(item))
+        )  # the longest first
         for item in items:
             # One process has the session of Spark; what shares a server or other slow fixtures stays together as well.
             group = "spark" if shares_spark(item) else item.nodeid.rpartition("::")[0]

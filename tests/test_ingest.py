@@ -738,7 +738,7 @@ def test_changes_become_rows_in_order_and_are_confirmed_after_the_fsync(tmp_path
     assert [r["_unchanged"] for r in found] == [None, None, ["name"], None]
     assert found[2]["_old_key"] == '{"id":7}'
     assert len(list(one.range_source.schema())) == 2
-    assert one.health() == HealthStatus.healthy()
+    until(lambda: one.health() == HealthStatus.healthy())
 
 
 def test_many_changes_share_few_records(tmp_path: Path, ingest: Any) -> None:

@@ -363,12 +363,12 @@ def _batches(connection: Any, query: str) -> Iterator[pa.RecordBatch]:
 
 
 def advance(connection: Any, slot_name: str, place: int) -> None:
-    """Move a slot of this session to a place in the log, without an answer for what is before it."""
+    """Move a temporary slot of this connection to a place in the log, without an answer for what is before it."""
     run(connection, f"SELECT pg_replication_slot_advance({literal(slot_name)}, '{lsn_text(place)}')::text AS moved")
 
 
 def copy_slot(connection: Any, slot_name: str, copy: str) -> int:
-    """Make a copy of the slot that goes with this session; gives the place where it begins."""
+    """Make a copy of the slot that goes with this connection; gives the place where it begins."""
     made = f"pg_copy_logical_replication_slot({literal(slot_name)}, {literal(copy)}, true)"
     return int(run(connection, f"SELECT (lsn - '0/0')::int8 AS lsn FROM {made}")["lsn"][0].as_py())
 

@@ -200,6 +200,8 @@ class Taken:
     def __init__(self, pid: int) -> None:
         self.cpu_seconds = 0.0
         self.peak_mib = 0.0
+        self.jvm_mib = 0.0
+        """How much of it was Java's."""
         self._root = psutil.Process(pid)
         self._done = threading.Event()
         self._first: dict[int, float] = {}
@@ -225,16 +227,19 @@ class Taken:
             self._look()
 
     def _look(self, is_first: bool = False) -> None:
-        held = 0
+        held = of_java = 0
         with suppress(psutil.NoSuchProcess):
             for process in (self._root, *self._root.children(recursive=True)):
                 with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                     times = process.cpu_times()
                     self._last[process.pid] = times.user + times.system
-                    held += process.memory_full_info().pss
+                    size = process.memory_full_info().pss
+                    held += size
+                    of_java += size if process.name() == "java" else 0
         if is_first:
             self._first = dict(self._last)
-        self.peak_mib = max(self.peak_mib, held / 2**20)
+        if held / 2**20 > self.peak_mib:
+            self.peak_mib, self.jvm_mib = held / 2**20, of_java / 2**20
 
 
 def measured(command: Sequence[Any], server: PostgresServer) -> tuple[float, str]:

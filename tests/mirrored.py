@@ -47,10 +47,11 @@ class Database:
 
 
 @contextlib.contextmanager
-def database_on(server, name):
+def database_on(server, name, kind=Database):
+    """Made, and dropped with its slots whoever still reads them."""
     with psycopg.connect(server.dsn, autocommit=True) as connection:
         connection.execute(f"CREATE DATABASE {name}")
-    made = Database(server, name)
+    made = kind(server, name)
     try:
         yield made
     finally:

@@ -487,28 +487,45 @@ def _difference(source: list[Any], target: list[Any], columns: list[str]) -> tup
 
 
 def replay(log: list[dict[str, Any]], key: Sequence[str]) -> tuple[list[dict[str, Any]], int, int]:
-    """The table that a log leads to, and how many changes it seems to lack or to have twice."""
+    """
+    The table that a log leads to, and how many changes it seems to lack or to have twice.
+
+    A table that was altered is copied over what is there, and the log behind that copy still tells every change: its rows
+    give values, and take no part in the count.
+    """
     table: dict[tuple[Any, ...], dict[str, Any]] = {}
+    versions: dict[tuple[Any, ...], int] = {}
+    cleared = {number for row in log if row["_op"] == "t" and (number := _copy(row)) is not None}
     lost = doubled = 0
     for row in log:
-        if row["_op"] == "t":
+        op, place = row["_op"], tuple(row[name] for name in key)
+        if op == "t":
             table.clear()
+            versions.clear()
             continue
-        place = tuple(row[name] for name in key)
+        if op == "r" and (_copy(row) or 1) > 1 and _copy(row) not in cleared:
+            table[place] = row
+            continue
         old = tuple(json.loads(row["_old_key"])[name] for name in key) if row["_old_key"] else place
-        before = table.pop(old, None)
-        lost += before is None and row["_op"] in "ud"
-        # A table that was altered is copied over what is there, and never with older rows.
-        doubled += before is not None and (row["_op"] == "c" or (row["_op"] == "r" and row["stamp"] < before["stamp"]))
-        if row["_op"] == "d":
+        before, version = table.pop(old, None), versions.pop(old, None)
+        if op in "ud":
+            lost += version is None or (op == "u" and row["version"] > version + 1)
+            doubled += version is not None and op == "u" and row["version"] < version + 1
+        else:
+            doubled += version is not None
+        if op == "d":
             continue
-        if before is not None and row["_op"] == "u":
-            row = {**row, **{name: before[name] for name in row["_unchanged"] or ()}}
-            lost += row["version"] > before["version"] + 1
-            doubled += row["version"] < before["version"] + 1
-        doubled += place in table
-        table[place] = row
+        if op == "u":
+            row = {**row, **{name: (before or {}).get(name) for name in row["_unchanged"] or ()}}
+        doubled += place in versions
+        table[place], versions[place] = row, row["version"]
     return list(table.values()), lost, doubled
+
+
+def _copy(row: dict[str, Any]) -> int | None:
+    """The number of the copy that a row is of; None: it is a change, whose place in the log is even."""
+    lsn, number = str(row["_position"]).split(".")
+    return int(number, 16) // 2 if int(lsn, 16) % 2 else None
 
 
 # -- parts b and c: much at a time, and much --------------------------------------------------------------------------

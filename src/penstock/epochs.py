@@ -825,12 +825,15 @@ def _receipts(results: Sequence[TaskResult]) -> dict[str, list[Json]]:
 
 
 def _notes(results: Sequence[TaskResult]) -> dict[str, list[Json]]:
-    tallies: dict[int, Tally] = {}
+    """In the order of the parts; of a part that several topics read, what each of them has to say."""
+    parts: dict[int, tuple[str, list[Json]]] = {}
     for result in results:
-        tallies.update(result.tallies)
+        for number, tally in result.tallies.items():
+            _, found = parts.setdefault(number, (tally.source, []))
+            found += [note for note in tally.notes if note not in found]
     notes: dict[str, list[Json]] = {}
-    for _, tally in sorted(tallies.items()):
-        notes.setdefault(tally.source, []).extend(tally.notes)
+    for _, (source, found) in sorted(parts.items()):
+        notes.setdefault(source, []).extend(found)
     return notes
 
 

@@ -182,13 +182,16 @@ class Writer:
         return sink
 
 
-def _set_aside(job: Job, tally: Tally, error: DataError | SchemaError) -> None:
-    """Go on without the stream in hand if its source can begin it anew; else raise."""
-    note = job.sources[tally.source].set_aside(tally.stream, error)
-    if note is None:
-        raise error
-    tally.aside.add(tally.stream)
-    tally.notes.append(note)
+def write(writer: Writer, target: Target, rows: pa.RecordBatch, tally: Tally, job: Job) -> None:
+    """Write rows of the stream in hand; what a sink refuses is left out from there on if its source can begin it anew."""
+    try:
+        writer.write(target, rows)
+    except (DataError, SchemaError) as error:
+        note = job.sources[tally.source].set_aside(tally.stream, error)
+        if note is None:
+            raise
+        tally.aside.add(tally.stream)
+        tally.notes.append(note)
 
 
 def run_task(
@@ -203,10 +206,7 @@ def run_task(
     writer = Writer(job, task)
     try:
         for target, rows in read_parts(job, parts, tallies, wanted):
-            try:
-                writer.write(target, rows)
-            except (DataError, SchemaError) as error:
-                _set_aside(job, next(reversed(tallies.values())), error)
+            write(writer, target, rows, next(reversed(tallies.values())), job)
         result = writer.finish()
     finally:
         writer.close()

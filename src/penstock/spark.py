@@ -26,7 +26,7 @@ from penstock.change import Fates, is_changelog
 from penstock.durable import canonical, disk_errors
 from penstock.errors import ConfigError, ConnectorError, DataError, FatalError, RetryableError, SchemaError, from_text
 from penstock.java import java_problem
-from penstock.job import Job, Part, Tally, TaskResult, Writer, is_plain, read_parts, run_task
+from penstock.job import Job, Part, Tally, TaskResult, Writer, is_plain, read_parts, run_task, write
 from penstock.routing import Route, Target, partition_of, split_by
 from penstock.schema import key_of, with_key
 from penstock.sink import Task, Topic
@@ -50,6 +50,9 @@ _ROW_BY_ROW = {"Project", "Filter", "SubqueryAlias", "View", "MapInArrow", "Logi
 """Operators that look at each change by itself, so that it is known what becomes of it."""
 
 _JVM_LOCK_WAIT_SECS = 30.0
+
+_LAST_ASIDE = 1 << 20
+"""Tallies of no part have negative numbers; those of SQL come behind the ones that the driver itself gives."""
 
 _RESULT = "result binary"
 
@@ -222,9 +225,12 @@ class SparkEngine:
             self._context.setJobGroup(job.epoch.pipeline, str(job.epoch), False)
             if any(is_plain(route) for route in routes):
                 results += self._passthrough(job)
-            for target, schema in _sql_targets(job):
-                with _row_errors(target):
-                    results += self._sql(job, target, schema)
+            for number, (target, schema) in enumerate(_sql_targets(job)):
+                try:
+                    with _driver_errors(), _row_errors(target):
+                        results += self._sql(job, target, schema)
+                except (ConfigError, DataError, SchemaError) as error:
+                    results.append(_without(job, target, number, error))
         return results
 
     def _passthrough(self, job: Job) -> list[TaskResult]:
@@ -330,15 +336,19 @@ def _scatter_task(
         try:
             sequence = 0
             for target, batch in read_parts(job, groups[index], tallies, lambda target: is_plain(target.route)):
+                tally = next(reversed(tallies.values()))
                 if target.route not in lanes:
-                    writer.write(target, batch)
+                    write(writer, target, batch, tally, job)
                     continue
                 count = target.route.partitions
                 key = target.route.key_columns(batch.schema)
                 for lane, rows in enumerate(split_by(batch, partition_of(batch, key, count), count)):
                     if rows is not None and rows.num_rows:
                         sequence += 1
-                        yield (lanes[target.route] + lane, index, sequence), pickle.dumps((target, _to_ipc(rows)))
+                        yield (
+                            (lanes[target.route] + lane, index, sequence),
+                            pickle.dumps((target, tally.source, tally.stream, _to_ipc(rows))),
+                        )
             result = writer.finish()
         finally:
             writer.close()
@@ -352,18 +362,26 @@ def _gather_task(packed: bytes, offset: int) -> Callable[[int, Iterable[tuple[Ke
     """Write one lane, in the order of the source; results of the readers pass through."""
 
     def task(index: int, items: Iterable[tuple[Key, bytes]]) -> Iterator[bytes]:
-        writer = Writer(pickle.loads(packed), Task(offset + index, _attempt()))
+        job: Job = pickle.loads(packed)
+        writer = Writer(job, Task(offset + index, _attempt()))
+        told: dict[str, Tally] = {}
         try:
             for (_, group, _), blob in items:
                 if group < 0:
                     yield blob
-                else:
-                    target, rows = pickle.loads(blob)
-                    for batch in pa.ipc.open_stream(rows):
-                        writer.write(target, batch)
-            yield _pack(writer.finish())
+                    continue
+                target, source, stream, rows = pickle.loads(blob)
+                tally = told.setdefault(source, Tally(source))
+                tally.stream = stream
+                for batch in pa.ipc.open_stream(rows):
+                    if stream not in tally.aside:
+                        write(writer, target, batch, tally, job)
+            result = writer.finish()
         finally:
             writer.close()
+        first = len(job.parts) + index * len(job.sources)
+        result.tallies = {first + number: tally for number, tally in enumerate(told.values()) if tally.notes}
+        yield _pack(result)
 
     return task
 
@@ -754,6 +772,21 @@ def _sql_targets(job: Job) -> list[tuple[Target, pa.Schema]]:
                 if not is_plain(target.route) and any(job.wants(sink, target.topic) for sink in target.sinks):
                     schemas.setdefault(target, []).append(schema)
     return [(target, merged(found, target.topic)) for target, found in schemas.items()]
+
+
+def _without(job: Job, target: Target, number: int, error: ConnectorError) -> TaskResult:
+    """Leave out the streams that feed a topic which SQL could not make, if their sources can begin them anew; else raise."""
+    result = TaskResult()
+    for source, streams in job.schemas.items():
+        told = Tally(source)
+        for stream in streams:
+            if target in job.router.targets(source, stream):
+                note = job.sources[source].set_aside(stream, error)
+                if note is None:
+                    raise error
+                told.notes.append(note)
+        result.tallies[-_LAST_ASIDE - number * len(job.schemas) - len(result.tallies)] = told
+    return result
 
 
 def merged(schemas: Sequence[pa.Schema], topic: Topic) -> pa.Schema:

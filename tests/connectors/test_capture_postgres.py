@@ -8,6 +8,7 @@ import pickle
 import psycopg
 import pytest
 
+from mirrored import Database, database_on
 from penstock.capture import Delete, Upsert
 from penstock.change import Op
 from penstock.connectors.postgres_cdc import PostgresCdc, wal
@@ -28,22 +29,16 @@ def server(need):
         yield running
 
 
-class Database:
-    """A database of its own and a connection that writes to it."""
+class Shop(Database):
+    """With two tables, and a capture of them."""
 
     def __init__(self, server, name):
-        self.name = name
-        self.dsn = server.dsn.rpartition("/")[0] + f"/{name}"
-        self.connection = psycopg.connect(self.dsn, autocommit=True)
+        super().__init__(server, name)
         self.run(
             "CREATE TABLE orders (id int8 PRIMARY KEY, note text, big text)",
             "ALTER TABLE orders ALTER big SET STORAGE EXTERNAL",
             "CREATE TABLE people (name text PRIMARY KEY, age int4)",
         )
-
-    def run(self, *statements):
-        for statement in statements:
-            self.connection.execute(statement)
 
     def together(self, *statements):
         with self.connection.transaction():
@@ -61,17 +56,8 @@ class Database:
 
 @pytest.fixture
 def database(server):
-    name = f"shop_{next(_NUMBERS)}"
-    with psycopg.connect(server.dsn, autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {name}")
-    found = Database(server, name)
-    yield found
-    found.connection.close()
-    with psycopg.connect(server.dsn, autocommit=True) as connection:
-        connection.execute(
-            "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database = %s", [name]
-        )
-        connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+    with database_on(server, f"shop_{next(_NUMBERS)}", Shop) as made:
+        yield made
 
 
 @pytest.fixture

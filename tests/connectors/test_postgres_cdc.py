@@ -15,8 +15,9 @@ import psycopg.rows
 import pytest
 from pydantic import ValidationError
 
+from mirrored import Database, database_on
 from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, source, wal
-from penstock.errors import ConfigError, FatalError
+from penstock.errors import ConfigError, FatalError, RetryableError
 from penstock.source import Note, ReadLimit
 from penstock.testing import SourceContract
 from penstock.testing.crash import wait_until
@@ -33,51 +34,16 @@ def server(need):
         yield running
 
 
-class Database:
-    """A database of its own, the options that capture it, and a connection that writes to it."""
-
-    def __init__(self, server, name):
-        self.name = name
-        self.dsn = server.dsn.rpartition("/")[0] + f"/{name}"
-        self.connection = psycopg.connect(self.dsn, autocommit=True)
-
-    def run(self, *statements):
-        for statement in statements:
-            self.connection.execute(statement)
-
-    def rows(self, query):
-        return self.connection.execute(query).fetchall()
-
-    def source(self, **options):
-        options = {"dsn": self.dsn, "slot": self.name, "tables": ["public.*"], "snapshot": "initial", **options}
-        return PostgresCdc(PostgresCdcConfig.model_validate(options))
-
+class Shop(Database):
     def table(self, name, key):
         """What the table holds, as `replayed` gives it."""
-        with closing(self.connection.cursor(row_factory=psycopg.rows.dict_row)) as cursor:
-            rows = cursor.execute(f"SELECT * FROM {name}").fetchall()
-        return sorted(rows, key=lambda row: tuple(map(repr, (row[each] for each in key))))
+        return sorted(super().table(name), key=lambda row: tuple(map(repr, (row[each] for each in key))))
 
 
 @pytest.fixture
 def database(server):
-    name = f"shop_{next(_NUMBERS)}"
-    with psycopg.connect(server.dsn, autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {name}")
-    found = Database(server, name)
-    yield found
-    found.connection.close()
-    with psycopg.connect(server.dsn, autocommit=True) as connection:
-        connection.execute(
-            "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE active_pid IS NOT NULL AND database = %s",
-            [name],
-        )
-        while connection.execute("SELECT FROM pg_replication_slots WHERE database = %s AND active", [name]).fetchall():
-            pass
-        connection.execute(
-            "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database = %s", [name]
-        )
-        connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+    with database_on(server, f"shop_{next(_NUMBERS)}", Shop) as made:
+        yield made
 
 
 def read(opened, start, end):
@@ -153,6 +119,36 @@ class TestMirror:
             mirror.run(until="copied")
         mirror.run()
         check(database, mirror)
+
+    @pytest.mark.parametrize("key", ["PRIMARY KEY", ""])
+    def test_a_part_is_the_same_however_often_it_is_read(self, database, key):
+        database.run(
+            f"CREATE TABLE t (id int8 {key}, note text)",
+            "ALTER TABLE t REPLICA IDENTITY FULL",
+            "INSERT INTO t SELECT i, 'old' FROM generate_series(1, 100) i",
+        )
+        with closing(database.source(seed_chunk_rows=40)) as opened:
+            opened.open()
+            start = opened.initial()
+            parts = opened.split(start, opened.latest(start, ReadLimit(parallelism=2)))
+            first = [list(opened.read(part)) for part in parts]
+            database.run("UPDATE t SET note = 'new'", "DELETE FROM t WHERE id < 50")
+            again = [list(opened.read(part)) for part in parts]
+        assert sum(item.records.num_rows for items in first for item in items if not isinstance(item, Note)) >= 80
+        for before, after in zip(first, again, strict=True):
+            assert [item for item in before if isinstance(item, Note)] == [i for i in after if isinstance(i, Note)]
+            rows = [[i.records for i in items if not isinstance(i, Note)] for items in (before, after)]
+            assert rows[0] == rows[1]
+
+    def test_a_snapshot_whose_connection_is_lost_makes_the_copy_begin_again(self, database):
+        database.run("CREATE TABLE t (id int8 PRIMARY KEY)", "INSERT INTO t SELECT generate_series(1, 100)")
+        with closing(database.source()) as opened:
+            opened.open()
+            start = opened.initial()
+            (part,) = opened.split(start, opened.latest(start, ReadLimit(parallelism=2)))
+            opened._exporter.close()
+            with pytest.raises(RetryableError, match="is gone"):
+                list(opened.read(part))
 
     def test_tables_without_a_key_or_with_one_that_cannot_be_compared_are_copied_under_one_snapshot(
         self, database, tmp_path
@@ -336,17 +332,14 @@ class TestMirror:
 @pytest.mark.parametrize("version", [16, 15])
 def test_an_older_server_is_mirrored_as_well(need, tmp_path, version):
     need(binaries(version), f"PostgreSQL {version} is not installed")
-    with PostgresServer(version) as server, closing(Database(server, "postgres").connection) as connection:
-        database = Database(server, "postgres")
-        connection.execute(ORDERS)
-        connection.execute("INSERT INTO orders SELECT i FROM generate_series(1, 50) i")
-        mirror = Mirror(tmp_path, database.source(slot="mirror", seed_chunk_rows=20))
+    with PostgresServer(version) as server, database_on(server, "mirror", Shop) as database:
+        database.run(ORDERS, "INSERT INTO orders SELECT i FROM generate_series(1, 50) i")
+        mirror = Mirror(tmp_path, database.source(seed_chunk_rows=20))
         mirror.run()
-        connection.execute("UPDATE orders SET version = 1, note = repeat('x', 5000) WHERE id < 5")
-        connection.execute("UPDATE orders SET version = 2 WHERE id < 5")
+        database.run("UPDATE orders SET version = 1, note = repeat('x', 5000) WHERE id < 5")
+        database.run("UPDATE orders SET version = 2 WHERE id < 5")
         mirror.run()
         assert replayed(mirror.log("public.orders"), ["id"]) == database.table("orders", ["id"])
-        database.connection.close()
 
 
 class TestSlot:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psycopg
 import psycopg.rows
 import pytest
 
+from mirrored import Database, database_on
 from penstock import commands, supervisor
 from penstock.cli import main
 from penstock.connectors.delta import Delta, DeltaConfig
-from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, seed, source, wal
+from penstock.connectors.postgres_cdc import seed, source, wal
 from penstock.epochs import EpochLoop, State
 from penstock.errors import SchemaError
 from penstock.pipeline import Pipeline
@@ -41,51 +42,23 @@ def _look_at_once(monkeypatch):
     monkeypatch.setattr(source, "LOOKED_SECS", 0.0)
 
 
-class Database:
-    """A database of its own with the tables `orders` and `items`, ten rows each."""
+class Shop(Database):
+    """With the tables `orders` and `items`, ten rows each."""
 
     def __init__(self, server, name):
-        self.name = name
-        self.dsn = server.dsn.rpartition("/")[0] + f"/{name}"
-        self.connection = psycopg.connect(self.dsn, autocommit=True)
+        super().__init__(server, name)
         for table in ("orders", "items"):
             self.run(f"CREATE TABLE {table} (id int8 PRIMARY KEY, note text)")
             self.run(f"INSERT INTO {table} SELECT i, 'n' || i FROM generate_series(1, 10) i")
 
-    def run(self, *statements):
-        for statement in statements:
-            self.connection.execute(statement)
-
-    def rows(self, query):
-        return self.connection.execute(query).fetchall()
-
     def table(self, name):
-        with closing(self.connection.cursor(row_factory=psycopg.rows.dict_row)) as cursor:
-            rows = cursor.execute(f"SELECT * FROM {name}").fetchall()
-        return sorted(rows, key=lambda row: repr(row["id"]))
-
-    def source(self, **options):
-        options = {"dsn": self.dsn, "slot": self.name, "tables": ["public.*"], **options}
-        return PostgresCdc(PostgresCdcConfig.model_validate(options))
+        return sorted(super().table(name), key=lambda row: repr(row["id"]))
 
 
 @pytest.fixture
 def database(server):
-    name = f"tables_{next(_NUMBERS)}"
-    with psycopg.connect(server.dsn, autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {name}")
-        found = Database(server, name)
-        yield found
-        found.connection.close()
-        connection.execute(
-            "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE active AND database = %s", [name]
-        )
-        active = "SELECT FROM pg_replication_slots WHERE database = %s AND active"
-        wait_until(lambda: not connection.execute(active, [name]).fetchall(), "the slot to be free")
-        connection.execute(
-            "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database = %s", [name]
-        )
-        connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+    with database_on(server, f"tables_{next(_NUMBERS)}", Shop) as made:
+        yield made
 
 
 class PickySink(MemorySink):
@@ -397,9 +370,10 @@ class TestBadTables:
         with opened(database.source(dsn=_as_reader(database))) as reader:
             start = reader.initial()
             end = reader.latest(start, ReadLimit(rows=100, parallelism=2))
-            splits = reader.split(start, end)
+            parts = reader.split(start, end)
             database.run("REVOKE SELECT ON orders FROM reader")
-            for parts in (splits, reader.split(start, end)):  # planned before, or planned again after a crash
+            for planned in ("before", "again after a crash"):
+                parts = parts if planned == "before" else reader.split(start, end)
                 notes = [item.value for part in parts for item in reader.read(part) if isinstance(item, Note)]
                 tables = reader.advance(end, notes).tables
                 assert (tables["public.orders"].state, tables["public.items"].state) == ("failed", "seeded")

@@ -12,8 +12,11 @@ import pyarrow as pa
 
 from penstock.change import CHANGE_FIELDS
 from penstock.config import Config
-from penstock.errors import DataError, SchemaError
+from penstock.connectors.files_sink import FilesSink
+from penstock.durable import Json
+from penstock.errors import ConnectorError, DataError, SchemaError
 from penstock.schema import with_key
+from penstock.sink import Topic, WriteResult
 from penstock.source import Note, Position, RangeSource, ReadLimit, Schemas, SourceBatch
 
 
@@ -69,6 +72,50 @@ class Keyed(RangeSource[KeyedConfig, Next]):
                 if not once.exists():
                     once.touch()
                     os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Told(Position):
+    epoch: int = 0
+    aside: tuple[str, ...] = ()
+
+
+class Apart(RangeSource[KeyedConfig, Told]):
+    """Two streams of ten rows an epoch; one that a sink or a query cannot take is left out from then on."""
+
+    name = "apart"
+
+    def schema(self) -> Schemas:
+        plain = with_key(pa.schema([("key", pa.string()), ("row", pa.int64())]), ["key"])
+        return {"good": plain, "bad": plain}
+
+    def latest(self, start: Told, limit: ReadLimit) -> Told:
+        return start.model_copy(update={"epoch": min(start.epoch + 1, 2)})
+
+    def split(self, start: Told, end: Told) -> Sequence[tuple[int, tuple[str, ...]]]:
+        return [(start.epoch, start.aside)]
+
+    def read(self, split: tuple[int, tuple[str, ...]]) -> Iterator[SourceBatch | Note]:
+        epoch, aside = split
+        for stream in ("bad", "good"):
+            if stream not in aside:
+                rows = {"key": [f"{stream}-{n}" for n in range(10)], "row": [10 * epoch + n for n in range(10)]}
+                yield SourceBatch(pa.RecordBatch.from_pydict(rows, schema=self.schema()[stream]), stream=stream)
+        yield Note({"read": epoch})
+
+    def set_aside(self, stream: str, error: ConnectorError) -> Json | None:
+        return {"aside": stream, "code": error.code}
+
+    def advance(self, end: Told, notes: Sequence[Json]) -> Told:
+        return end.model_copy(update={"aside": tuple(sorted({note["aside"] for note in notes if "aside" in note}))})
+
+
+class Picky(FilesSink):
+    """Refuses every row of a key that begins with `bad`."""
+
+    def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
+        if "key" in batch.schema.names and any(key.startswith("bad") for key in batch["key"].to_pylist()):
+            raise SchemaError(f"{topic} has bad keys")
+        return super().write_batch(topic, batch)
 
 
 class Wide(Keyed):

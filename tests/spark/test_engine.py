@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import penstock
-from connectors import Keyed, KeyedConfig, Wide
+from connectors import Apart, Keyed, KeyedConfig, Picky, Wide
 from penstock.connectors.files_sink import FilesSink, FilesSinkConfig, read_published
 from penstock.connectors.generator import Generator, GeneratorConfig
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError, SchemaError
@@ -102,6 +102,39 @@ def test_sql_and_passthrough_share_an_epoch_and_count_its_rows_once(drained: Any
     )
     assert (summary.rows_in, summary.rows_out) == (100, 110)
     assert sorted(rows(tmp_path, "few")["row"].to_pylist()) == list(range(10))
+
+
+@pytest.mark.parametrize(
+    "routes",
+    [
+        [Route()],
+        [Route(partitions=2)],
+        [Route(stream="good", partitions=2, to="/good"), Route(stream="bad")],
+        [Route(sql="SELECT * FROM input")],
+        [Route(sql="SELECT * FROM input"), Route(to="/copy/{stream}")],
+        [Route(to="/copy/{stream}"), Route(sql="SELECT * FROM input")],
+    ],
+    ids=["plain", "lanes", "plain beside lanes", "SQL", "SQL before plain", "plain before SQL"],
+)
+def test_a_stream_that_a_sink_refuses_is_left_out_and_the_others_go_on(
+    build: Any, spark: Any, tmp_path: Path, routes: list[Route]
+) -> None:
+    pipeline = build(Apart(KeyedConfig()), *routes)
+    pipeline.sinks["lake"] = Picky(pipeline.sinks["lake"].config)
+    pipeline.run(spark=spark, drain=True)
+    for topic in {"good", *("copy/good" for route in routes if "copy" in route.to)}:
+        assert sorted(rows(tmp_path, topic)["row"].to_pylist()) == list(range(20))
+    assert not (tmp_path / "lake" / "bad").exists()
+
+
+def test_a_stream_whose_rows_make_its_query_fail_is_left_out_and_the_others_go_on(drained: Any, tmp_path: Path) -> None:
+    drained(
+        Apart(KeyedConfig()),
+        Route(stream="bad", to="/cast", sql="SELECT key, CAST(key AS INT) AS number, row FROM input"),
+        Route(stream="good", to="/good", sql="SELECT * FROM input"),
+    )
+    assert sorted(rows(tmp_path, "good")["row"].to_pylist()) == list(range(20))
+    assert not (tmp_path / "lake" / "cast").exists()
 
 
 def double(frame: Any) -> Any:

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from penstock import failpoints
 from penstock.errors import ConfigError, FatalError, RetryableError
-from penstock.job import Job, Tally, TaskResult, Writer, is_plain, read_parts, run_task
+from penstock.job import Job, Tally, TaskResult, Writer, is_plain, read_parts, run_task, write
 from penstock.routing import Route, Target, partition_of
 from penstock.sink import Task, Topic
 
@@ -162,7 +162,7 @@ def _run_lane(job: Job, lane: int, lanes: int, task: Task) -> TaskResult:
     try:
         for target, rows in read_parts(job, job.parts, tallies, lambda target: target.route.partitions == lanes):
             mine = partition_of(rows, target.route.key_columns(rows.schema), lanes) == lane
-            writer.write(target, rows.filter(pa.array(mine)))
+            write(writer, target, rows.filter(pa.array(mine)), next(reversed(tallies.values())), job)
         result = writer.finish()
     finally:
         writer.close()

@@ -130,20 +130,13 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
         with self._connected() as exporter, wal.errors("cannot copy the tables"):
             self._look(exporter)
             self._wait_for_writers(exporter)
-            exporter.execute("SET idle_in_transaction_session_timeout = 0")
-            exporter.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-            # The log's end is asked under the snapshot: it is behind every commit that the snapshot shows.
-            row = exporter.execute(
-                "SELECT pg_export_snapshot(), pg_current_snapshot()::text, (pg_current_wal_insert_lsn() - '0/0')::int8"
-            ).fetchone()
-            assert row is not None
-            exported, snapshot, lsn = row
+            held = wal.hold(exporter)
             for table in tables:
                 known = self._tables.get(table.stream)
-                part = Pages(table.stream, 0, None, exported, lsn)
+                part = Pages(table.stream, 0, None, held, held.lsn)
                 for item in seed.read_part(self._log.config, known, self._catalog, part) if known else ():
                     if isinstance(item, SourceBatch):
-                        copied[table.stream] = {"snapshot": snapshot, "lsn": lsn}
+                        copied[table.stream] = {"snapshot": held.snapshot, "lsn": held.lsn}
                         for values in _rows(item.records):
                             yield Change(Upsert(table, _own(values)), position=copied[table.stream])
         self._copies.update(copied)

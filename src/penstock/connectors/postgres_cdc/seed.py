@@ -144,6 +144,8 @@ class Chunk:
     stream: str
     after: Key | None
     upto: Key | None
+    held: wal.Held
+    """All parts of an epoch are read under it, however often: every sink gets the same rows."""
     lsn: int
     copy: int = 1
     clears: bool = False
@@ -152,12 +154,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Pages:
-    """A run of a table's pages, read under a snapshot that the driver holds."""
+    """A run of a table's pages, for want of a key."""
 
     stream: str
     first: int
     last: int | None
-    snapshot: str
+    held: wal.Held
     lsn: int
     copy: int = 1
     clears: bool = False
@@ -277,26 +279,21 @@ def _from(table: Table) -> str:
 def read_part(
     config: PostgresCdcConfig, table: Table, catalog: TypeCatalog, part: Chunk | Pages, apart: bool = False
 ) -> Iterator[SourceBatch | Note]:
-    """The rows of a part in one snapshot, and then which snapshot that was; `apart`: its table can be set aside."""
+    """The rows of a part, and then under which snapshot they were read; `apart`: its table can be set aside."""
     count = 0
+    if isinstance(part, Pages):
+        where = f" WHERE ctid >= '({part.first},0)'" + (f" AND ctid < '({part.last},0)'" if part.last else "")
+        where = "" if table.partitioned else where
+        edges: dict[str, Key | None] = {}
+    else:
+        where = _where(table, part.after, part.upto)
+        edges = {"after": part.after, "upto": part.upto}
     with (
         wal.errors(f"cannot copy {part.stream}"),
         contextlib.closing(wal.connect_arrow(config, lock_timeout=f"{LOCK_SECS if apart else 0}s")) as connection,
         table_errors(table) if apart else contextlib.nullcontext(),
     ):
-        wal.run(connection, "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-        if isinstance(part, Pages):
-            wal.run(connection, f"SET TRANSACTION SNAPSHOT {wal.literal(part.snapshot)}")
-            where = f" WHERE ctid >= '({part.first},0)'" + (f" AND ctid < '({part.last},0)'" if part.last else "")
-            where = "" if table.partitioned else where
-            edges: dict[str, Key | None] = {}
-        else:
-            where = _where(table, part.after, part.upto)
-            edges = {"after": part.after, "upto": part.upto}
-        # The log's end is asked after the snapshot is taken: it is behind every commit that the snapshot shows.
-        seen = wal.run(
-            connection, "SELECT pg_current_snapshot()::text AS s, (pg_current_wal_insert_lsn() - '0/0')::int8 AS l"
-        ).to_pylist()[0]
+        part.held.take(connection)
         columns = ", ".join(select_native(column, catalog) for column in table.columns) or "1"
         with connection.cursor() as cursor:
             cursor.execute(f"SELECT {columns} FROM {_from(table)}{where}")
@@ -307,7 +304,7 @@ def read_part(
         wal.run(connection, "COMMIT")
     if part.clears:  # behind the rows: if they fail, the target keeps what it has. `_position` puts it before them
         yield _clear(table, catalog, part)
-    copied = Copied(stream=part.stream, snapshot=seen["s"], lsn=seen["l"], **edges)
+    copied = Copied(stream=part.stream, snapshot=part.held.snapshot, lsn=part.held.lsn, **edges)
     yield Note({"copied": copied.model_dump(mode="json"), "rows": count})
 
 
@@ -341,12 +338,14 @@ class Rule:
     copied: Sequence[Copied]
     reset: bool = False
     """Its copy begins anew behind this range."""
+    again: bool = False
+    """It is copied once more behind this range, from a clear on."""
 
     def rows(self, item: Rows) -> Iterator[pa.RecordBatch]:
         """The rows that count, in order."""
         batch = item.batch
         if self.progress.refresh:
-            yield batch
+            yield from self._over(batch)
             return
         if self.reset or (self.progress.state != "seeded" and self.progress.frontier is None and not self.copied):
             return
@@ -360,6 +359,24 @@ class Rule:
             yield _only(batch, ~self._contained(self.copied, _txids(batch)))
         else:
             yield from self._by_key(batch)
+
+    def _over(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+        """
+        All of them: the target still holds the rows from before the copy, and the log leads from those to the end.
+
+        Only a row that moved without all of its values cannot follow a copy that contains the move: where the values
+        should be taken from, another row may stand by now.
+        """
+        if self.again:
+            return
+        moved = pc.and_(batch["_old_key"].is_valid(), batch["_unchanged"].is_valid())
+        for index in map(int, np.flatnonzero(_numpy(moved)) if self.copied else ()):
+            row = batch.slice(index, 1)
+            if self._copied(self._old_keys(row), _txids(row))[0]:
+                self.again = True
+                yield batch.slice(0, index)
+                return
+        yield batch
 
     def _by_key(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         truncated = np.flatnonzero(_numpy(pc.equal(batch["_op"], str(Op.TRUNCATE))))
@@ -389,14 +406,12 @@ class Rule:
 
     def _moved(self, row: pa.RecordBatch, new_lives: bool) -> Iterator[pa.RecordBatch]:
         """A row whose key changed: it may leave the part that is copied, or enter it."""
-        old = json.loads(row["_old_key"][0].as_py())
-        columns = self.table.key_columns
-        keys = [_from_json(old[c.name], arrow_type(c.type_oid, c.typmod, self.catalog)) for c in columns]
+        keys = self._old_keys(row)
         old_lives = bool(self._live(keys, _txids(row))[0])
         if old_lives and new_lives:
             yield row
         elif old_lives:
-            values = {column.name: key for column, key in zip(columns, keys, strict=True)}
+            values = {column.name: key for column, key in zip(self.table.key_columns, keys, strict=True)}
             yield _changed(row, {"_op": Op.DELETE}, keep=("_position", "_txid", "_committed_at"), values=values)
         elif new_lives and row["_unchanged"][0].as_py():
             # It enters without all of its values, and the target has never had them: copy the table again.
@@ -406,18 +421,30 @@ class Rule:
             names = tuple(name for name in row.schema.names if name not in ("_op", "_old_key"))
             yield _changed(row, {"_op": Op.INSERT}, keep=names)
 
+    def _old_keys(self, row: pa.RecordBatch) -> list[pa.Array]:
+        old = json.loads(row["_old_key"][0].as_py())
+        return [
+            _from_json(old[column.name], arrow_type(column.type_oid, column.typmod, self.catalog))
+            for column in self.table.key_columns
+        ]
+
     def _live(self, keys: Sequence[pa.Array], txids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        live = np.ones(len(txids), dtype=bool)
+        live = ~self._copied(keys, txids)
         if self.progress.state != "seeded":
             live &= self._at_most(keys, self.progress.frontier) if self.progress.frontier else False
+        return live
+
+    def _copied(self, keys: Sequence[pa.Array], txids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which changes the chunks of their keys contain."""
+        copied = np.zeros(len(txids), dtype=bool)
         for chunk in self.copied:
             inside = wal.Snapshot.parse(chunk.snapshot).sees(txids)
             if chunk.upto is not None:
                 inside &= self._at_most(keys, chunk.upto)
             if chunk.after is not None:
                 inside &= ~self._at_most(keys, chunk.after)
-            live &= ~inside
-        return live
+            copied |= inside
+        return copied
 
     def _contained(self, copied: Sequence[Copied], txids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         contained = np.zeros(len(txids), dtype=bool)
@@ -464,9 +491,11 @@ class Rules:
         except (DataError, SchemaError) as error:
             self.set_aside(stream, error)
 
-    @property
-    def reset(self) -> list[str]:
-        return sorted(stream for stream, rule in self.by_stream.items() if rule.reset and stream not in self.bad)
+    def told(self) -> Json:
+        """Which copies begin anew, and which are made once more, for the note of the range."""
+        good = [(stream, rule) for stream, rule in sorted(self.by_stream.items()) if stream not in self.bad]
+        told = {"reset": [s for s, rule in good if rule.reset], "again": [s for s, rule in good if rule.again]}
+        return {what: streams for what, streams in told.items() if streams}
 
 
 def _txids(batch: pa.RecordBatch) -> npt.NDArray[np.int64]:

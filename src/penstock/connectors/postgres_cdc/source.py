@@ -434,9 +434,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         return start.model_copy(update={"tables": {**start.tables, **new}, "copied": copied})
 
     def latest(self, start: LogPosition, limit: ReadLimit) -> LogPosition:
-        if self._exporter is not None:  # the epoch that read under its snapshot is over
-            self._exporter.close()
-            self._exporter = None
+        self._let_go()  # the epoch that read under its snapshot is over
         self._at = start
         asked = (start, limit)
         if self._planned is None or self._planned[0] != asked:
@@ -682,47 +680,51 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         if end.lsn > start.lsn:
             return [LogRange(start, end.lsn)]
         parts: list[Split] = []
+        held: wal.Held | None = None
         for stream, progress in end.tables.items():
             before = start.tables.get(stream) or Progress(oid=progress.oid, state="gone", copies=0)
             if before.copies != progress.copies:
                 before = progress.model_copy(update={"state": "waiting", "frontier": None})
             moved = (before.state, before.frontier) != (progress.state, progress.frontier)
             if moved and before.state in ("waiting", "seeding") and progress.state in ("seeding", "seeded"):
-                parts += self._parts(stream, before, progress, start.lsn)
+                held = held or self._hold()
+                parts += self._parts(stream, before, progress, held, start.lsn)
         return parts
 
-    def _parts(self, stream: str, before: Progress, after: Progress, lsn: int) -> Sequence[Split]:
+    def _parts(self, stream: str, before: Progress, after: Progress, held: wal.Held, lsn: int) -> Sequence[Split]:
         known, catalog = self._known()
         table = known.get(stream)
         if table is None:  # it was dropped; the next range says so
             return []
         rows = self.config.seed_chunk_rows
 
-        def plan(connection: psycopg.Connection[Any]) -> list[Chunk | Pages]:
+        def plan(connection: psycopg.Connection[Any]) -> Sequence[Chunk | Pages]:
             with seed.table_errors(table):
                 if not table.chunked:
-                    return [*self._pages(connection, table, lsn, after.copies)]
+                    return seed.page_runs(connection, table, Pages(stream, 0, None, held, lsn, after.copies), 8)
                 found = seed.edges(connection, table, catalog, before.frontier, after.frontier, rows, _ENDLESS)
                 edges = [before.frontier, *(edge.upto for edge in found)]
-                return [Chunk(stream, a, b, lsn, after.copies) for a, b in pairwise(edges)]
+                return [Chunk(stream, a, b, held, lsn, after.copies) for a, b in pairwise(edges)]
 
         try:
-            parts = self._ask(plan)
+            parts = list(self._ask(plan))
         except TableError as error:
             return [Unreadable(seed.failed(stream, error))]
         if before.clears:
             parts[0] = replace(parts[0], clears=True)
         return parts
 
-    def _pages(self, connection: psycopg.Connection[Any], table: Table, lsn: int, copy: int) -> Sequence[Pages]:
+    def _hold(self) -> wal.Held:
+        """The snapshot that an epoch copies under, held until the next one is planned."""
+        self._let_go()
+        with wal.errors("PostgreSQL does not answer"):
+            self._exporter = wal.connect(self.config)
+            return wal.hold(self._exporter)
+
+    def _let_go(self) -> None:
         if self._exporter is not None:
             self._exporter.close()
-        self._exporter = wal.connect(self.config)
-        self._exporter.execute("SET idle_in_transaction_session_timeout = 0")
-        self._exporter.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-        row = self._exporter.execute("SELECT pg_export_snapshot()").fetchone()
-        assert row is not None
-        return seed.page_runs(connection, table, Pages(table.stream, 0, None, row[0], lsn, copy), 8)
+            self._exporter = None
 
     def read(self, split: Split) -> Iterator[SourceBatch | Note]:
         if isinstance(split, LogRange):
@@ -781,7 +783,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         self._ask(lambda connection: self._verify(connection, wal.server(connection), start))
         if start.copying:
             self._ask(lambda c: wal.wait_visible(c, decoder.xids, self.config.visible_timeout_secs))
-        yield Note({"quiet": not rows, **({"reset": rules.reset} if rules.reset else {})})
+        yield Note({"quiet": not rows, **rules.told()})
         for note in rules.bad.values():
             yield Note(note)
 

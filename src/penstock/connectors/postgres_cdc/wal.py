@@ -417,6 +417,40 @@ def snapshot(connection: psycopg.Connection[Any]) -> Snapshot:
     return Snapshot.parse(row[0])
 
 
+@dataclass(frozen=True)
+class Held:
+    """A snapshot that one connection holds, so that others can read under it."""
+
+    name: str
+    snapshot: str
+    lsn: int
+    """Every transaction that the snapshot shows committed before it."""
+
+    def take(self, connection: Any) -> None:
+        """Begin a transaction that reads under it."""
+        run(connection, "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        try:
+            run(connection, f"SET TRANSACTION SNAPSHOT {literal(self.name)}")
+        except adbc_dbapi.Error as error:
+            raise RetryableError(
+                f"the snapshot {self.name} is gone: {str(error).strip().partition(chr(10))[0]}",
+                code="PEN-2001",
+                hint="the connection that held it was lost; the copy is tried again under a new one",
+            ) from error
+
+
+def hold(connection: psycopg.Connection[Any]) -> Held:
+    """A snapshot of now, held until the connection is closed."""
+    connection.execute("SET idle_in_transaction_session_timeout = 0")
+    connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+    # The log's end is asked under the snapshot: it is behind every commit that the snapshot shows.
+    row = connection.execute(
+        "SELECT pg_export_snapshot(), pg_current_snapshot()::text, (pg_current_wal_insert_lsn() - '0/0')::int8"
+    ).fetchone()
+    assert row is not None
+    return Held(*row)
+
+
 def current_xid(connection: psycopg.Connection[Any]) -> int:
     """A 64-bit transaction number of now; none is used up."""
     return snapshot(connection).xmax

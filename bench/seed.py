@@ -22,6 +22,7 @@ from penstock.spark import SparkEngine
 from penstock.testing.postgres import PostgresServer
 
 ROWS = int(os.environ.get("BENCH_ROWS", 5_000_000))
+WARM_ROWS = 1000
 TABLE = "orders"
 
 DLT = """
@@ -90,7 +91,7 @@ def ours_run(dsn: str, target: Path) -> None:
     """Copy a small table, wait for the word, and copy the large one."""
     engine = SparkEngine(master="local[2]", log=target / "spark.log")
     engine.start()
-    with postgres.epochs(dsn, "warm", target, engine) as loop:
+    with postgres.epochs(dsn, "warm", target, engine, seed_chunk_rows=WARM_ROWS // 2) as loop:  # in both workers
         while loop.step() is None or not postgres.is_seeded(loop):
             pass
     with postgres.epochs(dsn, TABLE, target, engine) as loop:
@@ -159,7 +160,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name, postgres.server() as server:
         scratch = Path(name)
         with postgres.connect(server.dsn) as connection:
-            for table, rows in ((TABLE, ROWS), ("warm", 1000)):
+            for table, rows in ((TABLE, ROWS), ("warm", WARM_ROWS)):
                 connection.execute(f"CREATE TABLE {table} ({COLUMNS})")
                 connection.execute(f"INSERT INTO {table} SELECT {ROW} FROM generate_series(0, {rows - 1}::bigint) AS i")
             connection.execute("VACUUM ANALYZE")

@@ -15,6 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from pydantic import ConfigDict, Field
 
@@ -23,6 +24,7 @@ from penstock.config import Config
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError
 from penstock.job import Job, Part, TaskResult
 from penstock.routing import Route, Router, Target
+from penstock.schema.evolution import Policy
 from penstock.sink import CommittedEpoch, Epoch, Receipt, SinkConnectorCapabilities, WriteResult
 from penstock.source import (
     PollingSource,
@@ -445,6 +447,20 @@ class TakesAnyType(MemorySink):
         return super().write_batch(topic, batch.set_column(1, "name", names))
 
 
+class NeverWidens(MemorySink):
+    def write_batch(self, topic, batch):
+        if "count" in batch.schema.names:
+            batch = batch.set_column(3, "count", pc.cast(batch["count"], pa.int32(), safe=False))
+        return super().write_batch(topic, batch)
+
+
+class HasNoPolicy(MemorySink):
+    """Parses the option, and ignores it."""
+
+    def policy(self, topic):
+        return Policy.EVOLVE
+
+
 class LosesNullPartitions(MemorySink):
     def write_batch(self, topic, batch):
         if self.config.partition_by:
@@ -489,6 +505,10 @@ BROKEN_SINKS = {
     "test_a_column_that_a_change_does_not_know_keeps_its_value": (NullsUnknown, "1: None"),
     "test_a_column_that_is_added_is_null_in_older_rows": (IgnoresNewColumns, "note"),
     "test_a_column_of_another_type_is_refused_by_its_name": (TakesAnyType, "DID NOT RAISE"),
+    "test_a_type_that_becomes_wider_is_followed_or_refused_by_its_name": (NeverWidens, "assert"),
+    "test_freeze_refuses_a_new_column_and_names_itself": (HasNoPolicy, "DID NOT RAISE"),
+    "test_discard_row_leaves_out_what_has_no_place_and_counts_it": (HasNoPolicy, r"\(10, 0\) == \(5, 5\)"),
+    "test_discard_value_keeps_the_row_without_it_and_counts_it": (HasNoPolicy, r"\(10, 0\) == \(10, 5\)"),
     "test_rows_laid_out_by_a_column_come_back_whole": (LosesNullPartitions, "Right contains 4 more items"),
 }
 

@@ -21,7 +21,8 @@ from penstock import failpoints
 from penstock.change import Op
 from penstock.config import Config
 from penstock.durable import canonical, disk_errors, fsync, make_directory, publish_once, write_atomic
-from penstock.errors import ConfigError, FatalError, SchemaError, StagingLost
+from penstock.errors import ConfigError, FatalError, StagingLost
+from penstock.schema.evolution import EvolutionConfig, fit, follow
 from penstock.sink import (
     CommittedEpoch,
     Epoch,
@@ -135,7 +136,7 @@ class MemorySource(RangeSource[MemorySourceConfig, NextItem]):
         (self.config.path / f"{what}-{index}").touch()
 
 
-class MemorySinkConfig(Config):
+class MemorySinkConfig(EvolutionConfig):
     path: Path
     """Directory that holds the target: for each topic its rows and a log of what was committed."""
 
@@ -182,17 +183,20 @@ class MemorySink(TopicSink[MemorySinkConfig, MemoryReceipt]):
         self._rows = {}
 
     def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
+        policy, stored, discarded = self.policy(topic), self._stored(topic), 0
+        if stored is not None:
+            batch, discarded = fit(topic, batch, follow(topic, stored, batch.schema, policy), policy)
         self._rows.setdefault(topic, []).append(batch)
-        return WriteResult(batch.num_rows, batch.nbytes)
+        return WriteResult(batch.num_rows, batch.nbytes, discarded)
 
     def pre_commit(self, epoch: Epoch) -> MemoryReceipt:
         files: dict[Topic, list[str]] = {}
         for topic, batches in self._rows.items():
             directory = self._topic(topic) / "rows"
             make_directory(directory)
-            schema = None
+            schema = batches[0].schema
             for batch in batches:
-                schema = _follow(schema, batch.schema, topic)
+                schema = follow(topic, schema, batch.schema)
             names: list[str] = []
             tables = [
                 pa.Table.from_batches(list(alike)) for _, alike in groupby(batches, key=lambda batch: batch.schema)
@@ -210,12 +214,13 @@ class MemorySink(TopicSink[MemorySinkConfig, MemoryReceipt]):
         if is_committed(_marker(log, epoch.pipeline), epoch):
             return
         files = [name for receipt in receipts for name in receipt.files[topic]]
-        schema = pa.ipc.read_schema(pa.BufferReader(bytes.fromhex(log[-1]["schema"]))) if log else None
+        schema = self._stored(topic)
         for name in files:
             path = self._topic(topic) / "rows" / name
             if not path.exists():
                 raise StagingLost(f"{path} is gone")
-            schema = _follow(schema, _open_rows(path).schema, topic)
+            rows = _open_rows(path).schema
+            schema = follow(topic, rows if schema is None else schema, rows)
         marker = CommittedEpoch(incarnation=epoch.incarnation, number=epoch.number, end=dict(end))
         entry = {
             "pipeline": epoch.pipeline,
@@ -253,13 +258,18 @@ class MemorySink(TopicSink[MemorySinkConfig, MemoryReceipt]):
                 [[row for table in tables for row in table.to_pylist()] for tables in epochs], self.config.key
             )
         tables = [table for each in epochs for table in each]
-        return pa.concat_tables(tables, promote_options="default").to_pylist() if tables else []
+        return pa.concat_tables(tables, promote_options="permissive").to_pylist() if tables else []
 
     def _read(self, topic: Topic, name: str) -> pa.Table:
         return _open_rows(self._topic(topic) / "rows" / name).read_all()
 
     def _topic(self, topic: Topic) -> Path:
         return self.config.path / quote(topic.removeprefix("/"), safe="")
+
+    def _stored(self, topic: Topic) -> pa.Schema | None:
+        """The columns of the target; None: it is not there."""
+        log = self._log(topic)
+        return pa.ipc.read_schema(pa.BufferReader(bytes.fromhex(log[-1]["schema"]))) if log else None
 
     def _log(self, topic: Topic) -> list[dict[str, Any]]:
         return [json.loads(file.read_bytes()) for file in sorted((self._topic(topic) / "log").glob("*.json"))]
@@ -280,19 +290,6 @@ def _marker(log: list[dict[str, Any]], pipeline: str) -> CommittedEpoch | None:
 
 def _open_rows(path: Path) -> Any:
     return pa.ipc.open_file(pa.memory_map(str(path)))
-
-
-def _follow(old: pa.Schema | None, new: pa.Schema, topic: Topic) -> pa.Schema:
-    """`old` with the columns that `new` adds."""
-    if old is None:
-        return new
-    for field in new:
-        if field.name in old.names and old.field(field.name).type != field.type:
-            raise SchemaError(
-                f"column {field.name!r} of {topic} is {old.field(field.name).type} in the target and {field.type} in the rows",
-                code="PEN-4001",
-            )
-    return pa.schema([*old, *(field for field in new if field.name not in old.names)])
 
 
 def _partitions(table: pa.Table, columns: Sequence[str]) -> Iterator[pa.Table]:

@@ -21,6 +21,7 @@ from penstock.change import CHANGE_FIELDS
 from penstock.durable import canonical
 from penstock.errors import Fenced, RetryableError, SchemaError, StagingLost
 from penstock.schema import with_key
+from penstock.schema.evolution import EvolutionConfig, Policy
 from penstock.sink import CommittedEpoch, Epoch, Receipt, SinkConnector, Task, Topic, WriteResult
 from penstock.source import ConnectorMetrics, HealthStatus
 from penstock.testing.crash import PATIENCE_SECS, as_rows, elsewhere, is_hidden
@@ -462,6 +463,44 @@ class SinkContract:
             _commit(sink, _epoch(2), [_stage(sink, _epoch(2), other)])
         assert _ids(visible) == list(range(10))
 
+    @needs("schema_evolution")
+    def test_a_type_that_becomes_wider_is_followed_or_refused_by_its_name(self, sink: Sink, visible: Visible) -> None:
+        refused: SchemaError | None = None
+        for number, (kind, value) in enumerate(((pa.int32(), 7), (pa.int64(), 1 << 40), (pa.int32(), 8)), 1):
+            batch = rows(10 * number).append_column("count", pa.array([value] * 10, kind))
+            try:
+                _commit(sink, _epoch(number), [_stage(sink, _epoch(number), batch)])
+            except SchemaError as error:
+                refused = error
+        wider = [] if refused else [1 << 40] * 10
+        assert [row["count"] for row in _shown(visible, columns=("id", "count"))] == [7] * 10 + wider + [8] * 10
+        assert refused is None or "count" in str(refused)
+
+    @needs("schema_evolution")
+    def test_freeze_refuses_a_new_column_and_names_itself(self, sink: Sink, visible: Visible) -> None:
+        sink = _with_policy(sink, Policy.FREEZE)
+        _commit(sink, _epoch(1), [_stage(sink, _epoch(1), rows(0))])
+        with pytest.raises(SchemaError, match=r"(?s)note.*freeze"):
+            _commit(sink, _epoch(2), [_stage(sink, _epoch(2), _noted(10))])
+        assert _ids(visible) == list(range(10))
+
+    @needs("schema_evolution")
+    def test_discard_row_leaves_out_what_has_no_place_and_counts_it(self, sink: Sink, visible: Visible) -> None:
+        sink = _with_policy(sink, Policy.DISCARD_ROW)
+        _commit(sink, _epoch(1), [_stage(sink, _epoch(1), rows(0))])
+        assert _discarded(sink, _epoch(2), _noted(10)) == (5, 5)
+        _commit(sink, _epoch(2), [_stage(sink, _epoch(2), _noted(10))])
+        assert _ids(visible) == [*range(10), *range(11, 20, 2)]
+
+    @needs("schema_evolution")
+    def test_discard_value_keeps_the_row_without_it_and_counts_it(self, sink: Sink, visible: Visible) -> None:
+        sink = _with_policy(sink, Policy.DISCARD_VALUE)
+        _commit(sink, _epoch(1), [_stage(sink, _epoch(1), rows(0))])
+        assert _discarded(sink, _epoch(2), _noted(10)) == (10, 5)
+        _commit(sink, _epoch(2), [_stage(sink, _epoch(2), _noted(10))])
+        assert _ids(visible) == list(range(20))
+        assert all("note" not in row for row in as_rows(_call(visible, TOPIC)))
+
     @needs("partitioned")
     def test_rows_laid_out_by_a_column_come_back_whole(self, partitioned_sink: Sink, visible: Visible) -> None:
         parts = ["plain", "a b/c=d%é", None, "..", "plain"] * 4
@@ -614,6 +653,25 @@ def _stage(
 def _commit(sink: Sink, epoch: Epoch, receipts: Sequence[Receipt], end: Any = None) -> None:
     with _open(sink) as opened:
         opened.commit_epoch(epoch, receipts, END if end is None else end)
+
+
+def _with_policy(sink: Sink, policy: Policy) -> Sink:
+    if not isinstance(sink.config, EvolutionConfig):
+        pytest.skip("the sink has no option `schema_evolution`")
+    return type(sink)(sink.config.model_copy(update={"schema_evolution": policy}))
+
+
+def _noted(first: int) -> pa.RecordBatch:
+    """Ten rows with a column more, and a value in it for every other row, the first among them."""
+    return rows(first).append_column("note", pa.array(["x", None] * 5))
+
+
+def _discarded(sink: Sink, epoch: Epoch, batch: pa.RecordBatch) -> tuple[int, int]:
+    """How many rows a sink says it has taken, and how many lost something; in a try that goes no further."""
+    with _open(sink) as opened:
+        opened.begin_epoch(epoch, Task(5))
+        written = opened.write_batch(TOPIC, batch)
+        return written.records_written, written.records_discarded
 
 
 def _marker(sink: Sink) -> CommittedEpoch | None:

@@ -226,7 +226,7 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
             check_changes(pa.Table.from_batches([rows]), key)
         if rows.num_rows:
             stage.write(topic, rows, key)
-        return WriteResult(batch.num_rows, batch.nbytes, discarded)
+        return WriteResult(rows.num_rows, batch.nbytes, discarded)
 
     def _key(self, topic: Topic, schema: pa.Schema) -> list[str]:
         if not self._upserts:

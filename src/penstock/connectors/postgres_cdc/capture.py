@@ -127,18 +127,24 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
         """All tables as of one moment; what the log holds of that moment and before is left out by `live`."""
         self._begin()
         copied: dict[str, Json] = {}
-        with self._connected() as exporter, wal.errors("cannot copy the tables"):
+        with (
+            self._connected() as exporter,
+            wal.errors("cannot copy the tables"),
+            contextlib.closing(wal.connect_arrow(self._log.config)) as reader,
+        ):
             self._look(exporter)
             self._wait_for_writers(exporter)
-            held = wal.hold(exporter)
+            held = wal.hold(exporter, [self._tables[t.stream].oid for t in tables if t.stream in self._tables])
             for table in tables:
                 known = self._tables.get(table.stream)
                 part = Pages(table.stream, 0, None, held, held.lsn)
-                for item in seed.read_part(self._log.config, known, self._catalog, part) if known else ():
+                for item in seed.read_part(reader, known, self._catalog, part) if known else ():
                     if isinstance(item, SourceBatch):
                         copied[table.stream] = {"snapshot": held.snapshot, "lsn": held.lsn}
                         for values in _rows(item.records):
                             yield Change(Upsert(table, _own(values)), position=copied[table.stream])
+                    elif "again" in item.value:
+                        raise RetryableError(f"{table.stream} was emptied or rewritten while it was copied")
         self._copies.update(copied)
 
     def _wait_for_writers(self, connection: psycopg.Connection[Any]) -> None:

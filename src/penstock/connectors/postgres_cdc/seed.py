@@ -34,7 +34,7 @@ from penstock.errors import ConnectorError, DataError, SchemaError
 from penstock.source import Note, SourceBatch
 
 if TYPE_CHECKING:
-    from penstock.connectors.postgres_cdc.source import PostgresCdcConfig
+    pass
 
 RETRY_SECS = 10.0
 """How long a table that failed is left alone; twice as long after each failure in a row."""
@@ -277,7 +277,7 @@ def _from(table: Table) -> str:
 
 
 def read_part(
-    config: PostgresCdcConfig, table: Table, catalog: TypeCatalog, part: Chunk | Pages, apart: bool = False
+    connection: Any, table: Table, catalog: TypeCatalog, part: Chunk | Pages, apart: bool = False
 ) -> Iterator[SourceBatch | Note]:
     """The rows of a part, and then under which snapshot they were read; `apart`: its table can be set aside."""
     count = 0
@@ -288,11 +288,7 @@ def read_part(
     else:
         where = _where(table, part.after, part.upto)
         edges = {"after": part.after, "upto": part.upto}
-    with (
-        wal.errors(f"cannot copy {part.stream}"),
-        contextlib.closing(wal.connect_arrow(config, lock_timeout=f"{LOCK_SECS if apart else 0}s")) as connection,
-        table_errors(table) if apart else contextlib.nullcontext(),
-    ):
+    with wal.errors(f"cannot copy {part.stream}"), table_errors(table) if apart else contextlib.nullcontext():
         part.held.take(connection)
         columns = ", ".join(select_native(column, catalog) for column in table.columns) or "1"
         with connection.cursor() as cursor:
@@ -301,7 +297,11 @@ def read_part(
                 if batch.num_rows:
                     count += batch.num_rows
                     yield SourceBatch(_seeded(batch, table, catalog, part), stream=table.stream)
+        same = wal.files(connection, table.oid) == part.held.files.get(table.oid)
         wal.run(connection, "COMMIT")
+    if not same:  # emptied or rewritten after the snapshot was taken: what it shows was not there any more
+        yield Note({"again": [part.stream]})
+        return
     if part.clears:  # behind the rows: if they fail, the target keeps what it has. `_position` puts it before them
         yield _clear(table, catalog, part)
     copied = Copied(stream=part.stream, snapshot=part.held.snapshot, lsn=part.held.lsn, **edges)

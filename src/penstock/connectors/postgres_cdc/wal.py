@@ -425,6 +425,8 @@ class Held:
     snapshot: str
     lsn: int
     """Every transaction that the snapshot shows committed before it."""
+    files: Mapping[int, str]
+    """Per table the files that its rows are in. A table that TRUNCATE or ALTER has given others looks empty from here."""
 
     def take(self, connection: Any) -> None:
         """Begin a transaction that reads under it."""
@@ -439,8 +441,20 @@ class Held:
             ) from error
 
 
-def hold(connection: psycopg.Connection[Any]) -> Held:
-    """A snapshot of now, held until the connection is closed."""
+_FILES = """
+    SELECT string_agg(pg_relation_filenode(relid)::text, ' ' ORDER BY relid::oid) AS files FROM (
+        SELECT relid FROM pg_partition_tree({oid}::oid::regclass) UNION SELECT {oid}::oid::regclass) AS parts
+"""
+
+
+def files(connection: Any, oid: int) -> str:
+    """The files that the rows of a table are in now, whatever the snapshot; asked over an Arrow connection."""
+    return str(run(connection, _FILES.format(oid=oid)).column("files")[0].as_py())
+
+
+def hold(connection: psycopg.Connection[Any], oids: Sequence[int]) -> Held:
+    """A snapshot of now, held until the connection is closed; of tables whose files are looked up before."""
+    files = {oid: str((connection.execute(_FILES.format(oid=oid)).fetchone() or ("",))[0]) for oid in oids}
     connection.execute("SET idle_in_transaction_session_timeout = 0")
     connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
     # The log's end is asked under the snapshot: it is behind every commit that the snapshot shows.
@@ -448,7 +462,8 @@ def hold(connection: psycopg.Connection[Any]) -> Held:
         "SELECT pg_export_snapshot(), pg_current_snapshot()::text, (pg_current_wal_insert_lsn() - '0/0')::int8"
     ).fetchone()
     assert row is not None
-    return Held(*row)
+    name, snapshot, lsn = row
+    return Held(name, snapshot, lsn, files)
 
 
 def current_xid(connection: psycopg.Connection[Any]) -> int:

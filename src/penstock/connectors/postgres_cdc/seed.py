@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +32,6 @@ from penstock.connectors.postgres_cdc.types import (
 from penstock.durable import Json
 from penstock.errors import ConnectorError, DataError, SchemaError
 from penstock.source import Note, SourceBatch
-
-if TYPE_CHECKING:
-    pass
 
 RETRY_SECS = 10.0
 """How long a table that failed is left alone; twice as long after each failure in a row."""
@@ -369,14 +366,10 @@ class Rule:
         """
         if self.again:
             return
-        moved = pc.and_(batch["_old_key"].is_valid(), batch["_unchanged"].is_valid())
-        for index in map(int, np.flatnonzero(_numpy(moved)) if self.copied else ()):
-            row = batch.slice(index, 1)
-            if self._copied(self._old_keys(row), _txids(row))[0]:
-                self.again = True
-                yield batch.slice(0, index)
-                return
-        yield batch
+        moved = _numpy(pc.and_(batch["_old_key"].is_valid(), batch["_unchanged"].is_valid()))
+        found = np.flatnonzero(moved & self._contained(self.copied, _txids(batch)))
+        self.again = len(found) > 0
+        yield batch.slice(0, int(found[0])) if self.again else batch
 
     def _by_key(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         truncated = np.flatnonzero(_numpy(pc.equal(batch["_op"], str(Op.TRUNCATE))))
@@ -406,12 +399,14 @@ class Rule:
 
     def _moved(self, row: pa.RecordBatch, new_lives: bool) -> Iterator[pa.RecordBatch]:
         """A row whose key changed: it may leave the part that is copied, or enter it."""
-        keys = self._old_keys(row)
+        old = json.loads(row["_old_key"][0].as_py())
+        columns = self.table.key_columns
+        keys = [_from_json(old[c.name], arrow_type(c.type_oid, c.typmod, self.catalog)) for c in columns]
         old_lives = bool(self._live(keys, _txids(row))[0])
         if old_lives and new_lives:
             yield row
         elif old_lives:
-            values = {column.name: key for column, key in zip(self.table.key_columns, keys, strict=True)}
+            values = {column.name: key for column, key in zip(columns, keys, strict=True)}
             yield _changed(row, {"_op": Op.DELETE}, keep=("_position", "_txid", "_committed_at"), values=values)
         elif new_lives and row["_unchanged"][0].as_py():
             # It enters without all of its values, and the target has never had them: copy the table again.
@@ -421,30 +416,18 @@ class Rule:
             names = tuple(name for name in row.schema.names if name not in ("_op", "_old_key"))
             yield _changed(row, {"_op": Op.INSERT}, keep=names)
 
-    def _old_keys(self, row: pa.RecordBatch) -> list[pa.Array]:
-        old = json.loads(row["_old_key"][0].as_py())
-        return [
-            _from_json(old[column.name], arrow_type(column.type_oid, column.typmod, self.catalog))
-            for column in self.table.key_columns
-        ]
-
     def _live(self, keys: Sequence[pa.Array], txids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        live = ~self._copied(keys, txids)
+        live = np.ones(len(txids), dtype=bool)
         if self.progress.state != "seeded":
             live &= self._at_most(keys, self.progress.frontier) if self.progress.frontier else False
-        return live
-
-    def _copied(self, keys: Sequence[pa.Array], txids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which changes the chunks of their keys contain."""
-        copied = np.zeros(len(txids), dtype=bool)
         for chunk in self.copied:
             inside = wal.Snapshot.parse(chunk.snapshot).sees(txids)
             if chunk.upto is not None:
                 inside &= self._at_most(keys, chunk.upto)
             if chunk.after is not None:
                 inside &= ~self._at_most(keys, chunk.after)
-            copied |= inside
-        return copied
+            live &= ~inside
+        return live
 
     def _contained(self, copied: Sequence[Copied], txids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         contained = np.zeros(len(txids), dtype=bool)

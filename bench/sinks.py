@@ -198,7 +198,7 @@ def postgres_append(bench: Bench) -> None:
         connection.execute(f"CREATE TABLE ours ({columns}); CREATE TABLE theirs ({columns})")
         sink = Postgres(PostgresSinkConfig(dsn=server.dsn, table="public.ours"))
         sink.open()
-        tasks, epoch = Tasks(sink, rows), Epoch("bench", "file", 1)
+        tasks, epoch = Tasks(sink, rows), Epoch("bench", "one", 0)
         sink.commit_epoch(epoch, tasks.stage(epoch), {})
         tasks.close()
         psql = [server.bin / "psql", server.dsn, "-qc"]

@@ -201,6 +201,11 @@ class LosesABatch(MemorySink):
         return WriteResult(batch.num_rows)
 
 
+class ForgetsCopies(MemorySink):
+    def mark_seeded(self, topic):
+        pass
+
+
 class Miscounts(MemorySink):
     def write_batch(self, topic, batch):
         super().write_batch(topic, batch)
@@ -474,6 +479,7 @@ BROKEN_SINKS = {
     "test_an_unknown_option_is_refused": (Lax, "DID NOT RAISE"),
     "test_it_answers_what_the_runtime_asks_of_it": (Mute, "HealthStatus"),
     "test_rows_of_all_tasks_and_batches_are_visible_after_the_commit": (LosesABatch, "not what is visible"),
+    "test_a_first_copy_without_rows_is_remembered_and_rows_may_follow": (ForgetsCopies, "the copy is forgotten"),
     "test_it_counts_what_it_takes": (Miscounts, "assert 0 == 7"),
     "test_receipts_survive_pickle_and_json": (ReceiptNotJson, "cannot pickle|Unable to serialize"),
     "test_a_topic_without_rows_holds_nothing": (AlwaysMarked, "is None"),

@@ -34,8 +34,8 @@ from measure import PAGE, RESULTS, commit, machine, page
 
 from penstock.connectors.postgres_cdc import PostgresCdcConfig, wal
 from penstock.connectors.postgres_cdc.decode import lsn_int
+from penstock.connectors.postgres_cdc.position import LogPosition
 from penstock.connectors.postgres_cdc.setup import find_tables
-from penstock.connectors.postgres_cdc.source import LogPosition
 from penstock.epochs import Manifest, State
 from penstock.testing.postgres import PostgresServer
 

@@ -19,6 +19,7 @@ from deltalake.exceptions import CommitFailedError
 from deltalake.transaction import AddAction
 from sink_protocol import END, ORDERS, SinkProtocol, commit_in_a_process, epoch, rows, stage
 
+from penstock.change import CHANGE_FIELDS
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError, SchemaError
 from penstock.schema import ChangeKind, SchemaEvolvable
@@ -59,6 +60,15 @@ class TestDelta(SinkProtocol):
     @pytest.fixture
     def visible(self, tmp_path):
         return lambda topic: read(tmp_path / "out" / topic[1:])
+
+
+def test_a_table_of_which_no_rows_came_is_there_and_empty(make, target):
+    sink = make(mode="upsert", key=["id"], soft_delete=True)
+    sink.current = {ORDERS: pa.schema([pa.field("id", pa.int64()), pa.field("note", pa.string()), *CHANGE_FIELDS])}
+    sink.mark_seeded(ORDERS)
+    table = DeltaTable(str(target)).to_pyarrow_table()
+    assert (table.num_rows, table.column_names) == (0, ["id", "note", "_deleted"])
+    assert sink.is_seeded(ORDERS)
 
 
 def test_the_client_refuses_a_commit_at_a_version_that_is_taken(sink, target):

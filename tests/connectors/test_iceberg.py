@@ -106,6 +106,15 @@ class TestIceberg(SinkProtocol):
         return read
 
 
+def test_a_table_of_which_no_rows_came_is_there_and_empty(make, catalog):
+    sink = make()
+    sink.current = {ORDERS: pa.schema([("id", pa.int64()), ("small", pa.int16())])}
+    sink.mark_seeded(ORDERS)
+    table = catalog.load_table("lake.orders").scan().to_arrow()
+    assert (table.num_rows, table.column_names) == (0, ["id", "small"])
+    assert sink.is_seeded(ORDERS)
+
+
 class TestIcebergContract(SinkContract):
     options: ClassVar[dict[str, str]] = {}
 

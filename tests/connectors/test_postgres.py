@@ -52,6 +52,20 @@ def read(connection, table):
     return connection.execute(f"SELECT * FROM {table}").fetchall()
 
 
+def test_a_table_of_which_no_rows_came_is_there_with_its_key_and_empty(server, connection):
+    sink = Postgres(PostgresSinkConfig(dsn=server.dsn, mode="upsert", key=["id"]))
+    sink.open()
+    sink.current = {
+        "/lake/orders": pa.schema([pa.field("id", pa.int64()), pa.field("note", pa.string()), *CHANGE_FIELDS])
+    }
+    sink.mark_seeded("/lake/orders")
+    assert read(connection, "lake.orders") == []
+    connection.execute("INSERT INTO lake.orders VALUES (1, 'a') ON CONFLICT (id) DO NOTHING")
+    assert read(connection, "lake.orders") == [{"id": 1, "note": "a"}]
+    assert sink.is_seeded("/lake/orders")
+    sink.close()
+
+
 class TestPostgres(SinkContract):
     options: dict[str, object] = {}  # noqa: RUF012
 

@@ -107,6 +107,20 @@ class SinkContract:
         _commit(sink, _epoch(2), [_stage(sink, _epoch(2), rows(30))])
         assert _shown(visible) == rows(0, 40).to_pylist(), "what was written is not what is visible"
 
+    def test_a_first_copy_without_rows_is_remembered_and_rows_may_follow(self, sink: Sink, visible: Visible) -> None:
+        if type(sink).is_seeded is SinkConnector.is_seeded:
+            pytest.skip("the sink does not remember first copies")
+        with _open(sink) as opened:
+            assert not opened.is_seeded(TOPIC), "nothing was copied yet"
+            opened.current = {TOPIC: rows(0).schema}
+            opened.mark_seeded(TOPIC)
+        with _open(sink) as opened:
+            assert opened.is_seeded(TOPIC), "the copy is forgotten"
+            assert opened.committed_epoch("kit", TOPIC) is None
+        assert _shown(visible) == []
+        _commit(sink, _epoch(1), [_stage(sink, _epoch(1), rows(0))])
+        assert _ids(visible) == list(range(10))
+
     def test_it_counts_what_it_takes(self, sink: Sink) -> None:
         epoch = _epoch(1)
         with _open(sink) as opened:

@@ -427,6 +427,10 @@ class Delta(StagingSink[DeltaConfig]):
 
     def mark_seeded(self, topic: Topic) -> None:
         table = self._table(topic)
+        if table is None and topic in self.current:  # no rows came: readers find it empty, and not missing
+            with durable.disk_errors(), contextlib.suppress(DeltaError):
+                self._create(topic, [delta_schema(topic, self.current[topic])])
+            table = self._table(topic)
         hidden = self._targets.claim(topic) / HIDDEN
         durable.make_directory(hidden)
         seeded = {"table": str(table.delta.metadata().id) if table else None}

@@ -18,7 +18,10 @@ FAN = 8
 """Files of about one size that are joined to one: each row is written again once per eightfold growth of its file."""
 
 JOINED_ROWS = 1_000_000
-"""A file with as many rows stays as it is, and one run of joining takes few seconds."""
+"""Most rows of a file that others are joined to; one run of joining takes few seconds."""
+
+SMALL_ROWS = JOINED_ROWS // 4
+"""A file with as many rows stays as it is: joining two or three of them takes longer than it will ever save."""
 
 RUN_SECS = 10.0
 """How long one run may take, give or take a file; the next one goes on."""
@@ -66,7 +69,7 @@ def _groups(files: Sequence[File]) -> Iterator[list[File]]:
     """Files to be joined, the smallest first: of one partition, of about one size, and not more rows than `JOINED_ROWS`."""
     alike: dict[tuple[int, str], list[File]] = defaultdict(list)
     for file in files:
-        if file.records is not None and file.records < JOINED_ROWS:
+        if file.records is not None and file.records < SMALL_ROWS:
             size = max(file.records, 1).bit_length() // 3  # eightfold
             alike[size, repr(sorted(file.partition.items()))].append(file)
     for _, found in sorted(alike.items(), key=lambda item: item[0]):

@@ -216,7 +216,7 @@ class Iceberg(StagingSink[IcebergConfig]):
                     raise StagingLost(f"{lost} of {epoch} is gone or has another size")
                 with durable.disk_errors(), catalog_errors(topic):
                     if table is None:
-                        self._create(topic, parts)
+                        self._create(topic, [staging.unpack_schema(part.columns) for part in parts])
                     else:
                         self._commit(epoch, topic, table, parts, end)
                         break
@@ -291,10 +291,10 @@ class Iceberg(StagingSink[IcebergConfig]):
             **stats,
         )
 
-    def _create(self, topic: Topic, parts: Sequence[StagedTopic]) -> None:
+    def _create(self, topic: Topic, schemas: Sequence[pa.Schema]) -> None:
         columns = _NONE
-        for part in parts:
-            columns = _wider(topic, columns, staging.unpack_schema(part.columns))
+        for each in schemas:
+            columns = _wider(topic, columns, each)
         schema = columns.iceberg()
         namespace, _ = identifier = self._identifier(topic)
         self._make_namespace(namespace)
@@ -349,6 +349,9 @@ class Iceberg(StagingSink[IcebergConfig]):
         raise RetryableError(f"the Iceberg table of {topic} refused {TRIES} changes: {conflict}", code="PEN-2005")
 
     def _mark_seeded(self, topic: Topic, table: Table | None) -> None:
+        if table is None and topic in self.current:  # no rows came: readers find it empty, and not missing
+            self._create(topic, [iceberg_schema(topic, self.current[topic])])
+            table = self._table(topic)
         if table is None:
             namespace, _ = self._identifier(topic)
             self._make_namespace(namespace)

@@ -519,7 +519,22 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
             f"INSERT INTO {self._own('seeded')} VALUES (%s, %s, to_regclass(%s) IS NOT NULL) "
             "ON CONFLICT (topic, target) DO UPDATE SET made = EXCLUDED.made"
         )
-        self._ask(lambda connection: connection.execute(statement, [topic, target, target]))
+
+        def mark(connection: psycopg.Connection[Any]) -> None:
+            with connection.transaction(), refusals(topic):
+                self._make_empty(connection, topic)
+                connection.execute(statement, [topic, target, target])
+
+        self._ask(mark)
+
+    def _make_empty(self, connection: psycopg.Connection[Any], topic: Topic) -> None:
+        """If no rows came: readers find the table empty, and not missing."""
+        name, now = self._names.claim(topic), self.current.get(topic)
+        if now is not None and self._catalog.find(connection, name) is None:
+            own = _picked(now, own_columns(now)) if self._upserts else now
+            key = (self.config.key or key_of(now)) if self._upserts else ()
+            for statement in creation(connection, name, own, key, self.config.soft_delete):
+                connection.execute(statement)
 
     def schema(self, topic: Topic) -> pa.Schema | None:
         """The columns of the table; more may come."""

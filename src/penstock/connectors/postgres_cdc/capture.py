@@ -18,9 +18,11 @@ from pydantic import PositiveInt
 from penstock.capture import AckSink, Change, ChangeCapture, ChangeEvent, Delete, SnapshotTable, Upsert, pause
 from penstock.change import CHANGE_FIELDS, Op
 from penstock.connectors.postgres_cdc import seed, setup, wal
+from penstock.connectors.postgres_cdc.config import PostgresCdcConfig, PostgresLogConfig
+from penstock.connectors.postgres_cdc.position import LogPosition
 from penstock.connectors.postgres_cdc.seed import Pages
 from penstock.connectors.postgres_cdc.setup import Table
-from penstock.connectors.postgres_cdc.source import LogPosition, PostgresCdc, PostgresCdcConfig, PostgresLogConfig
+from penstock.connectors.postgres_cdc.source import PostgresCdc
 from penstock.connectors.postgres_cdc.types import TypeCatalog, table_schema
 from penstock.durable import Json, canonical, make_directory, write_atomic
 from penstock.errors import DataError, RetryableError

@@ -20,7 +20,7 @@ from penstock.errors import ConfigError
 from penstock.source import Finding
 
 if TYPE_CHECKING:
-    from penstock.connectors.postgres_cdc.source import PostgresCdcConfig
+    from penstock.connectors.postgres_cdc.config import PostgresCdcConfig
 
 COMPARABLE = {
     20: "int8", 21: "int2", 23: "int4", 2950: "uuid", 25: "text", 1043: "varchar", 17: "bytea",

@@ -7,19 +7,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import psycopg
 import pyarrow as pa
-from pydantic import Field, PositiveFloat, PositiveInt
 
 from penstock import commands, durable
 from penstock.commands import Request
 from penstock.connectors.postgres_cdc import seed, setup, wal
+from penstock.connectors.postgres_cdc.config import PostgresCdcConfig
 from penstock.connectors.postgres_cdc.decode import Decoder, Rows
+from penstock.connectors.postgres_cdc.position import LogPosition
 from penstock.connectors.postgres_cdc.seed import (
     Chunk,
-    Copied,
     Edge,
     Pages,
     Progress,
@@ -31,7 +31,6 @@ from penstock.connectors.postgres_cdc.seed import (
 from penstock.connectors.postgres_cdc.setup import Table, Tables
 from penstock.connectors.postgres_cdc.steps import Ahead, messages
 from penstock.connectors.postgres_cdc.types import TypeCatalog
-from penstock.connectors.postgresql import PostgresConfig
 from penstock.durable import Json
 from penstock.errors import ConfigError, ConnectorError, DataError, SchemaError
 from penstock.source import (
@@ -39,7 +38,6 @@ from penstock.source import (
     Finding,
     HealthStatus,
     Note,
-    Position,
     RangeSource,
     ReadLimit,
     Schemas,
@@ -62,88 +60,6 @@ WHOLE_ROWS = 1_000_000
 
 QUIET_FACTOR = 8
 """So much more log goes into a range behind one without changes: a huge transaction is not decoded again and again."""
-
-
-class PostgresLogConfig(PostgresConfig):
-    """Whose log is read, and how: what every reader of it has to know."""
-
-    identity: ClassVar[frozenset[str]] = frozenset({"tables", "slot"})
-
-    tables: Annotated[tuple[str, ...], Field(min_length=1)]
-    """
-    Tables to mirror, as `schema.table`; `*` stands for anything. Partitions come with their root; what PostgreSQL does not
-    log for a root is not seen: TRUNCATE of one partition, and rows that come or go with ATTACH, DETACH or DROP of one.
-    """
-
-    exclude_tables: tuple[str, ...] = ()
-    """Tables to leave out of those, by the same patterns."""
-
-    exclude_columns: tuple[str, ...] = ()
-    """Columns to leave out, as `schema.table.column` with `*`; not those of a key."""
-
-    insert_only: tuple[str, ...] = ()
-    """Tables of which only inserts are captured: the way to take in those without a replica identity."""
-
-    slot: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,63}$")] = "penstock"
-    """The replication slot; each pipeline needs one of its own."""
-
-    publication: Annotated[str, Field(min_length=1, max_length=50)] = "penstock"
-    """The publication that names the tables; with `insert_only` a second one, `…_inserts`, is used."""
-
-    manage: bool = True
-    """Make the slot and the publication, and add new tables to it; false: only verify that they are there."""
-
-    max_wal_bytes: PositiveInt = 256 << 20
-    """Most log that is read at a time; a transaction is never cut, however large it is."""
-
-    heartbeat_secs: PositiveFloat = 10.0
-    """After so long the log is acknowledged even if it held no changes, so that the server can let go of it."""
-
-    visible_timeout_secs: PositiveFloat = 60.0
-    """While tables are copied: how long a committed transaction may stay invisible (a synchronous standby is missing)."""
-
-    decoding_memory_bytes: PositiveInt = 256 << 20
-    """Memory in which the server puts transactions together (`logical_decoding_work_mem`) before it goes to disk."""
-
-
-class PostgresCdcConfig(PostgresLogConfig):
-    snapshot: Literal["initial", "when_needed", "always", "never"] = "initial"
-    """
-    When tables are copied: once before their changes (`initial`), also after the slot was lost (`when_needed`), at every
-    start (`always`), or not at all (`never`). Tables that every sink calls seeded are not copied at a first start if the
-    slot is already there. A copy that is not the first clears the target's rows together with its own first rows; one that
-    a new default or another type of a column makes necessary goes over them and clears nothing.
-    """
-
-    seed_chunk_rows: PositiveInt = 500_000
-    """Rows that one task copies in one epoch; what was not committed yet is copied again after a crash."""
-
-
-class LogPosition(Position):
-    """How far the log was read, and how far each table is copied; `lsn` itself is not part of a range that ends there."""
-
-    lsn: int = 0
-    system: str = ""
-    timeline: int = 0
-    run: str = ""
-    """With `snapshot = "always"`: the start that the copies are of."""
-    tables: dict[str, Progress] = Field(default_factory=dict)
-    copied: tuple[Copied, ...] = ()
-    """Chunks whose snapshots the log has not passed."""
-    turn: Literal["log", "copy"] = "copy"
-    """While there is something to copy: what comes next."""
-    quiet: bool = False
-    """The last range of log held no changes."""
-    settled: int = 0
-    """The copies show nothing that is behind this place in the log; 0: there are none."""
-    applied: tuple[str, ...] = ()
-    """Requests that this position follows; their files may go."""
-    slots: int = 1
-    """How often the slot was made; between two of them lies log that nobody reads."""
-
-    @property
-    def copying(self) -> bool:
-        return any(progress.state in ("waiting", "seeding") for progress in self.tables.values())
 
 
 @dataclass(frozen=True)
@@ -807,40 +723,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             yield Note(note)
 
     def advance(self, end: LogPosition, notes: Sequence[Json]) -> LogPosition:
-        tables, copied, quiet = dict(end.tables), list(end.copied), end.quiet
-        again: set[str] = set()
-        update: dict[str, Any]
-        for note in notes:
-            quiet = note.get("quiet", quiet)
-            if "copied" in note:
-                one = Copied.model_validate(note["copied"])
-                copied.append(one)
-                tables[one.stream] = _with_rows(tables[one.stream], note.get("rows", 0))
-            for stream in note.get("reset", ()):
-                if tables[stream].state in ("seeding", "seeded"):
-                    update = {"state": "seeding", "frontier": None, "rows": 0}
-                    tables[stream] = tables[stream].model_copy(update=update)
-                    copied = [each for each in copied if each.stream != stream]
-            for stream in note.get("again", ()):
-                if tables[stream].captured and stream not in again:
-                    copies = tables[stream].copies + 1
-                    update = {"state": "waiting", "frontier": None, "rows": 0, "refresh": False, "copies": copies}
-                    tables[stream] = tables[stream].model_copy(update=update)
-                    again.add(stream)
-            if "failed" in note and tables[note["failed"]["stream"]].captured:
-                stream = note["failed"]["stream"]
-                tables[stream] = tables[stream].failed(note["failed"], retried=self.config.snapshot != "never")
-        copied = [each for each in copied if tables[each.stream].captured and each.stream not in again]
-        settled = max((each.lsn for each in copied), default=0)
-        settled = max(end.settled, settled)
-        update = {
-            "tables": tables,
-            "copied": tuple(dict.fromkeys(each for each in copied if each.lsn > end.lsn)),
-            "quiet": quiet,
-            # Never behind the log: a drain must not be sent back.
-            "settled": max(settled, end.lsn) if settled else 0,
-        }
-        return end.model_copy(update=update)
+        return end.after(notes, retried=self.config.snapshot != "never")
 
     def reread(self, notes: Sequence[Json], again: Sequence[Json], streams: frozenset[str]) -> Sequence[Json]:
         """Tables that two sinks now hold in different snapshots are copied again, from a clear on: for both the same."""
@@ -909,7 +792,3 @@ def _not_left_out(position: LogPosition, tables: Mapping[str, Table]) -> dict[st
     """Those that nobody has paused or skipped."""
     left_out = {s for s, progress in position.tables.items() if progress.state in ("paused", "skipped")}
     return {stream: table for stream, table in tables.items() if stream not in left_out}
-
-
-def _with_rows(progress: Progress, rows: int) -> Progress:
-    return progress.model_copy(update={"rows": progress.rows + rows})

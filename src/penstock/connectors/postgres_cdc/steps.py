@@ -18,7 +18,7 @@ from adbc_driver_manager import dbapi as adbc_dbapi
 from penstock.connectors.postgres_cdc import wal
 
 if TYPE_CHECKING:
-    from penstock.connectors.postgres_cdc.source import PostgresCdcConfig
+    from penstock.connectors.postgres_cdc.config import PostgresCdcConfig
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ READERS = 2
 """Server processes that decode at once, each with a copy of the slot; what is before its step it passes over at a fifth of
 the cost."""
 
-AHEAD_BYTES = 32 << 20
+AHEAD_BYTES = 24 << 20
 """What may wait for whoever works on it; twice as much is no faster, and four times that is held at once."""
 
 _log = logging.getLogger(__name__)

@@ -1,0 +1,64 @@
+"""The options of what reads PostgreSQL's log."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from penstock.connectors.postgresql import PostgresConfig
+
+
+class PostgresLogConfig(PostgresConfig):
+    """Whose log is read, and how: what every reader of it has to know."""
+
+    identity: ClassVar[frozenset[str]] = frozenset({"tables", "slot"})
+
+    tables: Annotated[tuple[str, ...], Field(min_length=1)]
+    """
+    Tables to mirror, as `schema.table`; `*` stands for anything. Partitions come with their root; what PostgreSQL does not
+    log for a root is not seen: TRUNCATE of one partition, and rows that come or go with ATTACH, DETACH or DROP of one.
+    """
+
+    exclude_tables: tuple[str, ...] = ()
+    """Tables to leave out of those, by the same patterns."""
+
+    exclude_columns: tuple[str, ...] = ()
+    """Columns to leave out, as `schema.table.column` with `*`; not those of a key."""
+
+    insert_only: tuple[str, ...] = ()
+    """Tables of which only inserts are captured: the way to take in those without a replica identity."""
+
+    slot: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,63}$")] = "penstock"
+    """The replication slot; each pipeline needs one of its own."""
+
+    publication: Annotated[str, Field(min_length=1, max_length=50)] = "penstock"
+    """The publication that names the tables; with `insert_only` a second one, `…_inserts`, is used."""
+
+    manage: bool = True
+    """Make the slot and the publication, and add new tables to it; false: only verify that they are there."""
+
+    max_wal_bytes: PositiveInt = 256 << 20
+    """Most log that is read at a time; a transaction is never cut, however large it is."""
+
+    heartbeat_secs: PositiveFloat = 10.0
+    """After so long the log is acknowledged even if it held no changes, so that the server can let go of it."""
+
+    visible_timeout_secs: PositiveFloat = 60.0
+    """While tables are copied: how long a committed transaction may stay invisible (a synchronous standby is missing)."""
+
+    decoding_memory_bytes: PositiveInt = 256 << 20
+    """Memory in which the server puts transactions together (`logical_decoding_work_mem`) before it goes to disk."""
+
+
+class PostgresCdcConfig(PostgresLogConfig):
+    snapshot: Literal["initial", "when_needed", "always", "never"] = "initial"
+    """
+    When tables are copied: once before their changes (`initial`), also after the slot was lost (`when_needed`), at every
+    start (`always`), or not at all (`never`). Tables that every sink calls seeded are not copied at a first start if the
+    slot is already there. A copy that is not the first clears the target's rows together with its own first rows; one that
+    a new default or another type of a column makes necessary goes over them and clears nothing.
+    """
+
+    seed_chunk_rows: PositiveInt = 500_000
+    """Rows that one task copies in one epoch; what was not committed yet is copied again after a crash."""

@@ -9,6 +9,7 @@ import pytest
 
 from mirrored import Lake, Reading, database_on
 from penstock.connectors.postgres_cdc import seed, source
+from penstock.testing.mirror import replayed
 from penstock.testing.postgres import PostgresServer, binaries
 
 _NUMBERS = itertools.count()
@@ -266,3 +267,26 @@ def test_a_row_that_moves_without_all_of_its_values_does_not_take_those_of_anoth
         lake.catch_up()
         assert same(lake, database, "orders")
         assert lake.position.tables["public.orders"].copies == 3
+
+
+def test_a_table_that_is_altered_before_the_log_has_passed_its_first_copy_is_begun_anew(database, look_always):
+    make(database, "orders")
+    opened = database.source()
+    opened.open()
+    try:
+        reading = Reading(opened)
+        database.run("DELETE FROM orders WHERE id = 2")  # in the log and in the copy
+        while not reading.position.copied:
+            reading.step()
+        database.run("ALTER TABLE orders ALTER COLUMN amount TYPE int4 USING amount + 1")
+        while reading.position.tables["public.orders"].state != "waiting":
+            reading.step()
+        database.run(
+            "DELETE FROM orders WHERE id = 3"
+        )  # the target was emptied when its columns were seen to be others
+        reading.finish()
+    finally:
+        opened.close()
+    log = sorted(reading.log, key=lambda row: row["_position"])
+    assert "".join(row["_op"] for row in log) == "rrrrttrrr"
+    assert replayed(log, ["id"]) == sorted(database.table("orders"), key=lambda row: row["id"])

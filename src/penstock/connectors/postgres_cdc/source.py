@@ -333,9 +333,10 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         # nor, until it has ended, by a copy.
         until, end_of_log = wal.snapshot(connection).xmax, wal.inserted(connection)
         new = {}
+        behind = {each.stream for each in start.copied}
         for stream, table in tables.items():
             before = start.tables.get(stream)
-            refresh = why == "changed" and before is not None and _unbroken(table, before)
+            refresh = why == "changed" and before is not None and _unbroken(table, before, stream in behind)
             copies = max(before.copies, 1) + 1 if before else 1 + any(self.held(stream))
             new[stream] = Progress(
                 oid=table.oid,
@@ -778,14 +779,14 @@ def _is_new(table: Table, progress: Progress | None) -> bool:
     )
 
 
-def _unbroken(table: Table, progress: Progress) -> bool:
-    """True if every change of a table was followed up to now, so that its rows can be copied over those in the target."""
-    return (
-        table.chunked
-        and progress.oid == table.oid
-        and progress.key == table.key
-        and (progress.state == "seeded" or (progress.captured and progress.refresh))
-    )
+def _unbroken(table: Table, progress: Progress, behind: bool) -> bool:
+    """
+    True if every change of a table was followed up to now, so that its rows can be copied over those in the target.
+
+    Not while the log is `behind` the first copy: of the changes up to there some are in it, and which would be forgotten.
+    """
+    followed = progress.refresh if behind else progress.state == "seeded" or progress.refresh
+    return table.chunked and progress.oid == table.oid and progress.key == table.key and progress.captured and followed
 
 
 def _not_left_out(position: LogPosition, tables: Mapping[str, Table]) -> dict[str, Table]:

@@ -600,7 +600,11 @@ class EpochLoop:
         unswept = sorted({*manifest.unswept, manifest.number})
         manifest = self.state.save(manifest.model_copy(update={"attempts": attempts, "unswept": unswept}))
         results = self._run(manifest, [name], lost)
+        staged, _ = _written(results)
+        gone = {topic for _, topic in lost} - staged.get(name, {}).keys()  # this time their streams were set aside
+        kept = {topic: rows for topic, rows in manifest.rows_out.get(name, {}).items() if topic not in gone}
         update = {
+            "rows_out": {**manifest.rows_out, name: kept},
             "receipts": {**manifest.receipts, name: _receipts(results).get(name, [])},
             "notes": self._reread(manifest, results, lost),
             "replaced": {**manifest.replaced, name: [*manifest.replaced.get(name, []), *manifest.receipts[name]]},

@@ -51,6 +51,8 @@ _ROW_BY_ROW = {"Project", "Filter", "SubqueryAlias", "View", "MapInArrow", "Logi
 
 _JVM_LOCK_WAIT_SECS = 30.0
 
+_BAD_SQL = "PEN-1012"
+
 _LAST_ASIDE = 1 << 20
 """Tallies of no part have negative numbers; those of SQL come behind the ones that the driver itself gives."""
 
@@ -225,11 +227,13 @@ class SparkEngine:
             self._context.setJobGroup(job.epoch.pipeline, str(job.epoch), False)
             if any(is_plain(route) for route in routes):
                 results += self._passthrough(job)
-            for number, (target, schema) in enumerate(_sql_targets(job)):
+            for number, (target, schemas) in enumerate(_sql_targets(job).items()):
                 try:
                     with _driver_errors(), _row_errors(target):
-                        results += self._sql(job, target, schema)
+                        results += self._sql(job, target, merged(schemas, target.topic))
                 except (ConfigError, DataError, SchemaError) as error:
+                    if isinstance(error, ConfigError) and error.code != _BAD_SQL:
+                        raise  # of a connector that could not be opened
                     results.append(_without(job, target, number, error))
         return results
 
@@ -763,20 +767,20 @@ def _spark_schema(schema: pa.Schema, topic: Topic) -> Any:
         raise SchemaError(f"SQL cannot take the rows of {topic}: {_last_line(str(error))}") from error
 
 
-def _sql_targets(job: Job) -> list[tuple[Target, pa.Schema]]:
-    """Each topic that SQL makes, with the schema of all streams that feed it."""
+def _sql_targets(job: Job) -> dict[Target, list[pa.Schema]]:
+    """Each topic that SQL makes, with the schemas of all streams that feed it."""
     schemas: dict[Target, list[pa.Schema]] = {}
     for source, streams in job.schemas.items():
         for stream, schema in streams.items():
             for target in job.router.targets(source, stream):
                 if not is_plain(target.route) and any(job.wants(sink, target.topic) for sink in target.sinks):
                     schemas.setdefault(target, []).append(schema)
-    return [(target, merged(found, target.topic)) for target, found in schemas.items()]
+    return schemas
 
 
 def _without(job: Job, target: Target, number: int, error: ConnectorError) -> TaskResult:
     """Leave out the streams that feed a topic which SQL could not make, if their sources can begin them anew; else raise."""
-    result = TaskResult()
+    result = TaskResult(attempt=1)  # what its tasks have staged is to be swept
     for source, streams in job.schemas.items():
         told = Tally(source)
         for stream in streams:
@@ -977,6 +981,12 @@ def _range_source(options: dict[str, str]) -> tuple[RangeSource[Any, Any], str, 
     kind = source_type(connector)
     if not issubclass(kind, RangeSource):
         raise ConfigError(f"{connector} is not a range source; run it in a pipeline", code="PEN-1009")
+    if kind.has_tables:
+        raise ConfigError(
+            f"{connector} takes notes while it copies tables, and Spark's own readers keep none",
+            code="PEN-1009",
+            hint="run it in a pipeline: Pipeline.from_toml(…).run(spark=spark)",
+        )
     stream = options.pop("stream", None) if "stream" not in kind.config_type.model_fields else None
     by_lower = {name.lower(): name for name in kind.config_type.model_fields}  # Spark forgets the case of options
     settings = {by_lower.get(name.lower(), name): _option(value) for name, value in options.items()}

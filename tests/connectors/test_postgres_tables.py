@@ -16,6 +16,7 @@ from penstock import commands, supervisor
 from penstock.cli import main
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.postgres_cdc import seed, source, wal
+from penstock.connectors.postgres_cdc.position import LogPosition
 from penstock.epochs import EpochLoop, State
 from penstock.errors import SchemaError
 from penstock.pipeline import Pipeline
@@ -648,3 +649,10 @@ def caught_up(reader, position):
             return position
         position = reader.advance(end, read(reader, position, end)[1])
         reader.ack(position)
+
+
+def test_notes_of_tables_that_a_position_does_not_know_yet_change_nothing():
+    failed = {"stream": "public.new", "code": "PEN-3000", "message": "", "hint": "", "at": 0.0}
+    position = LogPosition(lsn=8)
+    notes = [{"failed": failed}, {"again": ["public.new"]}, {"reset": ["public.new"]}]
+    assert position.after(notes, retried=True) == position

@@ -20,7 +20,7 @@ from penstock.errors import ConfigError, DataError, FatalError, RetryableError, 
 from penstock.pipeline import Pipeline, Processing
 from penstock.routing import Route, Router
 from penstock.sink import DeliveryGuarantee
-from penstock.spark import SparkEngine
+from penstock.spark import SparkEngine, _range_source
 from penstock.supervisor import Summary
 
 
@@ -135,6 +135,11 @@ def test_a_stream_whose_rows_make_its_query_fail_is_left_out_and_the_others_go_o
     )
     assert sorted(rows(tmp_path, "good")["row"].to_pylist()) == list(range(20))
     assert not (tmp_path / "lake" / "cast").exists()
+
+
+def test_a_source_that_takes_notes_is_not_for_sparks_own_readers() -> None:
+    with pytest.raises(ConfigError, match=r"PEN-1009 postgres_cdc takes notes"):
+        _range_source({"connector": "postgres_cdc"})
 
 
 def double(frame: Any) -> Any:

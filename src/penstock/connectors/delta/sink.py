@@ -428,7 +428,8 @@ class Delta(StagingSink[DeltaConfig]):
     def mark_seeded(self, topic: Topic) -> None:
         table = self._table(topic)
         if table is None and topic in self.current:  # no rows came: readers find it empty, and not missing
-            with durable.disk_errors(), contextlib.suppress(DeltaError):
+            # If they have no place there, the first row will say so.
+            with durable.disk_errors(), contextlib.suppress(DeltaError, SchemaError):
                 self._create(topic, [delta_schema(topic, self.current[topic])])
             table = self._table(topic)
         hidden = self._targets.claim(topic) / HIDDEN

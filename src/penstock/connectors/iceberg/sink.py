@@ -350,7 +350,8 @@ class Iceberg(StagingSink[IcebergConfig]):
 
     def _mark_seeded(self, topic: Topic, table: Table | None) -> None:
         if table is None and topic in self.current:  # no rows came: readers find it empty, and not missing
-            self._create(topic, [iceberg_schema(topic, self.current[topic])])
+            with contextlib.suppress(SchemaError, ValueError):  # if they have no place there, the first row will say so
+                self._create(topic, [iceberg_schema(topic, self.current[topic])])
             table = self._table(topic)
         if table is None:
             namespace, _ = self._identifier(topic)

@@ -521,7 +521,7 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
         )
 
         def mark(connection: psycopg.Connection[Any]) -> None:
-            with connection.transaction(), refusals(topic):
+            with connection.transaction():
                 self._make_empty(connection, topic)
                 connection.execute(statement, [topic, target, target])
 
@@ -530,11 +530,16 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
     def _make_empty(self, connection: psycopg.Connection[Any], topic: Topic) -> None:
         """If no rows came: readers find the table empty, and not missing."""
         name, now = self._names.claim(topic), self.current.get(topic)
-        if now is not None and self._catalog.find(connection, name) is None:
-            own = _picked(now, own_columns(now)) if self._upserts else now
-            key = (self.config.key or key_of(now)) if self._upserts else ()
-            for statement in creation(connection, name, own, key, self.config.soft_delete):
-                connection.execute(statement)
+        if now is None or self._catalog.find(connection, name) is not None:
+            return
+        key = (self.config.key or key_of(now)) if self._upserts else ()
+        own = _picked(now, own_columns(now)) if self._upserts else now
+        # If they have no place there, the first row will say so.
+        with contextlib.suppress(SchemaError, psycopg.ProgrammingError), connection.transaction():
+            empty = columns.plain(topic, pa.RecordBatch.from_pylist([], schema=own))
+            if key or not self._upserts:
+                for statement in creation(connection, name, empty.schema, key, self.config.soft_delete):
+                    connection.execute(statement)
 
     def schema(self, topic: Topic) -> pa.Schema | None:
         """The columns of the table; more may come."""

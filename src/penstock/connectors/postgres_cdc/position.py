@@ -39,7 +39,11 @@ class LogPosition(Position):
         return any(progress.state in ("waiting", "seeding") for progress in self.tables.values())
 
     def after(self, notes: Sequence[Json], retried: bool) -> LogPosition:
-        """Where the next range starts, given what was noted while the one that ends here was read."""
+        """
+        Where the next range starts, given what was noted while the one that ends here was read.
+
+        A note may be of a table that this position does not know yet: it is found when the next range is planned.
+        """
         tables, copied, quiet = dict(self.tables), list(self.copied), self.quiet
         again: set[str] = set()
         update: dict[str, Any]
@@ -50,20 +54,20 @@ class LogPosition(Position):
                 copied.append(one)
                 rows = tables[one.stream].rows + note.get("rows", 0)
                 tables[one.stream] = tables[one.stream].model_copy(update={"rows": rows})
-            for stream in note.get("reset", ()):
+            for stream in tables.keys() & note.get("reset", ()):
                 if tables[stream].state in ("seeding", "seeded"):
                     update = {"state": "seeding", "frontier": None, "rows": 0}
                     tables[stream] = tables[stream].model_copy(update=update)
                     copied = [each for each in copied if each.stream != stream]
-            for stream in note.get("again", ()):
+            for stream in tables.keys() & note.get("again", ()):
                 if tables[stream].captured and stream not in again:
                     copies = tables[stream].copies + 1
                     update = {"state": "waiting", "frontier": None, "rows": 0, "refresh": False, "copies": copies}
                     tables[stream] = tables[stream].model_copy(update=update)
                     again.add(stream)
-            if "failed" in note and tables[note["failed"]["stream"]].captured:
-                stream = note["failed"]["stream"]
-                tables[stream] = tables[stream].failed(note["failed"], retried=retried)
+            failed = note.get("failed", {"stream": ""})
+            if failed["stream"] in tables and tables[failed["stream"]].captured:
+                tables[failed["stream"]] = tables[failed["stream"]].failed(failed, retried=retried)
         copied = [c for c in copied if c.stream in tables and tables[c.stream].captured and c.stream not in again]
         settled = max((each.lsn for each in copied), default=0)
         settled = max(self.settled, settled)

@@ -647,6 +647,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         self._let_go()
         with wal.errors("PostgreSQL does not answer"):
             self._exporter = wal.connect(self.config)
+            self._exporter.execute(f"SET lock_timeout = '{seed.LOCK_SECS}s'")
             return wal.hold(self._exporter, [table.oid for table in tables])
 
     def _let_go(self) -> None:
@@ -717,7 +718,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         decoder.finish()
         # Once more: a slot that was lost and made again before it was read has nothing of the range, and says nothing.
         self._ask(lambda connection: self._verify(connection, wal.server(connection), start))
-        if start.copying:
+        if start.copying or start.copied:  # the range may have found that a table is to be copied again
             self._ask(lambda c: wal.wait_visible(c, decoder.xids, self.config.visible_timeout_secs))
         yield Note({"quiet": not rows, **rules.told()})
         for note in rules.bad.values():

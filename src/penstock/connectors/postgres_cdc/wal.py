@@ -454,7 +454,11 @@ def files(connection: Any, oid: int) -> str:
 
 def hold(connection: psycopg.Connection[Any], oids: Sequence[int]) -> Held:
     """A snapshot of now, held until the connection is closed; of tables whose files are looked up before."""
-    files = {oid: str((connection.execute(_FILES.format(oid=oid)).fetchone() or ("",))[0]) for oid in oids}
+    files = {}
+    for oid in oids:
+        with contextlib.suppress(psycopg.errors.LockNotAvailable):  # whoever reads the table runs into it as well
+            row = connection.execute(_FILES.format(oid=oid)).fetchone()
+            files[oid] = str(row[0]) if row else ""
     connection.execute("SET idle_in_transaction_session_timeout = 0")
     connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
     # The log's end is asked under the snapshot: it is behind every commit that the snapshot shows.

@@ -542,7 +542,7 @@ def part_b(server: PostgresServer) -> dict[str, Any]:
         began = time.time()
         with postgres.connect(server.dsn) as connection:
             connection.execute(
-                f"INSERT INTO huge SELECT {postgres.ROW} FROM generate_series(1001, {1000 + TRANSACTION_ROWS}) i"
+                f"INSERT INTO huge SELECT {postgres.ROW} FROM generate_series(1001, {1000 + TRANSACTION_ROWS}::bigint) i"
             )
         written, committed = time.time() - began, _flushed(server.dsn)
         with Peaks(run) as peaks:
@@ -565,7 +565,7 @@ def part_c(server: PostgresServer) -> dict[str, Any]:
     half = MANY_ROWS // 2
     with postgres.connect(server.dsn) as connection:
         connection.execute(f"CREATE TABLE many ({postgres.COLUMNS})")
-        connection.execute(f"INSERT INTO many SELECT {postgres.ROW} FROM generate_series(1, {half}) i")
+        connection.execute(f"INSERT INTO many SELECT {postgres.ROW} FROM generate_series(1, {half}::bigint) i")
     with pipeline(server.dsn, ["public.many"], CHANGES, "many", 250_000) as run:
         run.start()
         began = time.time()
@@ -594,7 +594,7 @@ def _insert(dsn: str, first: int, last: int) -> None:
     with postgres.connect(dsn) as connection:
         for begin in range(first, last + 1, 50_000):
             end = min(begin + 49_999, last)
-            connection.execute(f"INSERT INTO many SELECT {postgres.ROW} FROM generate_series({begin}, {end}) i")
+            connection.execute(f"INSERT INTO many SELECT {postgres.ROW} FROM generate_series({begin}, {end}::bigint) i")
 
 
 def _reached(run: Run, lsn: int) -> bool:

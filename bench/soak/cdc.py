@@ -201,15 +201,13 @@ class Run:
         return max((int(file.stem) for file in files), default=0)
 
     def position(self) -> LogPosition | None:
-        """Where the newest committed epoch ended; None while a table is copied or will be."""
+        """Where the next epoch starts; None before the first one is committed, and while a table is copied or will be."""
         newest = self.newest
         if newest is None or newest.state != "committed":
             return None
-        notes = newest.notes.get("postgres_cdc", [])
-        position = LogPosition.model_validate(newest.ranges["postgres_cdc"].end)
-        if position.copying or any("reset" in note or "copied" in note for note in notes):
-            return None
-        return position
+        end = LogPosition.model_validate(newest.ranges["postgres_cdc"].end)
+        position = end.after(newest.notes.get("postgres_cdc", []), retried=True)
+        return None if position.copying else position
 
 
 class Stuck(Exception):

@@ -68,26 +68,29 @@ def database_on(server, name, kind=Database):
 
 
 class Lake:
-    """Mirrors a source into Delta tables in upsert mode; the tasks are forked, the rest is this process."""
+    """Mirrors a source, into Delta tables in upsert mode by default; the tasks are forked, the rest is this process."""
 
-    def __init__(self, path, source, **sink_options):
+    def __init__(self, path, source, sinks=None, **sink_options):
         self.path = path
         self.source = source
         self.sink = Delta(DeltaConfig(path=str(path / "lake/{topic}"), mode="upsert", **sink_options))
+        self.sinks = sinks or {"lake": self.sink}
 
     def __enter__(self):
         self.state = State(self.path / "state", "lake")
         self.state.open()
         self.source.open()
-        self.sink.open()
-        parts = {"source": self.source}, {"lake": self.sink}, Router((), ("lake",)), ForkEngine(2)
+        for sink in self.sinks.values():
+            sink.open()
+        parts = {"source": self.source}, self.sinks, Router((), tuple(self.sinks)), ForkEngine(2)
         self.loop = EpochLoop(self.state, *parts)
         self.loop.start([])
         return self
 
     def __exit__(self, *exc):
         self.source.close()
-        self.sink.close()
+        for sink in self.sinks.values():
+            sink.close()
         self.state.close()
 
     def catch_up(self):

@@ -88,12 +88,18 @@ class StatsPart(ParquetPart):
 
     def close(self) -> str | None:
         super().close()
-        schema = pyarrow_to_schema(self._schema)
-        found = data_file_statistics_from_parquet_metadata(
-            self.metadata[0], compute_statistics_plan(schema, {}), parquet_path_to_id_mapping(schema)
-        ).to_serialized_dict()
+        try:
+            found = self._statistics({})
+        except (OverflowError, ValueError):  # a date or a time that Python has no value for, such as the infinities
+            found = self._statistics({"write.metadata.metrics.default": "counts"})
         found.update({name: {id: base64.b64encode(b).decode() for id, b in found[name].items()} for name in _BOUNDS})
         return durable.canonical({**found, "ids": dict(ids_of(self._schema))})
+
+    def _statistics(self, properties: dict[str, str]) -> dict[str, Any]:
+        schema = pyarrow_to_schema(self._schema)
+        plan = compute_statistics_plan(schema, properties)
+        found = data_file_statistics_from_parquet_metadata(self.metadata[0], plan, parquet_path_to_id_mapping(schema))
+        return found.to_serialized_dict()
 
 
 def read_stats(file: StagedFile) -> dict[str, Any]:

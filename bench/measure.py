@@ -82,14 +82,15 @@ class Bench:
 
 
 def commit() -> str:
-    """The commit that was measured, marked when the tree differs from it."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+    """The commit that was measured, marked when the tree differs from it; what runs write themselves does not count."""
+    commands = (
+        ["git", "rev-parse", "--short=12", "HEAD"],
+        ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results", ":!docs/performance.md"],
     )
-    return described.stdout.strip() or "unknown"
+    head, changes = (
+        subprocess.run(each, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() for each in commands
+    )
+    return f"{head or 'unknown'}{'-dirty' if changes else ''}"
 
 
 def machine() -> dict[str, Any]:

@@ -114,7 +114,7 @@ def test_connections_that_are_cut_anywhere_lose_and_double_nothing(server, datab
     fates = [
         None,
         None,
-        *(("cut", chance.choice([900, 3000, 20_000, 60_000]) + chance.randrange(900)) for _ in range(9)),
+        *(("cut", chance.choice([900, 3000, 20_000, 60_000]) + chance.randrange(900)) for _ in range(16)),
     ]
     with Proxy(server.port, fates) as proxy:
         mirror = Mirror(tmp_path, through(proxy, database))

@@ -28,6 +28,7 @@ from sink_protocol import END, ORDERS, SinkProtocol, commit_in_a_process, epoch,
 from sqlalchemy.exc import OperationalError
 
 from penstock.connectors.iceberg import Iceberg, IcebergConfig
+from penstock.connectors.iceberg import sink as iceberg_sink
 from penstock.connectors.iceberg.table import Catalog
 from penstock.errors import ConfigError, FatalError, RetryableError, SchemaError
 from penstock.schema.evolution import Policy
@@ -104,6 +105,20 @@ class TestIceberg(SinkProtocol):
     @pytest.fixture
     def visible(self, read):
         return read
+
+
+def test_a_catalog_whose_tables_another_task_makes_at_the_same_time_is_used(make, monkeypatch):
+    tries = []
+
+    def late(*given):
+        tries.append(given)
+        if len(tries) == 1:
+            raise OperationalError("CREATE TABLE iceberg_tables", {}, Exception("table iceberg_tables already exists"))
+        return Catalog(*given)
+
+    monkeypatch.setattr(iceberg_sink, "Catalog", late)
+    assert make().committed_epoch("shop", ORDERS) is None
+    assert len(tries) == 2
 
 
 def test_a_table_of_which_no_rows_came_is_there_and_empty(make, catalog):

@@ -434,7 +434,10 @@ class Iceberg(StagingSink[IcebergConfig]):
         """The catalog of this process: its connections do not survive a fork."""
         if os.getpid() not in self._catalogs:
             try:
-                self._catalogs[os.getpid()] = Catalog(self.config.catalog, self._url)
+                try:
+                    self._catalogs[os.getpid()] = Catalog(self.config.catalog, self._url)
+                except DBAPIError:  # two tasks that make its tables at once: the other one was first
+                    self._catalogs[os.getpid()] = Catalog(self.config.catalog, self._url)
             except DBAPIError as error:
                 raise FatalError(
                     f"the catalog at {self._url.render_as_string()} cannot be reached: {error.orig}",

@@ -675,7 +675,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         except (DataError, SchemaError) as error:
             yield Note(seed.failed(split.stream, error))
         finally:
-            if not done:  # its transaction is still open
+            if not done and self._arrow is not None:  # its transaction is still open
                 self._arrow.close()
                 self._arrow = None
 

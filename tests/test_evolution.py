@@ -19,7 +19,7 @@ from pyarrow import types
 from penstock.change import CHANGE_FIELDS
 from penstock.errors import DataError, SchemaError
 from penstock.schema import with_key
-from penstock.schema.evolution import Policy, diff, fit, follow, widens
+from penstock.schema.evolution import Policy, diff, fit, follow, widened, widens
 
 TOPIC = "/lake/orders"
 
@@ -327,3 +327,12 @@ def test_a_column_of_nulls_has_no_value_to_lose() -> None:
     for policy in Policy:
         fitted, discarded = fit(TOPIC, batch, HELD, policy)
         assert (fitted.to_pylist(), discarded) == ([{"id": 1, "n": None}], 0)
+
+
+def test_the_infinities_of_dates_stay_infinities_as_timestamps() -> None:
+    days = pa.array([0, (1 << 31) - 1, None, -(1 << 31) + 1, 1], pa.date32())
+    times = [0, (1 << 63) - 1, None, -(1 << 63) + 1, 86_400_000_000]
+    target = pa.schema([("at", pa.timestamp("us"))])
+    rows, lost = fit("/t", pa.record_batch({"at": days}), target, Policy.EVOLVE)
+    assert (rows["at"].cast(pa.int64()).to_pylist(), lost) == (times, 0)
+    assert widened(pa.chunked_array([days, days]), pa.timestamp("us")).cast(pa.int64()).to_pylist() == times * 2

@@ -15,7 +15,7 @@ from mirrored import Database, database_on
 from penstock.pipeline import Pipeline
 from penstock.testing.postgres import PostgresServer, binaries
 
-ROWS = 400
+ROWS = 300
 
 PIPELINE = """
 connector_name = "across"
@@ -63,7 +63,7 @@ def databases(server: PostgresServer) -> Iterator[tuple[Database, Database]]:
 def keep_writing(dsn: str, stopped: threading.Event) -> None:
     chance = random.Random(3)
     with psycopg.connect(dsn, autocommit=True) as connection:
-        while not stopped.wait(0.001):
+        while not stopped.wait(0.01):
             key, other = chance.randint(1, ROWS + 50), chance.randint(1, ROWS + 50)
             for statement in (
                 f"UPDATE orders SET amount = {chance.randint(0, 100)} WHERE id BETWEEN {key} AND {key + 20}",

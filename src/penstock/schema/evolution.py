@@ -214,9 +214,20 @@ def _as_deletes(rows: pa.RecordBatch, moved: pa.Array, key: Sequence[str]) -> pa
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
+def widened(values: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.Array | pa.ChunkedArray:
+    """The values in a type that `widens` allows; the far ends of dates, which are the infinities, stay at the far end."""
+    if types.is_date32(values.type) and kind == pa.timestamp("us"):
+        days = values.cast(pa.int32())
+        ends = pc.is_in(days, value_set=pa.array([-_LAST_DAY, _LAST_DAY], pa.int32()))
+        if pc.any(ends).as_py():
+            far = pc.if_else(pc.greater(days, 0), _LAST_TIME, -_LAST_TIME).cast(kind)
+            return pc.if_else(ends, far, _nulled(values, ends).cast(kind))
+    return values.cast(kind)
+
+
 def _widened(topic: str, name: str, values: pa.Array, kind: pa.DataType) -> pa.Array:
     try:
-        return values.cast(kind)
+        return widened(values, kind)
     except pa.ArrowInvalid as error:  # a date or time so far away that finer units cannot count to it
         raise DataError(f"a value of the column {name!r} of {topic} does not fit {kind}: {error}") from error
 
@@ -264,6 +275,7 @@ def _any(masks: Sequence[tuple[str, pa.Array]]) -> pa.Array:
 
 
 _UNITS = ["s", "ms", "us", "ns"]
+_LAST_DAY, _LAST_TIME = (1 << 31) - 1, (1 << 63) - 1
 
 
 def _range(kind: pa.DataType) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import pickle
 import select
@@ -182,6 +183,7 @@ def _refuse_sql(route: Route, topic: Topic) -> None:
 def _run_and_exit(function: Callable[[], Any], writer: int, parent: int | None) -> None:
     """The life of a forked process; never returns, and runs nothing of what the parent has planned for its own exit."""
     try:
+        gc.freeze()  # a collection would write to, and so copy, every page of the parent's objects
         if parent is not None:
             _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:

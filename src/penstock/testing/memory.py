@@ -22,7 +22,7 @@ from penstock.change import Op
 from penstock.config import Config
 from penstock.durable import canonical, disk_errors, fsync, make_directory, publish_once, write_atomic
 from penstock.errors import ConfigError, FatalError, StagingLost
-from penstock.schema.evolution import EvolutionConfig, fit, follow
+from penstock.schema.evolution import EvolutionConfig, fit, follow, widened
 from penstock.sink import (
     CommittedEpoch,
     Epoch,
@@ -261,7 +261,11 @@ class MemorySink(TopicSink[MemorySinkConfig, MemoryReceipt]):
         return pa.concat_tables(tables, promote_options="permissive").to_pylist() if tables else []
 
     def _read(self, topic: Topic, name: str) -> pa.Table:
-        return _open_rows(self._topic(topic) / "rows" / name).read_all()
+        """A file's rows, in the types that the target has by now."""
+        rows, stored = _open_rows(self._topic(topic) / "rows" / name).read_all(), self._stored(topic)
+        fields = [stored.field(each.name) if stored and each.name in stored.names else each for each in rows.schema]
+        columns = [widened(values, field.type) for values, field in zip(rows.columns, fields, strict=True)]
+        return pa.Table.from_arrays(columns, names=rows.column_names)
 
     def _topic(self, topic: Topic) -> Path:
         return self.config.path / quote(topic.removeprefix("/"), safe="")

@@ -33,6 +33,13 @@ TOPIC: Topic = "/lake/orders"
 OTHER: Topic = "/lake/returns"
 END = {"kit": {"index": 7}}
 
+WIDER = [
+    (pa.scalar(7, pa.int32()), pa.scalar(1 << 40, pa.int64())),
+    (pa.scalar(0.5, pa.float32()), pa.scalar(0.1, pa.float64())),
+    (pa.scalar(20_000, pa.date32()), pa.scalar(1_700_000_000_123_456, pa.timestamp("us"))),
+]
+"""A value of a type, and one that only a wider type holds."""
+
 
 def needs(*flags: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the test only for sinks whose capabilities have all of `flags`."""
@@ -478,17 +485,21 @@ class SinkContract:
         assert _ids(visible) == list(range(10))
 
     @needs("schema_evolution")
-    def test_a_type_that_becomes_wider_is_followed_or_refused_by_its_name(self, sink: Sink, visible: Visible) -> None:
+    @pytest.mark.parametrize(("narrow", "wide"), WIDER, ids=lambda each: str(each.type))
+    def test_a_type_that_becomes_wider_is_followed_or_refused_by_its_name(
+        self, sink: Sink, visible: Visible, narrow: pa.Scalar, wide: pa.Scalar
+    ) -> None:
         refused: SchemaError | None = None
-        for number, (kind, value) in enumerate(((pa.int32(), 7), (pa.int64(), 1 << 40), (pa.int32(), 8)), 1):
-            batch = rows(10 * number).append_column("count", pa.array([value] * 10, kind))
+        for number, value in enumerate((narrow, wide, narrow), 1):
+            batch = rows(10 * number).append_column("value", pa.repeat(value, 10))
             try:
                 _commit(sink, _epoch(number), [_stage(sink, _epoch(number), batch)])
             except SchemaError as error:
                 refused = error
-        wider = [] if refused else [1 << 40] * 10
-        assert [row["count"] for row in _shown(visible, columns=("id", "count"))] == [7] * 10 + wider + [8] * 10
-        assert refused is None or "count" in str(refused)
+        values = [narrow, narrow] if refused else [narrow.cast(wide.type), wide, narrow.cast(wide.type)]
+        shown = [row["value"] for row in _shown(visible, columns=("id", "value"))]
+        assert shown == [each.as_py() for each in values for _ in range(10)]
+        assert refused is None or "value" in str(refused)
 
     @needs("schema_evolution")
     def test_freeze_refuses_a_new_column_and_names_itself(self, sink: Sink, visible: Visible) -> None:

@@ -22,6 +22,7 @@ from penstock.connectors.delta.table import Table
 from penstock.connectors.partitions import partition_text
 from penstock.connectors.staging import ROW_GROUP_ROWS, Stage, StagedFile, StagedTopic
 from penstock.errors import FatalError, SchemaError
+from penstock.schema.evolution import widened
 from penstock.sink import Topic
 
 CHUNK_ROWS = 1 << 20
@@ -215,7 +216,7 @@ class File:
         if wanted.name in self.partition:
             return pa.repeat(self.partition[wanted.name], count).cast(wanted.type)
         if wanted.name in rows.column_names:
-            return rows.column(wanted.name).cast(wanted.type)
+            return widened(rows.column(wanted.name), wanted.type)
         return pa.nulls(count, wanted.type)
 
 

@@ -53,20 +53,21 @@ class Columns:
 
     def with_types(self, schema: pa.Schema) -> Columns:
         """
-        These columns with the types of `schema`, and those that it adds, with ids that follow the last one.
+        These columns with the types of `schema`, and those that it adds or renews, with ids that follow the last one.
 
         The ids are the ones that the client gives to the columns of a new table, so that files that were staged before
         there is a table fit it.
         """
         ids = itertools.count(self.last_id + 1)
-        added = iter(
-            _with_fresh_ids([each for each in schema if each.name not in self.schema.names], lambda: next(ids))
-        )
-        fields = [
-            _same_ids(self.schema.field(each.name), each.type) if each.name in self.schema.names else next(added)
-            for each in schema
-        ]
+        new = [each for each in schema if each.name not in self.schema.names]
+        new += [each for each in schema if each.name in self.renewed(schema)]
+        fresh = {each.name: each for each in _with_fresh_ids(new, lambda: next(ids))}
+        fields = [fresh.get(each.name) or _same_ids(self.schema.field(each.name), each.type) for each in schema]
         return Columns(pa.schema(fields), next(ids) - 1)
+
+    def renewed(self, schema: pa.Schema) -> list[str]:
+        """The columns for whose new type Iceberg has no promotion: another column takes the place of each."""
+        return [each.name for each in self.schema if each.name in schema.names and _is_renewed(each, schema)]
 
     def select(self, schema: pa.Schema) -> pa.Schema:
         """The schema with the ids that its columns have here."""
@@ -112,11 +113,11 @@ def read_stats(file: StagedFile) -> dict[str, Any]:
     return stats
 
 
-def ids_of(schema: pa.Schema | pa.DataType, above: str = "") -> Iterator[tuple[str, int]]:
-    """The id of every column and of every part of one, by its path."""
+def ids_of(schema: pa.Schema | pa.DataType, above: str = "") -> Iterator[tuple[str, str]]:
+    """The id of every column and of every part of one, by its path; with its type if that is never promoted."""
     for field in _fields(schema):
-        path = f"{above}{field.name}"
-        yield path, int(field.metadata[_ID])
+        path, id = f"{above}{field.name}", field.metadata[_ID].decode()
+        yield path, f"{id} {field.type}" if types.is_temporal(field.type) else id
         if types.is_nested(field.type):
             yield from ids_of(field.type, f"{path}\0")
 
@@ -138,10 +139,19 @@ def iceberg_schema(topic: Topic, schema: pa.Schema) -> pa.Schema:
 
 
 def widens(old: pa.DataType, new: pa.DataType) -> bool:
-    """True when Iceberg can make a column of type `old` one of `new` without touching its files."""
+    """True when a column of type `old` can become one of `new`."""
     if types.is_decimal(old) and types.is_decimal(new):
         return bool(old.scale == new.scale and old.precision <= new.precision)
-    return old == new or (old, new) in ((pa.int32(), pa.int64()), (pa.float32(), pa.float64()))
+    return old == new or (old, new) in _WIDER
+
+
+_RENEWED = (pa.date32(), pa.timestamp("us"))
+_WIDER = ((pa.int32(), pa.int64()), (pa.float32(), pa.float64()), _RENEWED)
+"""All but the last are promotions that the format knows: files stay as they are."""
+
+
+def _is_renewed(column: pa.Field, schema: pa.Schema) -> bool:
+    return (column.type, schema.field(column.name).type) == _RENEWED
 
 
 def _iceberg_type(topic: Topic, name: str, kind: pa.DataType) -> pa.DataType:

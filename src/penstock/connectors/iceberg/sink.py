@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ from penstock.connectors.iceberg.table import PROPERTIES, SEEDED, Catalog, Table
 from penstock.connectors.staging import HIDDEN, StagedFile, StagedFiles, StagedTopic, StagingConfig, StagingSink
 from penstock.errors import ConfigError, FatalError, RetryableError, SchemaError, StagingLost
 from penstock.schema import ChangeKind, SchemaChange, key_of
-from penstock.schema.evolution import Policy, diff, follow
+from penstock.schema.evolution import Policy, diff, follow, refusal, widened
 from penstock.sink import CommittedEpoch, Epoch, Positions, Task, Topic, WriteResult, is_committed
 
 REWRITER = Task(99_999)
@@ -93,6 +93,8 @@ class Iceberg(StagingSink[IcebergConfig]):
     Tasks write Parquet files with field ids into the table's directory; the driver commits them in one change of the
     table, together with columns that are new or wider and with the marker, which is a property of the table and stands
     in the snapshot's summary too. Old snapshots and metadata files are dropped and small manifests are merged as it goes.
+    Numbers get wider types without a rewrite; a date column that becomes a timestamp is another column for Iceberg, so
+    the driver writes the table's files anew in that commit, and the old ones go with the last snapshot that names them.
 
     Supports exactly-once: a commit is refused by the catalog unless it starts from the snapshot whose marker was looked
     at. Readers see whole epochs. Other writers may append to the table meanwhile. `changes` adds the capability changelog.
@@ -169,7 +171,7 @@ class Iceberg(StagingSink[IcebergConfig]):
     def accept(self, topic: Topic, rows: pa.Schema, policy: Policy) -> pa.Schema:
         if topic not in self._known:
             self._known[topic] = self._columns(topic)
-        self._known[topic] = _wider(topic, self._known[topic], rows, policy)
+        self._known[topic] = self._wider(topic, self._known[topic], rows, policy)
         return iceberg_schema(topic, self._known[topic].schema)
 
     def widens(self, old: pa.DataType, new: pa.DataType) -> bool:
@@ -181,6 +183,20 @@ class Iceberg(StagingSink[IcebergConfig]):
             return Columns.from_json(self._hint(topic).read_text())
         table = self._table(topic)
         return table.columns() if table else _NONE
+
+    def _wider(self, topic: Topic, columns: Columns, rows: pa.Schema, policy: Policy = Policy.EVOLVE) -> Columns:
+        """
+        The columns and what rows of a schema add to them.
+
+        The commit always evolves: what is staged has passed the policy, and can only go forward.
+        """
+        if not len(columns.schema):
+            return columns.with_types(rows)
+        stored = iceberg_schema(topic, columns.schema)
+        wider = follow(topic, stored, rows, policy, widens)
+        for name in {*columns.renewed(wider)}.intersection(each.column for each in self._layout):
+            raise refusal(topic, name, stored.field(name).type, wider.field(name).type, policy, is_wider=True)
+        return columns.with_types(wider)
 
     def _staging(self, epoch: Epoch, task: Task) -> IcebergStage:
         return IcebergStage(
@@ -243,30 +259,38 @@ class Iceberg(StagingSink[IcebergConfig]):
         return True
 
     def _commit(self, epoch: Epoch, topic: Topic, table: Table, parts: Sequence[StagedTopic], end: Positions) -> None:
-        columns = table.columns()
+        columns = known = table.columns()
         for part in parts:
-            columns = _wider(topic, columns, staging.unpack_schema(part.columns))
+            columns = self._wider(topic, columns, staging.unpack_schema(part.columns))
         ids = dict(ids_of(columns.schema))
         target = self._targets.claim(topic)
         files = [file for part in parts for file in part.files]
         # Tasks that add columns at once may give one id to two of them.
         mixed_up = [file for file in files if not read_stats(file)["ids"].items() <= ids.items()]
-        rewritten = self._rewrite(epoch, topic, [self.place(target, file.path) for file in mixed_up], columns)
+        places = [self.place(target, file.path) for file in mixed_up]
+        rewritten = self._rewrite(epoch, topic, _batches(places), columns)
         files = [file for file in files if file not in mixed_up] + [file for part in rewritten for file in part.files]
         added = [self._data_file(table, columns, self.place(target, file.path), file) for file in files]
-        table.commit(epoch, end, columns, added, self.config.keep_snapshots)
-        if mixed_up:
-            self._tidy(epoch, [self.place(target, file.path) for file in mixed_up], rewritten)
+        anew = None
+        if known.renewed(columns.schema) and table.metadata.current_snapshot() is not None:
+            table_anew = self._rewrite(epoch, topic, table.batches(), columns)
+            rewritten += table_anew
+            anew = [self._data_file(table, columns, self.place(target, f.path), f) for p in table_anew for f in p.files]
+        table.commit(epoch, end, columns, added, self.config.keep_snapshots, anew)
+        if rewritten:
+            self._tidy(epoch, places, rewritten)
         self._leave_word(topic, table.columns())
 
-    def _rewrite(self, epoch: Epoch, topic: Topic, places: Sequence[Path], columns: Columns) -> list[StagedTopic]:
-        """Write files anew with the field ids of the columns; nothing of it is visible."""
+    def _rewrite(
+        self, epoch: Epoch, topic: Topic, batches: Iterable[pa.RecordBatch], columns: Columns
+    ) -> list[StagedTopic]:
+        """Write rows anew with the types and the field ids of the columns; nothing of it is visible."""
         stage = self._staging(epoch, REWRITER)
-        for place in places:
-            for batch in pq.ParquetFile(place).iter_batches(batch_size=staging.ROW_GROUP_ROWS):
-                schema = columns.select(iceberg_schema(topic, batch.schema))
-                stage.write(topic, pa.RecordBatch.from_arrays(batch.cast(schema).columns, schema=schema))
-        return list(stage.finish().values()) if places else []
+        for batch in batches:
+            schema = pa.schema([columns.schema.field(name) for name in batch.schema.names])
+            values = [widened(each, field.type) for each, field in zip(batch.columns, schema, strict=True)]
+            stage.write(topic, pa.RecordBatch.from_arrays(values, schema=schema))
+        return list(stage.finish().values())
 
     def _tidy(self, epoch: Epoch, replaced: Sequence[Path], rewritten: Sequence[StagedTopic]) -> None:
         """Drop files that were written anew, and those that tries which failed or died have written for them."""
@@ -294,7 +318,7 @@ class Iceberg(StagingSink[IcebergConfig]):
     def _create(self, topic: Topic, schemas: Sequence[pa.Schema]) -> None:
         columns = _NONE
         for each in schemas:
-            columns = _wider(topic, columns, each)
+            columns = self._wider(topic, columns, each)
         schema = columns.iceberg()
         namespace, _ = identifier = self._identifier(topic)
         self._make_namespace(namespace)
@@ -468,12 +492,6 @@ class Iceberg(StagingSink[IcebergConfig]):
         return url.set(password=self.config.catalog_password.reveal()) if self.config.catalog_password else url
 
 
-def _wider(topic: Topic, columns: Columns, rows: pa.Schema, policy: Policy = Policy.EVOLVE) -> Columns:
-    """
-    The columns and what rows of a schema add to them.
-
-    The commit always evolves: what is staged has passed the policy, and can only go forward.
-    """
-    if not len(columns.schema):
-        return columns.with_types(rows)
-    return columns.with_types(follow(topic, iceberg_schema(topic, columns.schema), rows, policy, widens))
+def _batches(places: Sequence[Path]) -> Iterator[pa.RecordBatch]:
+    for place in places:
+        yield from pq.ParquetFile(place).iter_batches(batch_size=staging.ROW_GROUP_ROWS)

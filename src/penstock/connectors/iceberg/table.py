@@ -4,35 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlparse
 from uuid import uuid4
 
+import pyarrow as pa
 from pydantic import ValidationError
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.exceptions import CommitFailedException
+from pyiceberg.expressions import AlwaysTrue
 from pyiceberg.io import FileIO
-from pyiceberg.manifest import DataFile, ManifestContent, ManifestFile
+from pyiceberg.io.pyarrow import ArrowScan
+from pyiceberg.manifest import DataFile, ManifestContent, ManifestEntry, ManifestEntryStatus, ManifestFile
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table as IcebergTable
 from pyiceberg.table import Transaction
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.refs import MAIN_BRANCH
-from pyiceberg.table.snapshots import Operation, Snapshot
+from pyiceberg.table.snapshots import Operation, Snapshot, Summary
+from pyiceberg.table.sorting import SortOrder
 from pyiceberg.table.update import (
     AddSchemaUpdate,
+    AddSortOrderUpdate,
     AssertCurrentSchemaId,
     AssertLastAssignedFieldId,
     AssertRefSnapshotId,
     AssertTableUUID,
     RemoveSnapshotsUpdate,
     SetCurrentSchemaUpdate,
+    SetDefaultSortOrderUpdate,
     SetPropertiesUpdate,
 )
 from pyiceberg.table.update.snapshot import _FastAppendFiles, _ManifestMergeManager
+from pyiceberg.typedef import EMPTY_DICT
+from pyiceberg.types import NestedField
 from sqlalchemy import create_engine, event
 from sqlalchemy.engine import URL, Engine
 from sqlalchemy.exc import DBAPIError
@@ -133,9 +141,19 @@ class Table:
         self.iceberg._do_commit((SetPropertiesUpdate(updates={SEEDED: "true"}),), self._unchanged())
 
     def commit(
-        self, epoch: Epoch, end: Positions, columns: Columns, files: Sequence[DataFile], keep_snapshots: int
+        self,
+        epoch: Epoch,
+        end: Positions,
+        columns: Columns,
+        files: Sequence[DataFile],
+        keep_snapshots: int,
+        anew: Sequence[DataFile] | None = None,
     ) -> None:
-        """Make the version after this one: columns, files and marker at once; or raise `CommitFailedException`."""
+        """
+        Make the version after this one: columns, files and marker at once; or raise `CommitFailedException`.
+
+        `anew` holds the rows of all files that the table has, which it takes the place of.
+        """
         marker = CommittedEpoch(incarnation=epoch.incarnation, number=epoch.number, end=dict(end))
         text = durable.canonical(marker.model_dump(mode="json"))
         transaction = _Transaction(self.iceberg)
@@ -146,17 +164,20 @@ class Table:
             "penstock.incarnation": epoch.incarnation,
             "penstock.epoch": str(epoch.number),
         }
-        append = _Append(Operation.APPEND, transaction, self.iceberg.io, _Stem(epoch), summary)  # type: ignore[arg-type]
-        for file in files:
-            append.append_data_file(file)
-        transaction._stage(*append._commit())
+        written: list[str] = []
+        for producer, added in ((_Replace, anew), (_Append, files)):
+            if added is not None:
+                change = producer(producer.operation, transaction, self.iceberg.io, _Stem(epoch), summary)  # type: ignore[arg-type]
+                for file in added:
+                    change.append_data_file(file)
+                transaction._stage(*change._commit())
+                written += [*change._written_manifests, *change._written_manifest_lists]
         old = _expired(self.metadata, keep_snapshots)
         left = self._left_by(old) if old else []
         if old:
             transaction._stage(
                 (RemoveSnapshotsUpdate.model_validate({"snapshot-ids": [each.snapshot_id for each in old]}),)
             )
-        written = [*append._written_manifests, *append._written_manifest_lists]
         sync(*written)
         failpoints.hit("commit.before")
         self.catalog.written = ""
@@ -167,6 +188,20 @@ class Table:
             raise
         others = local(written[-1]).parent.glob(f"*{epoch.stem()}-*.avro")  # of tries that died
         _delete([*left, *map(str, {*others} - {local(each) for each in written})])
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """All rows, file by file: the client reads all files that it is given at once."""
+        scan = ArrowScan(self.metadata, self.iceberg.io, self.metadata.schema(), AlwaysTrue())
+        try:
+            tasks = list(self.iceberg.scan().plan_files())
+        except ValueError as error:  # deletes by value, of another engine
+            raise FatalError(
+                f"the Iceberg table {self.name} cannot be written anew for a column's wider type: {error}",
+                code="PEN-5001",
+                hint="rewrite its data files with the engine that deleted from it, and start again",
+            ) from error
+        for task in tasks:
+            yield from scan.to_record_batches([task])
 
     def live_files(self) -> set[str]:
         """The names of all data files."""
@@ -191,21 +226,29 @@ class Table:
             return ()
         stored, wanted = self.metadata.schema(), {each.name: each for each in columns.iceberg().fields}
         is_same = {each.name: columns.schema.field(each.name).type == each.type for each in known.schema}
-        fields = [
-            each if is_same[each.name] else each.model_copy(update={"field_type": wanted[each.name].field_type})
-            for each in stored.fields
-        ]
+        fields = [each if is_same[each.name] else _retyped(each, wanted[each.name]) for each in stored.fields]
+        ids = {each.field_id: wanted[each.name].field_id for each in stored.fields}
         wider = Schema(
             *fields,
             *(each for name, each in wanted.items() if name not in is_same),
             schema_id=max(each.schema_id for each in self.metadata.schemas) + 1,
-            identifier_field_ids=stored.identifier_field_ids,
+            identifier_field_ids=[ids[each] for each in stored.identifier_field_ids],
         )
-        return AddSchemaUpdate(schema=wider), SetCurrentSchemaUpdate()
+        return AddSchemaUpdate(schema=wider), SetCurrentSchemaUpdate(), *self._sorting(ids)
+
+    def _sorting(self, ids: Mapping[int, int]) -> tuple[Any, ...]:
+        """What keeps the order of rows that the table asks for, if one of its columns has got another id."""
+        order = self.metadata.sort_order_by_id(self.metadata.default_sort_order_id)
+        fields = order.fields if order else []
+        moved = [each.model_copy(update={"source_id": ids.get(each.source_id, each.source_id)}) for each in fields]
+        if moved == fields:
+            return ()
+        order = SortOrder(*moved, order_id=max(each.order_id for each in self.metadata.sort_orders) + 1)
+        return AddSortOrderUpdate.model_validate({"sort-order": order}), SetDefaultSortOrderUpdate()
 
     def _left_by(self, expired: Sequence[Snapshot]) -> list[str]:
         """
-        The metadata files that nobody needs once these snapshots are gone; data files are never among them.
+        The files that nobody needs once these snapshots are gone; data files only if Penstock wrote them anew.
 
         Along one line of appends, what a snapshot has dropped no later one takes up again. Where there are more lines,
         the files stay.
@@ -216,7 +259,16 @@ class Table:
             return []
         needed = {manifest.manifest_path for manifest in kept[-1].manifests(self.iceberg.io)}
         named = {m.manifest_path for each in expired for m in each.manifests(self.iceberg.io)}
-        return [*(named - needed), *(each.manifest_list for each in expired)]
+        dropped = [file for each in (*expired, kept[-1]) if _is_replacement(each) for file in self._dropped_by(each)]
+        return [*(named - needed), *(each.manifest_list for each in expired), *dropped]
+
+    def _dropped_by(self, snapshot: Snapshot) -> list[str]:
+        """The data files that are gone with the snapshot."""
+        manifests = [
+            each for each in snapshot.manifests(self.iceberg.io) if each.added_snapshot_id == snapshot.snapshot_id
+        ]
+        entries = (e for m in manifests for e in m.fetch_manifest_entry(self.iceberg.io, discard_deleted=False))
+        return [each.data_file.file_path for each in entries if each.status == ManifestEntryStatus.DELETED]
 
 
 class _Stem:
@@ -241,8 +293,40 @@ class _Transaction(Transaction):
         return self._seen[1]
 
 
+class _Replace(_FastAppendFiles):
+    """The same rows in other files: readers of what is new pass over it."""
+
+    operation = Operation.REPLACE
+
+    def _existing_manifests(self) -> list[ManifestFile]:
+        return []
+
+    def _deleted_entries(self) -> list[ManifestEntry]:
+        parent = self._transaction.table_metadata.snapshot_by_id(self._parent_snapshot_id or 0)
+        manifests = parent.manifests(self._io) if parent else []
+        found = [e for m in manifests if m.content == ManifestContent.DATA for e in self.fetch_manifest_entry(m)]
+        for entry in found:
+            self.delete_data_file(entry.data_file)
+        return [
+            ManifestEntry.from_args(
+                status=ManifestEntryStatus.DELETED,
+                snapshot_id=self._snapshot_id,
+                sequence_number=entry.sequence_number,
+                file_sequence_number=entry.file_sequence_number,
+                data_file=entry.data_file,
+            )
+            for entry in found
+        ]
+
+    def _summary(self, snapshot_properties: dict[str, str] = EMPTY_DICT) -> Summary:
+        self._operation = Operation.OVERWRITE  # the client sums up no other
+        return Summary(Operation.REPLACE, **super()._summary(snapshot_properties).additional_properties)
+
+
 class _Append(_FastAppendFiles):
     """An append that keeps the number of manifests small."""
+
+    operation = Operation.APPEND
 
     def _process_manifests(self, manifests: list[ManifestFile]) -> list[ManifestFile]:
         merging: _ManifestMergeManager[Any] = _ManifestMergeManager(0, 0, True, self)
@@ -265,6 +349,16 @@ class _Append(_FastAppendFiles):
                 above = max(_level(merged), level + 1)
                 levels.setdefault(above, []).append(merged)
         return done
+
+
+def _retyped(stored: NestedField, wanted: NestedField) -> NestedField:
+    """A column as it was, of the type that is wanted, and in place of it if that has another id."""
+    return stored.model_copy(update={"field_id": wanted.field_id, "field_type": wanted.field_type})
+
+
+def _is_replacement(snapshot: Snapshot) -> bool:
+    summary = snapshot.summary
+    return summary is not None and summary.operation == Operation.REPLACE and "penstock.pipeline" in summary
 
 
 def _delete(locations: Sequence[str]) -> None:

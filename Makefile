@@ -18,7 +18,7 @@ run: NAME = shop
 run: $(SET_UP) java  ## a live PostgreSQL mirrored into Delta, every row compared; NAME=quickstart: two million generated rows
 	@$(BIN)/python examples/$(NAME).py
 
-JOBS ?= 3
+JOBS ?= 4
 
 test: $(SET_UP_DEV) java servers  ## all tests, JOBS at once; ARGS= goes to pytest
 	@$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadgroup $(ARGS)

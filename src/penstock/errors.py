@@ -71,6 +71,7 @@ CODES: dict[str, str] = {
     "PEN-5013": "too many retries",
     "PEN-5014": "Spark is gone",
     "PEN-5020": "a target's own record of its epochs is lost or corrupt",
+    "PEN-5021": "a target cannot be written anew for a wider type",
     "PEN-5030": "a source's change stream cannot be understood",
 }
 """What each code means, for people; `docs/errors.md` is generated from it. The first digit names the class."""

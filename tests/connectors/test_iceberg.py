@@ -22,14 +22,15 @@ from pyiceberg.conversions import from_bytes
 from pyiceberg.exceptions import CommitFailedException, NoSuchTableError
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
+from pyiceberg.table.name_mapping import create_mapping_from_schema
 from pyiceberg.transforms import BucketTransform, IdentityTransform
-from pyiceberg.types import IntegerType, LongType, NestedField, StringType, UUIDType
+from pyiceberg.types import DateType, IntegerType, LongType, NestedField, StringType, UUIDType
 from sink_protocol import END, ORDERS, SinkProtocol, commit_in_a_process, epoch, rows, stage, staged_places
 from sqlalchemy.exc import OperationalError
 
 from penstock.connectors.iceberg import Iceberg, IcebergConfig
 from penstock.connectors.iceberg import sink as iceberg_sink
-from penstock.connectors.iceberg.table import Catalog
+from penstock.connectors.iceberg.table import Catalog, Table
 from penstock.errors import ConfigError, FatalError, RetryableError, SchemaError
 from penstock.schema.evolution import Policy
 from penstock.sink import Task
@@ -532,6 +533,96 @@ def test_a_table_that_is_written_anew_when_the_process_is_killed_is_so_once(sink
         Path(task.file.file_path) for task in table().scan(snapshot_id=table().snapshots()[0].snapshot_id).plan_files()
     }
     assert staged_places(sink) == live | first
+
+
+def shown_files(table) -> set[Path]:
+    """The data files that any snapshot shows."""
+    ids = [each.snapshot_id for each in table().snapshots()]
+    return {Path(task.file.file_path) for id in ids for task in table().scan(snapshot_id=id).plan_files()}
+
+
+def test_a_table_that_another_writer_changes_while_it_is_written_anew_is_written_once_more(
+    sink, read, table, monkeypatch
+):
+    commit(sink, 1, rows(0, at=DAYS))
+    batches = Table.batches
+
+    def append():
+        table().append(pa.table({"id": [1000]}))
+
+    def tag():
+        table().manage_snapshots().create_tag(table().snapshots()[0].snapshot_id, "kept").commit()
+
+    others = iter([append, tag, lambda: None])
+
+    def slow(self):
+        yield from batches(self)
+        next(others)()
+
+    monkeypatch.setattr(Table, "batches", slow)
+    commit(sink, 2, rows(10, at=TIMES))
+    assert next(others, None) is None
+    assert ids(read) == [*range(20), 1000]
+    assert table().refs()["kept"].snapshot_id == table().snapshots()[0].snapshot_id
+    assert staged_places(sink) <= shown_files(table)  # nothing is left of the tries that were in vain
+
+
+def test_a_process_that_dies_behind_the_commit_of_a_table_written_anew_leaves_nothing(sink, read, table, monkeypatch):
+    commit(sink, 1, rows(0, at=DAYS))
+    e = epoch(2)
+    receipts = [stage(sink, e, rows(10, at=TIMES), task=0), stage(sink, e, rows(20, at=DAYS), task=1)]
+    assert commit_in_a_process(sink, e, receipts, "commit.before=kill") == -signal.SIGKILL
+    with monkeypatch.context() as patched:
+        patched.setattr(Iceberg, "_tidy", lambda *_: pytest.fail("died"))
+        with pytest.raises(pytest.fail.Exception, match="died"):
+            sink.commit_epoch(e, receipts, END)
+    assert len(staged_places(sink)) > len(shown_files(table))
+    sink.commit_epoch(e, receipts, END)
+    assert times(read) == TIMES.cast(pa.int64()).to_pylist() * 3
+    assert staged_places(sink) == shown_files(table)
+
+
+def test_a_date_beyond_all_timestamps_is_told_and_leaves_no_half_a_table(sink, read):
+    commit(sink, 1, rows(0, at=pa.array([200_000_000] * 10, pa.date32())))
+    before = staged_places(sink)
+    e = epoch(2)
+    receipts = [stage(sink, e, rows(10, at=TIMES))]
+    with pytest.raises(FatalError, match=r"PEN-5021 a value of /lake/orders does not fit"):
+        sink.commit_epoch(e, receipts, END)
+    assert len(staged_places(sink)) == len(before) + 1
+
+
+def test_a_column_that_takes_the_place_of_another_is_required_and_mapped_as_that_was(make, catalog, read):
+    catalog.create_namespace("lake")
+    fields = [NestedField(1, "id", LongType(), required=True), NestedField(2, "at", DateType(), required=True)]
+    made = catalog.create_table(
+        "lake.orders",
+        Schema(*fields, identifier_field_ids=[1, 2]),
+        location=make().config.path.replace("{topic}", "lake/orders"),
+    )
+    mapping = create_mapping_from_schema(made.schema()).model_dump_json()
+    with made.transaction() as change:
+        change.set_properties({"schema.name-mapping.default": mapping})
+    sink, days, hours = make(), pa.array(range(10), pa.date32()), pa.array(range(10), pa.timestamp("us"))
+    commit(sink, 1, rows(0, at=days))
+    with pytest.raises(SchemaError, match="'at' of /lake/orders holds nulls, and the table forbids them"):
+        commit(sink, 2, rows(10, at=TIMES))
+    commit(sink, 2, rows(10, at=hours))
+    table = catalog.load_table("lake.orders")
+    assert [(each.name, each.field_id, each.required) for each in table.schema().fields] == [
+        ("id", 1, True),
+        ("at", 3, True),
+    ]
+    assert table.schema().identifier_field_ids == [1, 3]
+    assert {name: each.field_id for each in table.name_mapping().root for name in each.names} == {"id": 1, "at": 3}
+    assert ids(read) == list(range(20))
+
+
+def test_structs_in_lists_keep_dates_as_they_are_since_nulls_among_them_would_be_lost(sink, read):
+    tags = pa.array([None, [{"x": 1}]] * 5)
+    commit(sink, 1, rows(0, at=DAYS, tags=tags))
+    with pytest.raises(SchemaError, match=r"PEN-4001 .*'at' of /lake/orders is date32.*timestamp"):
+        commit(sink, 2, rows(10, at=TIMES, tags=tags))
 
 
 def test_rows_that_others_deleted_and_columns_that_they_sort_by_outlive_that_dates_become_timestamps(sink, read, table):

@@ -16,7 +16,7 @@ import pytest
 from pydantic import ValidationError
 
 from mirrored import Database, database_on
-from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, source, wal
+from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, seed, source, wal
 from penstock.errors import ConfigError, FatalError, RetryableError
 from penstock.source import Note, ReadLimit
 from penstock.testing import SourceContract
@@ -113,12 +113,54 @@ class TestMirror:
             'CREATE TABLE items (region text COLLATE "C", number int4, version int8, PRIMARY KEY (region, number))',
             "INSERT INTO orders SELECT i, 0, 'n' || i FROM generate_series(1, 400) i",
             "INSERT INTO items SELECT chr(97 + i % 5), i, 0 FROM generate_series(1, 300) i",
+            "ANALYZE orders",  # its chunks are cut by statistics, the others by counting
         )
         mirror = Mirror(tmp_path, database.source(seed_chunk_rows=40))
         with Writers(database, 2):
             mirror.run(until="copied")
         mirror.run()
         check(database, mirror)
+
+    def test_chunks_are_cut_by_the_statistics_of_the_key_while_these_tell_the_size(self, database):
+        def sizes():
+            with closing(database.source(seed_chunk_rows=1000)) as opened:
+                opened.open()
+                start = opened.initial()
+                chunks = opened.split(start, opened.latest(start, ReadLimit(parallelism=4)))
+                read = [sum(item.num_rows for item in opened.read(c) if not isinstance(item, Note)) for c in chunks]
+            return chunks, read
+
+        database.run(ORDERS, "INSERT INTO orders SELECT i * i FROM generate_series(1, 10000) i", "ANALYZE orders")
+        bounds = database.rows("SELECT unnest(histogram_bounds::text::text[]) FROM pg_stats WHERE attname = 'id'")
+        chunks, read = sizes()
+        assert [chunk.upto for chunk in chunks] == [bounds[place] for place in (11, 22, 33, 44)]
+        assert [chunk.after for chunk in chunks] == [None, *(chunk.upto for chunk in chunks[:-1])]
+        assert all(900 < rows < 1300 for rows in read)
+        database.run("INSERT INTO orders SELECT -i FROM generate_series(1, 10000) i")
+        assert sizes()[1] == [1000] * 4  # they are of another table, so to say
+
+    def test_chunks_by_statistics_cover_the_table_once_whatever_their_size(self, database):
+        database.run(ORDERS, "INSERT INTO orders SELECT i - 300 FROM generate_series(1, 700) i", "ANALYZE orders")
+        database.run("INSERT INTO orders SELECT i FROM generate_series(1000, 1100) i")
+        opened = database.source()
+        with closing(opened):
+            opened.open()
+            opened.initial()
+            known, catalog = opened._known()
+            table = known["public.orders"]
+            with psycopg.connect(database.dsn, autocommit=True) as connection:
+                for count, room, upto in itertools.product(
+                    (1, 6, 7, 10, 99, 500, 5000), (1, 3, 1000), (None, ("250",))
+                ):
+                    after, keys, turns = None, [], 0
+                    while not turns or after != upto:
+                        for edge in seed.edges(connection, table, catalog, after, upto, count, count * room):
+                            where = seed._where(table, after, edge.upto)
+                            keys += [key for (key,) in connection.execute(f"SELECT id FROM orders{where}")]
+                            after = edge.upto
+                        turns += 1
+                    keys_there = [key for (key,) in database.rows("SELECT id FROM orders")]
+                    assert sorted(keys) == sorted(key for key in keys_there if upto is None or key <= 250)
 
     @pytest.mark.parametrize("key", ["PRIMARY KEY", ""])
     def test_a_part_is_the_same_however_often_it_is_read(self, database, key):

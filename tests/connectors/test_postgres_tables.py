@@ -261,6 +261,23 @@ class TestBadTables:
         mirror.run()  # the old failure goes once the log behind the copy is read
         assert not any(progress.failure for progress in mirror.position.tables.values())
 
+    def test_a_row_that_cannot_be_read_in_the_middle_of_a_copy_sets_its_table_aside(
+        self, database, tmp_path, monkeypatch
+    ):
+        monkeypatch.setattr(seed, "RETRY_SECS", 0.0)
+        mirror = Tables(tmp_path, database.source(dsn=_as_reader(database)))
+        database.run(
+            "CREATE POLICY fails ON orders FOR SELECT TO reader USING (1 / (id - 5) < 2)",
+            "ALTER TABLE orders ENABLE ROW LEVEL SECURITY",
+        )
+        mirror.run(until="copied")
+        (failed,) = [each for each in mirror.source.streams(mirror.position) if each.state == "failed"]
+        assert (failed.stream, failed.code) == ("public.orders", "PEN-3006")
+        assert "division by zero" in failed.error
+        database.run("ALTER TABLE orders DISABLE ROW LEVEL SECURITY", "INSERT INTO orders VALUES (11)")
+        mirror.run()
+        check(database, mirror)
+
     def test_rows_that_a_sink_refuses_set_their_table_aside(self, database, tmp_path, monkeypatch):
         monkeypatch.setattr(seed, "RETRY_SECS", 0.0)
         mirror = Tables(tmp_path, database.source(), picky=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import sqlite3
 import subprocess
@@ -113,6 +114,11 @@ def outside(request, tmp_path):
     made.run("SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE NOT active")
 
 
+WRITING = threading.Lock()
+"""No process is forked while SQLite writes: its locks would be held in the child for ever."""
+os.register_at_fork(before=WRITING.acquire, after_in_parent=WRITING.release, after_in_child=WRITING.release)
+
+
 class Writer:
     """Writes at random until it is stopped; nobody else writes, so the cursor grows as changes are committed."""
 
@@ -134,9 +140,10 @@ class Writer:
         connection = None
         while not self.stopped.wait(0.003):
             try:
-                connection = connection or self.outside.connect()
                 key, what = self.chance.randint(1, ROWS + 30), self.chance.choice(["insert", "update", "delete"])
-                connection.execute(self.outside.statement(key, what, next(self.clock)))
+                with WRITING:
+                    connection = connection or self.outside.connect()
+                    connection.execute(self.outside.statement(key, what, next(self.clock)))
                 self.written += 1
             except psycopg.OperationalError:
                 connection = None

@@ -221,7 +221,7 @@ class Stage:
     """Which types of a topic's columns may grow from one batch to the next."""
 
     def __post_init__(self) -> None:
-        self._stem = self.epoch.stem(self.task)
+        self.stem = self.epoch.stem(self.task)
         self._count = 0
         self._held_bytes = 0
         self._open: OrderedDict[tuple[Topic, tuple[str | None, ...], pa.Schema], _Open] = OrderedDict()
@@ -284,7 +284,7 @@ class Stage:
         self._check_partitions(topic, schema)
         self._schemas[topic] = follow(topic, self._schemas.get(topic, schema), schema, sink_widens=self.widens)
         if topic not in self._staged:
-            listed = f"{self.epoch.stem()}/{self._stem}-{len(self._staged):03d}"
+            listed = f"{self.epoch.stem()}/{self.stem}-{len(self._staged):03d}"
             path = _lists(self.targets.root, self.epoch.pipeline) / listed
             durable.make_directory(self.targets.claim(topic))
             with durable.disk_errors(path):
@@ -321,7 +321,7 @@ class Stage:
     def _start(self, key: tuple[Topic, tuple[str | None, ...], pa.Schema]) -> _Open:
         topic, values, schema = key
         partition = dict(zip(self.partition_by, values, strict=True))
-        path = "/".join([*hive(partition), f"{self._stem}-{self._count:04d}{self.suffix}"])
+        path = "/".join([*hive(partition), f"{self.stem}-{self._count:04d}{self.suffix}"])
         self._count += 1
         place = self.place(self.targets.claim(topic), path)
         with open(_lists(self.targets.root, self.epoch.pipeline) / self._staged[topic].listed, "a") as listed:
@@ -470,16 +470,29 @@ def drop_lists(root: Path, pipeline: str, staged: Iterable[StagedTopic]) -> None
         _remove_if_empty(path.parent)
 
 
-def sweep(root: Path, epoch: Epoch, keep: Callable[[Topic, Path], bool], lists: str = "") -> None:
-    """Remove every file that this try began, unless `keep` says otherwise; of all its lists, or those named like `lists`."""
+def sweep(
+    root: Path, epoch: Epoch, keep: Callable[[Topic, Path], bool], lists: str = "", only: Topic | None = None
+) -> None:
+    """
+    Remove every file that this try began, unless `keep` says otherwise.
+
+    Of all its lists, or those named like `lists`; of all topics, or `only` one.
+    """
     directory = _lists(root, epoch.pipeline) / epoch.stem()
     for listed in sorted(directory.glob(f"{lists}*")) if directory.exists() else ():
         topic, *places = listed.read_text().splitlines() or [""]  # empty: its task died before it had begun a file
+        if only is not None and topic not in ("", only):
+            continue
         for place in map(Path, places):
             if place.name.startswith(epoch.stem()) and not keep(topic, place):
                 place.unlink(missing_ok=True)
         listed.unlink(missing_ok=True)
     _remove_if_empty(directory)
+
+
+def has_lists(root: Path, epoch: Epoch, lists: str) -> bool:
+    """True if files were begun under such a name in this try."""
+    return any((_lists(root, epoch.pipeline) / epoch.stem()).glob(f"{lists}*"))
 
 
 def names(receipts: Iterable[StagedFiles]) -> set[str]:

@@ -29,6 +29,7 @@ SETTINGS: Mapping[str, str] = {
     "max_wal_size": "4GB",
     "log_min_messages": "warning",
     "unix_socket_directories": "",
+    "dynamic_shared_memory_type": "mmap",  # in the data directory: nothing is left of a server that was killed
 }
 """What a test's server differs in from the defaults; `settings` of the server override it."""
 
@@ -118,7 +119,11 @@ class PostgresServer:
                 shutil.rmtree(self._home, ignore_errors=True)
                 self._home = None
             if self._watch is not None:
-                self._watch.communicate()
+                try:
+                    self._watch.communicate(timeout=10)
+                except subprocess.TimeoutExpired:  # a process that was forked from this one still has its pipe
+                    self._watch.kill()
+                    self._watch.communicate()
                 self._watch = None
 
     def start(self) -> None:

@@ -370,7 +370,7 @@ class Delta(StagingSink[DeltaConfig]):
         for part in parts:
             for file in part.files:
                 (below / file.path).unlink(missing_ok=True)
-        self._sweep(epoch, set(), f"{epoch.stem()}-{REWRITER.partition:05d}-")
+        self._sweep_rewritten(epoch, topic)
 
     def _keep_up(self, epoch: Epoch, topic: Topic) -> None:
         """Join small files and remove dead ones, when it is time; whatever goes wrong there, the epoch is committed."""
@@ -394,7 +394,11 @@ class Delta(StagingSink[DeltaConfig]):
             if files.removes:
                 table.replace(files.adds, files.removes)
         finally:  # of what was begun, all that the table has not taken goes
-            self._sweep(epoch, set(), f"{epoch.stem()}-{REWRITER.partition:05d}-")
+            self._sweep_rewritten(epoch, topic)
+
+    def _sweep_rewritten(self, epoch: Epoch, topic: Topic) -> None:
+        # Of no other topic: one that is not committed yet may be in the middle of it, in a process that is thought dead.
+        self._sweep(epoch, set(), f"{epoch.stem()}-{REWRITER.partition:05d}-", only=topic)
 
     def committed_epoch(self, pipeline: str, topic: Topic) -> CommittedEpoch | None:
         table = self._table(topic)
@@ -406,7 +410,7 @@ class Delta(StagingSink[DeltaConfig]):
     def sweep(self, epoch: Epoch, keep: Sequence[StagedFiles]) -> None:
         self._sweep(epoch, staging.names(keep))
 
-    def _sweep(self, epoch: Epoch, kept: set[str], lists: str = "") -> None:
+    def _sweep(self, epoch: Epoch, kept: set[str], lists: str = "", only: Topic | None = None) -> None:
         live: dict[Topic, set[str]] = {}
 
         def is_kept(topic: Topic, place: Path) -> bool:
@@ -415,7 +419,7 @@ class Delta(StagingSink[DeltaConfig]):
                 live[topic] = {os.path.basename(uri) for uri in table.delta.file_uris()} if table else set()
             return place.name in kept or place.name in live[topic]
 
-        staging.sweep(self._targets.root, epoch, is_kept, lists)
+        staging.sweep(self._targets.root, epoch, is_kept, lists, only)
 
     def is_seeded(self, topic: Topic) -> bool:
         try:

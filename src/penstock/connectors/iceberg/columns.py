@@ -60,7 +60,8 @@ class Columns:
         """
         ids = itertools.count(self.last_id + 1)
         new = [each for each in schema if each.name not in self.schema.names]
-        new += [each for each in schema if each.name in self.renewed(schema)]
+        stored = {name: self.schema.field(name) for name in self.renewed(schema)}
+        new += [each.with_nullable(stored[each.name].nullable) for each in schema if each.name in stored]
         fresh = {each.name: each for each in _with_fresh_ids(new, lambda: next(ids))}
         fields = [fresh.get(each.name) or _same_ids(self.schema.field(each.name), each.type) for each in schema]
         return Columns(pa.schema(fields), next(ids) - 1)
@@ -152,6 +153,13 @@ _WIDER = ((pa.int32(), pa.int64()), (pa.float32(), pa.float64()), _RENEWED)
 
 def _is_renewed(column: pa.Field, schema: pa.Schema) -> bool:
     return (column.type, schema.field(column.name).type) == _RENEWED
+
+
+def nests_structs(kind: pa.DataType, inside: bool = False) -> bool:
+    """True when there are structs in lists or maps: the client, when it reads them, makes empty ones of those that are null."""
+    if types.is_struct(kind) and inside:
+        return True
+    return any(nests_structs(each.type, inside or not types.is_struct(kind)) for each in _fields(kind))
 
 
 def _iceberg_type(topic: Topic, name: str, kind: pa.DataType) -> pa.DataType:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +33,7 @@ from penstock.connectors.iceberg.columns import (
     as_iceberg,
     iceberg_schema,
     ids_of,
+    nests_structs,
     read_stats,
     widens,
 )
@@ -194,8 +196,10 @@ class Iceberg(StagingSink[IcebergConfig]):
             return columns.with_types(rows)
         stored = iceberg_schema(topic, columns.schema)
         wider = follow(topic, stored, rows, policy, widens)
-        for name in {*columns.renewed(wider)}.intersection(each.column for each in self._layout):
-            raise refusal(topic, name, stored.field(name).type, wider.field(name).type, policy, is_wider=True)
+        laid_out_by, nested = [each.column for each in self._layout], any(nests_structs(each.type) for each in stored)
+        for name in columns.renewed(wider):
+            if name in laid_out_by or nested:
+                raise refusal(topic, name, stored.field(name).type, wider.field(name).type, policy, is_wider=True)
         return columns.with_types(wider)
 
     def _staging(self, epoch: Epoch, task: Task) -> IcebergStage:
@@ -243,7 +247,7 @@ class Iceberg(StagingSink[IcebergConfig]):
                 f"the Iceberg table of {topic} refused {TRIES} commits of {epoch}: {conflict}", code="PEN-2005"
             ) from conflict
         self._committed.add(topic)
-        staging.drop_lists(self._targets.root, epoch.pipeline, parts)
+        self._tidy(epoch, topic, parts)
 
     def _is_done(self, epoch: Epoch, topic: Topic, table: Table | None) -> bool:
         marker = table.marker(epoch.pipeline) if table else None
@@ -267,40 +271,41 @@ class Iceberg(StagingSink[IcebergConfig]):
         files = [file for part in parts for file in part.files]
         # Tasks that add columns at once may give one id to two of them.
         mixed_up = [file for file in files if not read_stats(file)["ids"].items() <= ids.items()]
-        places = [self.place(target, file.path) for file in mixed_up]
-        rewritten = self._rewrite(epoch, topic, _batches(places), columns)
-        files = [file for file in files if file not in mixed_up] + [file for part in rewritten for file in part.files]
-        added = [self._data_file(table, columns, self.place(target, file.path), file) for file in files]
-        anew = None
-        if known.renewed(columns.schema) and table.metadata.current_snapshot() is not None:
-            table_anew = self._rewrite(epoch, topic, table.batches(), columns)
-            rewritten += table_anew
-            anew = [self._data_file(table, columns, self.place(target, f.path), f) for p in table_anew for f in p.files]
-        table.commit(epoch, end, columns, added, self.config.keep_snapshots, anew)
-        if rewritten:
-            self._tidy(epoch, places, rewritten)
+        as_data = partial(self._data_file, table, columns, target)
+        stages = [self._staging(epoch, REWRITER) for _ in range(2)]
+        is_written, anew = False, None
+        try:
+            rows = _batches([self.place(target, file.path) for file in mixed_up])
+            files = [file for file in files if file not in mixed_up] + _rewrite(stages[0], topic, rows, columns)
+            if known.renewed(columns.schema) and table.metadata.current_snapshot() is not None:
+                anew = list(map(as_data, _rewrite(stages[1], topic, table.batches(), columns)))
+            added = list(map(as_data, files))
+            is_written = True
+            table.commit(epoch, end, columns, added, self.config.keep_snapshots, anew)
+        except BaseException as error:
+            if not is_written or isinstance(
+                error, CommitFailedException
+            ):  # else nobody knows whether the table has them
+                for stage in stages:
+                    stage.abandon()
+                    staging.sweep(self._targets.root, epoch, lambda *_: False, stage.stem)
+            raise
         self._leave_word(topic, table.columns())
 
-    def _rewrite(
-        self, epoch: Epoch, topic: Topic, batches: Iterable[pa.RecordBatch], columns: Columns
-    ) -> list[StagedTopic]:
-        """Write rows anew with the types and the field ids of the columns; nothing of it is visible."""
-        stage = self._staging(epoch, REWRITER)
-        for batch in batches:
-            schema = pa.schema([columns.schema.field(name) for name in batch.schema.names])
-            values = [widened(each, field.type) for each, field in zip(batch.columns, schema, strict=True)]
-            stage.write(topic, pa.RecordBatch.from_arrays(values, schema=schema))
-        return list(stage.finish().values())
+    def _tidy(self, epoch: Epoch, topic: Topic, parts: Sequence[StagedTopic]) -> None:
+        """Of a committed topic: drop staged files that were written anew, and what tries that died have written for them."""
+        lists = f"{epoch.stem()}-{REWRITER.partition:05d}-"
+        if staging.has_lists(self._targets.root, epoch, lists):
+            table, target = self._table(topic), self._targets.claim(topic)
+            live = table.live_files() if table else set()
+            for place in (self.place(target, file.path) for part in parts for file in part.files):
+                if place.name not in live:
+                    place.unlink(missing_ok=True)
+            staging.sweep(self._targets.root, epoch, lambda _, place: place.name in live, lists, only=topic)
+        staging.drop_lists(self._targets.root, epoch.pipeline, parts)
 
-    def _tidy(self, epoch: Epoch, replaced: Sequence[Path], rewritten: Sequence[StagedTopic]) -> None:
-        """Drop files that were written anew, and those that tries which failed or died have written for them."""
-        staging.drop_lists(self._targets.root, epoch.pipeline, rewritten)
-        self._sweep(epoch, set(), f"{epoch.stem()}-{REWRITER.partition:05d}-")
-        for place in replaced:
-            place.unlink(missing_ok=True)
-
-    def _data_file(self, table: Table, columns: Columns, place: Path, file: StagedFile) -> DataFile:
-        stats = read_stats(file)
+    def _data_file(self, table: Table, columns: Columns, target: Path, file: StagedFile) -> DataFile:
+        place, stats = self.place(target, file.path), read_stats(file)
         del stats["ids"]
         return DataFile.from_args(
             content=DataFileContent.DATA,
@@ -344,9 +349,7 @@ class Iceberg(StagingSink[IcebergConfig]):
         return marker
 
     def sweep(self, epoch: Epoch, keep: Sequence[StagedFiles]) -> None:
-        self._sweep(epoch, staging.names(keep))
-
-    def _sweep(self, epoch: Epoch, kept: set[str], lists: str = "") -> None:
+        kept = staging.names(keep)
         live: dict[Topic, set[str]] = {}
 
         def is_kept(topic: Topic, place: Path) -> bool:
@@ -355,7 +358,7 @@ class Iceberg(StagingSink[IcebergConfig]):
                 live[topic] = table.live_files() if table else set()
             return place.name in kept or place.name in live[topic]
 
-        staging.sweep(self._targets.root, epoch, is_kept, lists)
+        staging.sweep(self._targets.root, epoch, is_kept)
 
     def is_seeded(self, topic: Topic) -> bool:
         table = self._table(topic)
@@ -490,6 +493,24 @@ class Iceberg(StagingSink[IcebergConfig]):
         if url.drivername == "postgresql":
             url = url.set(drivername="postgresql+psycopg")
         return url.set(password=self.config.catalog_password.reveal()) if self.config.catalog_password else url
+
+
+def _rewrite(
+    stage: IcebergStage, topic: Topic, batches: Iterable[pa.RecordBatch], columns: Columns
+) -> list[StagedFile]:
+    """Write rows anew with the types and the field ids of the columns; nothing of it is visible."""
+    for batch in batches:
+        schema = pa.schema([columns.schema.field(name) for name in batch.schema.names])
+        try:
+            values = [widened(each, field.type) for each, field in zip(batch.columns, schema, strict=True)]
+        except pa.ArrowInvalid as error:
+            raise FatalError(
+                f"a value of {topic} does not fit the wider type of its column: {error}",
+                code="PEN-5021",
+                hint="a date may lie beyond the last timestamp: correct or delete its row in the table, and start again",
+            ) from error
+        stage.write(topic, pa.RecordBatch.from_arrays(values, schema=schema))
+    return [file for part in stage.finish().values() for file in part.files]
 
 
 def _batches(places: Sequence[Path]) -> Iterator[pa.RecordBatch]:

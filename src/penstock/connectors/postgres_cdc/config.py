@@ -60,5 +60,5 @@ class PostgresCdcConfig(PostgresLogConfig):
     a new default or another type of a column makes necessary goes over them and clears nothing.
     """
 
-    seed_chunk_rows: PositiveInt = 500_000
+    seed_chunk_rows: PositiveInt = 1_000_000
     """Rows that one task copies in one epoch; what was not committed yet is copied again after a crash."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,17 @@ MOST_RETRY_SECS = 600.0
 LOCK_SECS = 30
 """How long the lock of another session on a table is waited for before the table is set aside."""
 
+_INTEGERS = (20, 21, 23)
+_FEW_ROWS = 100_000
+_STATISTICS = """
+SELECT histogram_bounds::text::int8[], reltuples, reltuples * (pages - relpages) / relpages
+FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+    JOIN pg_stats s ON (s.schemaname, s.tablename) = (n.nspname, c.relname)
+    CROSS JOIN LATERAL (SELECT pg_relation_size(c.oid) / current_setting('block_size')::int AS pages) now
+WHERE c.oid = %s AND attname = %s AND NOT inherited AND n_distinct = -1 AND histogram_bounds IS NOT NULL
+    AND reltuples > 0 AND pages BETWEEN 0.8 * relpages AND 1.2 * relpages
+"""
+"""Keys at equal distances, the rows that ANALYZE has found, and how many came since, by the pages."""
 _OF_TABLE = ("0A", "22", "42", "XX")
 _LOCKED, _CANCELLED = "55P03", "57014"
 _MOST_TEXT = 500
@@ -221,8 +233,19 @@ def edges(
     upto: Key | None,
     rows: int,
     room: int,
+    counted: bool = False,
 ) -> Iterator[Edge]:
-    """Ends of chunks of so many rows, until `room` is used up or `upto` is reached, which then is the last one."""
+    """
+    Ends of chunks of about so many rows, until `room` is used up or `upto` is reached, which then is the last one.
+
+    They come from the statistics of the key where these are good enough, unless the rows are to be `counted`, which takes
+    a tenth of the time of a copy.
+    """
+    for edge in () if counted else _from_statistics(connection, table, after, upto, rows, room):
+        yield edge
+        after, room = edge.upto, room - edge.rows
+        if after == upto or room <= 0:
+            return
     expressions = ", ".join(select_text(column, catalog) for column in table.key_columns)
     while room > 0:
         found = connection.execute(
@@ -234,6 +257,34 @@ def edges(
             return
         after, room = tuple(found), room - rows
         yield Edge(after, rows)
+
+
+def _from_statistics(
+    connection: psycopg.Connection[Any], table: Table, after: Key | None, upto: Key | None, rows: int, room: int
+) -> Iterator[Edge]:
+    """Ends of chunks by what ANALYZE knows of a key that is one whole number; fewer where that is not enough."""
+    if table.partitioned or [column.type_oid in _INTEGERS for column in table.key_columns] != [True]:
+        return
+    if any(edge and not (len(edge) == 1 and edge[0].lstrip("-").isdigit()) for edge in (after, upto)):
+        return  # of another key, from before
+    with contextlib.suppress(psycopg.errors.InsufficientPrivilege):
+        found = connection.execute(_STATISTICS, [table.oid, table.key_columns[0].name]).fetchone()
+        bounds, count, grown = found or ((), 0, 0)
+        lowest, highest = int(after[0]) if after else -math.inf, int(upto[0]) if upto else math.inf
+        within = [bound for bound in bounds if lowest < bound < highest]
+        each = count / (len(bounds) - 1) if len(bounds) > 1 else math.inf  # rows between two bounds
+        step = int(1.1 * rows / each)
+        if _FEW_ROWS < len(within) * each < room:  # the end of a table is shared by all tasks
+            step = min(step, -(-len(within) * rows // room))
+        if step < 1:
+            return
+        place = -1 if after else 0  # the lowest bound is the least key
+        while place + 1.5 * step < len(within):
+            place += step
+            yield Edge((str(within[place]),), round(step * each))
+        left = max(0, len(within) - 1 - place) * each + grown
+        if left < 1.5 * rows:
+            yield Edge(upto, round(left))
 
 
 def _count(connection: psycopg.Connection[Any], table: Table, after: Key | None, upto: Key | None, most: int) -> int:
@@ -288,12 +339,10 @@ def read_part(
     with wal.errors(f"cannot copy {part.stream}"), table_errors(table) if apart else contextlib.nullcontext():
         part.held.take(connection)
         columns = ", ".join(select_native(column, catalog) for column in table.columns) or "1"
-        with connection.cursor() as cursor:
-            cursor.execute(f"SELECT {columns} FROM {_from(table)}{where}")
-            for batch in cursor.fetch_record_batch():
-                if batch.num_rows:
-                    count += batch.num_rows
-                    yield SourceBatch(_seeded(batch, table, catalog, part), stream=table.stream)
+        for batch in wal.batches(connection, f"SELECT {columns} FROM {_from(table)}{where}"):
+            if batch.num_rows:
+                count += batch.num_rows
+                yield SourceBatch(_seeded(batch, table, catalog, part), stream=table.stream)
         same = wal.files(connection, table.oid) == part.held.files.get(table.oid)
         wal.run(connection, "COMMIT")
     if not same:  # emptied or rewritten after the snapshot was taken: what it shows was not there any more

@@ -573,8 +573,11 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             whole = min(WHOLE_ROWS, limit.rows or WHOLE_ROWS) if progress.clears else 0
             try:
                 with seed.table_errors(table):
+                    most = max(room, whole)
                     found = list(
-                        seed.edges(connection, table, catalog, progress.frontier, None, rows, max(room, whole))
+                        seed.edges(
+                            connection, table, catalog, progress.frontier, None, rows, most, counted=progress.clears
+                        )
                     )
             except TableError as error:
                 end = self._set_aside(end, table, error)

@@ -328,7 +328,7 @@ def has_changes(
 
 def peek(connection: Any, slot_name: str, publications: Sequence[str], end: int) -> Iterator[pa.RecordBatch]:
     """The messages from the slot's own place to `end`, as the server sends them."""
-    yield from _batches(connection, f"SELECT data FROM {_changes(slot_name, publications, end)}")
+    yield from batches(connection, f"SELECT data FROM {_changes(slot_name, publications, end)}")
 
 
 def glance(
@@ -353,13 +353,14 @@ def glance(
 
 def consume(connection: Any, slot_name: str, publications: Sequence[str], end: int) -> Iterator[pa.RecordBatch]:
     """The messages from the slot's own place to `end`, which becomes its place."""
-    yield from _batches(connection, f"SELECT data FROM {_changes(slot_name, publications, end, how='get')}")
+    yield from batches(connection, f"SELECT data FROM {_changes(slot_name, publications, end, how='get')}")
 
 
-def _batches(connection: Any, query: str) -> Iterator[pa.RecordBatch]:
+def batches(connection: Any, query: str) -> Iterator[pa.RecordBatch]:
+    """What a query answers over an Arrow connection, as it comes."""
     with connection.cursor() as cursor:
         cursor.execute(query)
-        yield from cursor.fetch_record_batch()
+        yield from cursor._results.reader  # errors in the middle lose their state in `fetch_record_batch`
 
 
 def advance(connection: Any, slot_name: str, place: int) -> None:

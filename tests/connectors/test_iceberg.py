@@ -405,19 +405,23 @@ def test_what_iceberg_cannot_hold_without_loss_is_refused(sink):
             stage(sink, epoch(1), pa.record_batch({"odd": values}))
 
 
-def test_another_engine_reads_the_files_by_their_field_ids(sink, table):
-    """DuckDB gets the list of files and the table's ids, and no names of columns."""
-    commit(sink, 1, rows(0, note=pa.array(["x"] * 10)))
-    with table().update_schema() as update:
-        update.rename_column("note", "remark")
-    commit(sink, 2, rows(10, remark=pa.array(["y"] * 10)))
+def by_field_ids(table, query):
+    """What DuckDB answers, which gets the list of files and the table's ids, and no names of columns."""
     files = [task.file.file_path for task in table().scan().plan_files()]
-    kinds = {"long": "BIGINT", "string": "VARCHAR"}
+    kinds = {"long": "BIGINT", "string": "VARCHAR", "timestamp": "TIMESTAMP"}
     schema = ", ".join(
         f"{each.field_id}: {{name: '{each.name}', type: '{kinds[str(each.field_type)]}', default_value: NULL}}"
         for each in table().schema().fields
     )
-    found = duckdb.sql(f"SELECT * FROM read_parquet({files}, schema = MAP {{{schema}}}) ORDER BY id").fetchall()
+    return duckdb.sql(query.format(rows=f"read_parquet({files}, schema = MAP {{{schema}}})")).fetchall()
+
+
+def test_another_engine_reads_the_files_by_their_field_ids(sink, table):
+    commit(sink, 1, rows(0, note=pa.array(["x"] * 10)))
+    with table().update_schema() as update:
+        update.rename_column("note", "remark")
+    commit(sink, 2, rows(10, remark=pa.array(["y"] * 10)))
+    found = by_field_ids(table, "SELECT * FROM {rows} ORDER BY id")
     assert found == [(id, "x" if id < 10 else "y") for id in range(20)]
 
 
@@ -482,6 +486,12 @@ TIMES = pa.array([0, 20_000 * 86_400_000_000, None, (1 << 63) - 1, -(1 << 63) + 
 """The same; the ends are the infinities."""
 
 
+def shown_files(table) -> set[Path]:
+    """The data files that any snapshot shows."""
+    ids = [each.snapshot_id for each in table().snapshots()]
+    return {Path(task.file.file_path) for id in ids for task in table().scan(snapshot_id=id).plan_files()}
+
+
 def times(read) -> list[int]:
     return read().sort_by("id").column("at").cast(pa.int64()).to_pylist()
 
@@ -501,6 +511,9 @@ def test_dates_become_timestamps_by_a_column_in_their_place_and_files_written_an
     assert ids(read) == list(range(60))
     assert times(read) == TIMES.cast(pa.int64()).to_pylist() * 6
     assert read().sort_by("id").column("n").to_pylist() == [1] * 20 + [None] * 40
+    shown = by_field_ids(table, 'SELECT id, epoch_us("at") FROM {rows} WHERE isfinite("at") ORDER BY id')
+    assert shown == [(id, (id % 5) * 20_000 * 86_400_000_000) for id in range(60) if id % 5 < 2]
+    assert by_field_ids(table, 'SELECT count(*) FROM {rows} WHERE isinf("at")') == [(24,)]
     assert [(each.name, each.field_id, str(each.field_type)) for each in table().schema().fields] == [
         ("id", 1, "long"),
         ("at", 4, "timestamp"),
@@ -513,9 +526,7 @@ def test_dates_become_timestamps_by_a_column_in_their_place_and_files_written_an
     assert old <= staged_places(sink)
     for number in range(4, 8):
         commit(sink, number, rows(10 * number + 20, at=TIMES))
-    assert staged_places(sink) == {
-        Path(task.file.file_path) for task in table().scan().plan_files()
-    }  # old ones expired
+    assert staged_places(sink) == shown_files(table)  # the old ones went with their snapshots
     assert times(read) == TIMES.cast(pa.int64()).to_pylist() * 10
 
 
@@ -528,17 +539,7 @@ def test_a_table_that_is_written_anew_when_the_process_is_killed_is_so_once(sink
     for _ in range(2):
         sink.commit_epoch(e, receipts, END)
         assert times(read) == TIMES.cast(pa.int64()).to_pylist() * 2
-    live = {Path(task.file.file_path) for task in table().scan().plan_files()}
-    first = {
-        Path(task.file.file_path) for task in table().scan(snapshot_id=table().snapshots()[0].snapshot_id).plan_files()
-    }
-    assert staged_places(sink) == live | first
-
-
-def shown_files(table) -> set[Path]:
-    """The data files that any snapshot shows."""
-    ids = [each.snapshot_id for each in table().snapshots()]
-    return {Path(task.file.file_path) for id in ids for task in table().scan(snapshot_id=id).plan_files()}
+    assert staged_places(sink) == shown_files(table)
 
 
 def test_a_table_that_another_writer_changes_while_it_is_written_anew_is_written_once_more(

@@ -283,12 +283,10 @@ class Iceberg(StagingSink[IcebergConfig]):
             is_written = True
             table.commit(epoch, end, columns, added, self.config.keep_snapshots, anew)
         except BaseException as error:
-            if not is_written or isinstance(
-                error, CommitFailedException
-            ):  # else nobody knows whether the table has them
-                for stage in stages:
-                    stage.abandon()
-                    staging.sweep(self._targets.root, epoch, lambda *_: False, stage.stem)
+            may_be_there = is_written and not isinstance(error, CommitFailedException)
+            for stage in () if may_be_there else stages:
+                stage.abandon()
+                staging.sweep(self._targets.root, epoch, lambda *_: False, stage.stem)
             raise
         self._leave_word(topic, table.columns())
 

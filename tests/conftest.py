@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.java import java_problem
+from penstock.testing.postgres import PostgresServer, binaries
 
 TESTS = Path(__file__).parent
 FOLDERS = ("", "connectors", "faults", "integration", "spark")
@@ -68,6 +69,14 @@ def java() -> None:
     problem = java_problem()
     if problem:
         missing(str(problem))
+
+
+@pytest.fixture(scope="module")
+def server(need: Callable[[object, str], None]) -> Iterator[PostgresServer]:
+    """PostgreSQL 18 for the tests of one file that neither restart it nor set it up in another way."""
+    need(binaries(18), "PostgreSQL 18 is not installed")
+    with PostgresServer(18, settings={"fsync": "off"}) as running:
+        yield running
 
 
 @pytest.fixture

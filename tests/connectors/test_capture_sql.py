@@ -14,16 +14,8 @@ from penstock.capture import Delete, Upsert
 from penstock.connectors.sql_poll import SqlPoll, SqlPollConfig, source
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError
 from penstock.testing import CaptureContract
-from penstock.testing.postgres import PostgresServer, binaries
 
 _NUMBERS = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def server(need):
-    need(binaries(18), "PostgreSQL 18 is not installed")
-    with PostgresServer(18, settings={"fsync": "off"}) as running:
-        yield running
 
 
 class Outside:

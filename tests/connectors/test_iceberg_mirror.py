@@ -14,16 +14,8 @@ from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.iceberg import Iceberg, IcebergConfig
 from penstock.connectors.postgres_cdc import source
 from penstock.testing.mirror import replayed
-from penstock.testing.postgres import PostgresServer, binaries
 
 _NUMBERS = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def server(need):
-    need(binaries(18), "PostgreSQL 18 is not installed")
-    with PostgresServer(18, settings={"fsync": "off"}) as running:
-        yield running
 
 
 @pytest.fixture

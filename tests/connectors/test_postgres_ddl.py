@@ -10,7 +10,6 @@ import pytest
 from mirrored import Lake, Reading, database_on
 from penstock.connectors.postgres_cdc import seed, source
 from penstock.testing.mirror import replayed
-from penstock.testing.postgres import PostgresServer, binaries
 
 _NUMBERS = itertools.count()
 
@@ -57,13 +56,6 @@ ALTERED = {
 }
 NO_COPY = {"added", "dropped", "made_longer", "defined", "rewritten", "emptied"}
 """What changes no row that is already there, or says so in the log."""
-
-
-@pytest.fixture(scope="module")
-def server(need):
-    need(binaries(18), "PostgreSQL 18 is not installed")
-    with PostgresServer(18, settings={"fsync": "off"}) as running:
-        yield running
 
 
 @pytest.fixture

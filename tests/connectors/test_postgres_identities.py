@@ -10,7 +10,6 @@ from mirrored import Lake, database_on
 from penstock.connectors.postgres_cdc import source
 from penstock.errors import ConfigError
 from penstock.testing.mirror import Mirror
-from penstock.testing.postgres import PostgresServer, binaries
 
 _NUMBERS = itertools.count()
 
@@ -40,13 +39,6 @@ CHANGES = [
     "INSERT INTO {t} VALUES (6, 'c6', 6, 'new')",
     "UPDATE {t} SET story = NULL WHERE id = 5",
 ]
-
-
-@pytest.fixture(scope="module")
-def server(need):
-    need(binaries(18), "PostgreSQL 18 is not installed")
-    with PostgresServer(18, settings={"fsync": "off"}) as running:
-        yield running
 
 
 @pytest.fixture

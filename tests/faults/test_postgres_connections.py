@@ -17,18 +17,10 @@ from penstock.errors import FatalError, RetryableError
 from penstock.source import ReadLimit
 from penstock.testing.crash import wait_until
 from penstock.testing.mirror import Mirror, replayed
-from penstock.testing.postgres import PostgresServer, binaries
 
 _NUMBERS = itertools.count()
 ORDERS = "CREATE TABLE orders (id int8 PRIMARY KEY, version int8 NOT NULL DEFAULT 0, note text)"
 ROWS = 2000
-
-
-@pytest.fixture(scope="module")
-def server(need):
-    need(binaries(18), "PostgreSQL 18 is not installed")
-    with PostgresServer(18, settings={"fsync": "off"}) as running:
-        yield running
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 
 from mirrored import Database, database_on
 from penstock.pipeline import Pipeline
-from penstock.testing.postgres import PostgresServer, binaries
+from penstock.testing.postgres import PostgresServer
 
 ROWS = 300
 
@@ -39,13 +39,6 @@ from = "public.orders"
 to = "/few.orders"
 sql = "SELECT id, note, amount, _op, _position, _unchanged, _old_key FROM input WHERE amount > 50"
 """
-
-
-@pytest.fixture(scope="module")
-def server(need: Any) -> Iterator[PostgresServer]:
-    need(binaries(18), "PostgreSQL 18 is not installed")
-    with PostgresServer(18, settings={"fsync": "off"}) as running:
-        yield running
 
 
 @pytest.fixture

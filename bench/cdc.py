@@ -196,7 +196,7 @@ def memory(bench: Bench, server: PostgresServer, scratch: Path) -> None:
 
 def ours_run(dsn: str, target: Path) -> None:
     """Commit the first epoch, wait for the word, and read what was written meanwhile."""
-    engine = SparkEngine(master="local[2]", log=target / "spark.log")
+    engine = SparkEngine(master="local[2]", log=target / "spark.log", plain=True)
     engine.start()
     with postgres.epochs(dsn, TABLE, target, engine, snapshot="never") as loop:
         first = loop.step()

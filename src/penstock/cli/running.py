@@ -44,7 +44,13 @@ def run(
         try:
             aside(
                 lambda: supervisor.run(
-                    pipeline, master=master, drain=drain, telemetry=telemetry, stop=stop, lost_state=lost_state
+                    pipeline,
+                    master=master,
+                    drain=drain,
+                    telemetry=telemetry,
+                    stop=stop,
+                    lost_state=lost_state,
+                    alone=True,
                 )
             )
         except BaseException as error:

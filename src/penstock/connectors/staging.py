@@ -148,7 +148,8 @@ class ParquetPart:
         self._writer: pq.ParquetWriter | None = None
 
     def write(self, table: pa.Table) -> None:
-        self._begun(table).write_table(table, row_group_size=ROW_GROUP_ROWS)
+        groups = max(1, round(table.num_rows / ROW_GROUP_ROWS))  # of like size: each of them costs something
+        self._begun(table).write_table(table, row_group_size=max(1, -(-table.num_rows // groups)))
 
     def close(self) -> str | None:
         self._begun(self._schema.empty_table()).close()

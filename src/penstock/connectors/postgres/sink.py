@@ -17,7 +17,7 @@ from penstock import failpoints
 from penstock.change import check_changes, is_changelog, own_columns
 from penstock.connectors.postgres import apply, columns
 from penstock.connectors.postgres.apply import Part, Plan, StagedPart, Upsert, by_topic
-from penstock.connectors.postgres.stage import Known, Open, Stage, refusals
+from penstock.connectors.postgres.stage import Known, Open, Stage, exact, refusals
 from penstock.connectors.postgres.target import (
     DELETED,
     Catalog,
@@ -215,10 +215,10 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
         if known.target is not None:
             rows = rows.drop_columns([name for name in known.generated if name in rows.schema.names])
             own = _picked(rows.schema, own_columns(rows.schema)) if self._upserts else rows.schema
-            kinds = known.altered.get(own)
+            kinds = known.altered.get(exact(own))
             if kinds is None:
                 kinds = self._ask(lambda c: altered(c, topic, known.target, own, self.policy(topic)))  # type: ignore[arg-type]
-                known.altered[own] = kinds
+                known.altered[exact(own)] = kinds
             wider = widened(topic, known.target.schema(), own, self.policy(topic))
             rows, discarded = fit(topic, rows, wider, self.policy(topic), key)
             known.refuse_values(topic, rows, kinds, self._upserts)

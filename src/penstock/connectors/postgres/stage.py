@@ -31,13 +31,18 @@ PIECE_ROWS = 1 << 16
 _ROWLESS = [Op.DELETE.value, Op.TRUNCATE.value]
 
 
+def exact(schema: pa.Schema) -> bytes:
+    """What tells schemas apart, with their metadata, where a column may have grown: Arrow calls such schemas equal."""
+    return schema.serialize().to_pybytes()  # type: ignore[no-any-return]
+
+
 @dataclass
 class Known:
     """A topic's table as it was when a task began."""
 
     target: Target | None
-    altered: dict[pa.Schema, dict[str, str]] = field(default_factory=dict)
-    """Per schema of rows the columns that will have another type when they are applied."""
+    altered: dict[bytes, dict[str, str]] = field(default_factory=dict)
+    """Per schema of rows, `exact`, the columns that will have another type when they are applied."""
 
     @property
     def generated(self) -> list[str]:
@@ -138,7 +143,7 @@ class Stage:
             self.flush()
 
     def _part(self, topic: Topic, schema: pa.Schema, key: Sequence[str], old_key: bool) -> Open:
-        signature = (topic, schema, old_key)
+        signature = (topic, exact(schema), old_key)
         if signature not in self._open:
             part = Open(f"{self._stem}-{len(self._open):03d}", schema, old_key)
             kinds = [f"c{place} {columns.staged_type(each.type)}" for place, each in enumerate(schema)]

@@ -375,11 +375,21 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         if self._since[0] != start.lsn:
             self._since = (start.lsn, time.monotonic())
         end = self._with_new_tables(connection, self._with_requests(connection, start, here), here)
-        if end.copying and (end.turn == "copy" or here.flushed <= start.lsn):
+        waits_for_log = any(each.state == "waiting" and each.from_lsn > start.lsn for each in end.tables.values())
+        if here.torn and here.flushed > start.lsn and self._probed != (start.lsn, here.flushed):
+            wal.mend(connection)
+        if end.copying and (
+            end.turn == "copy"
+            or here.flushed <= start.lsn
+            or not (
+                waits_for_log
+                or here.flushed - found.restart > PROBED_BYTES
+                or self._has_news(connection, start, found, here.flushed)
+            )
+        ):
             planned = self._copy(connection, end, limit)
             if planned.tables != end.tables:
                 return planned.model_copy(update={"turn": "log"})
-        waits_for_log = any(each.state == "waiting" and each.from_lsn > start.lsn for each in end.tables.values())
         upto = self._log_end(connection, start, here, found, limit, waits_for_log)
         return end.model_copy(update={"lsn": upto, "turn": "copy"}) if upto > start.lsn or end != start else start
 
@@ -534,20 +544,22 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         end = here.flushed if limit.rows is None else min(here.flushed, start.lsn + most)
         if end <= start.lsn:
             return start.lsn
-        if here.torn and end == here.flushed and self._probed != (start.lsn, end):
-            wal.mend(connection)
-        forced = forced or (start.copying and (start.turn == "log" or bool(start.copied)))
-        due = time.monotonic() - self._since[1] >= self.config.heartbeat_secs
-        if forced or due or end < here.flushed or (end - found.restart > PROBED_BYTES and not start.quiet):
+        # Behind the last chunk, too: until the log has passed it, a table that is altered would be begun anew.
+        forced = forced or (start.copying and start.turn == "log") or bool(start.copied) or end < here.flushed
+        if forced or (end - found.restart > PROBED_BYTES and not start.quiet):
             return end
-        if self._probed == (start.lsn, end):
-            return start.lsn
-        if wal.has_changes(
-            connection, self.config.slot, setup.publications(self.config), found.confirmed, start.lsn, end
-        ):
-            return end
-        self._probed = (start.lsn, end)
-        return start.lsn
+        return end if self._has_news(connection, start, found, end) else start.lsn
+
+    def _has_news(self, connection: psycopg.Connection[Any], start: LogPosition, found: wal.Slot, end: int) -> bool:
+        """True if the log up to `end` holds changes, or the slot has stood still for long enough."""
+        if time.monotonic() - self._since[1] >= self.config.heartbeat_secs:
+            return True
+        if self._probed != (start.lsn, end):
+            publications = setup.publications(self.config)
+            if wal.has_changes(connection, self.config.slot, publications, found.confirmed, start.lsn, end):
+                return True
+            self._probed = (start.lsn, end)
+        return False
 
     def _copy(self, connection: psycopg.Connection[Any], start: LogPosition, limit: ReadLimit) -> LogPosition:
         """The position behind the next chunks: as many rows as the tasks of one epoch can copy at a time."""

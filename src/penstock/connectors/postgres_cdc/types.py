@@ -213,8 +213,9 @@ def select_text(column: Column, catalog: TypeCatalog) -> str:
 
 def select_native(column: Column, catalog: TypeCatalog) -> str:
     """The fastest SQL for the column over ADBC; `from_select` makes the values of the WAL from its result."""
-    oid, _ = catalog.base(column.type_oid, column.typmod)
-    return quoted(column.name) if oid in _NATIVE else select_text(column, catalog)
+    oid, typmod = catalog.base(column.type_oid, column.typmod)
+    native = oid in _NATIVE or pa.types.is_decimal(arrow_type(oid, typmod, catalog))
+    return quoted(column.name) if native else select_text(column, catalog)
 
 
 def from_select(values: pa.Array, column: Column, catalog: TypeCatalog) -> pa.Array:
@@ -251,7 +252,7 @@ def _combined(values: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 def _unheld(name: str, target: pa.DataType, why: str, hint: str = "") -> DataError:
     column = f"column {name!r}" if name else "a column"
-    if pa.types.is_decimal(target) and "NaN" in why:
+    if pa.types.is_decimal(target) and "nan" in why.lower():
         hint = 'a decimal has no NaN: set numeric = "text"'
     return DataError(f"a value of {column} does not fit {target}: {why}", code="PEN-3001", hint=hint)
 

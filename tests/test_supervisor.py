@@ -682,3 +682,25 @@ def test_a_secret_in_the_message_of_a_client_is_shown_nowhere(
     written = [file for file in tmp_path.rglob("*") if file.is_file() and b"swordfish" in file.read_bytes()]
     assert written == []
     assert "swordfish" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("routes", "alone", "plain"),
+    [((), True, True), ((Route(),), True, True), ((Route(), Route(sql="…")), True, False), ((), False, False)],
+)
+def test_only_a_process_that_runs_nothing_but_passthrough_has_a_jvm_for_nothing_else(
+    build: Any, monkeypatch: pytest.MonkeyPatch, routes: tuple[Route, ...], alone: bool, plain: bool
+) -> None:
+    started: dict[str, Any] = {}
+
+    class Engine:
+        def __init__(self, spark: Any, **options: Any) -> None:
+            started.update(options)
+            raise FatalError("not here")
+
+    monkeypatch.setattr("penstock.spark.SparkEngine", Engine)
+    pipeline = build(Tap())
+    pipeline = replace(pipeline, router=replace(pipeline.router, routes=routes))
+    with pytest.raises(FatalError, match="not here"):
+        supervisor.run(pipeline, alone=alone)
+    assert started["plain"] is plain

@@ -15,7 +15,7 @@ import psycopg.rows
 import pytest
 from pydantic import ValidationError
 
-from mirrored import Database, database_on
+from mirrored import Database, Reading, database_on
 from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, seed, source, wal
 from penstock.errors import ConfigError, FatalError, RetryableError
 from penstock.source import Note, ReadLimit
@@ -161,6 +161,36 @@ class TestMirror:
                         turns += 1
                     keys_there = [key for (key,) in database.rows("SELECT id FROM orders")]
                     assert sorted(keys) == sorted(key for key in keys_there if upto is None or key <= 250)
+
+    def test_the_log_is_read_between_chunks_only_if_it_holds_changes_or_the_slot_has_stood_long(self, database):
+        database.run(ORDERS, "INSERT INTO orders SELECT i FROM generate_series(1, 20) i", "CREATE TABLE other (id int)")
+        options = {"tables": ["public.orders"], "seed_chunk_rows": 2, "heartbeat_secs": 3600}
+        with closing(database.source(**options)) as opened:
+            opened.open()
+            reading = Reading(opened)
+
+            def kinds(epochs):
+                """What the next epochs read."""
+                found = []
+                for _ in range(epochs):
+                    reading.step()
+                    found.append(type(reading.splits[0]).__name__)
+                    while reading.end is not None:
+                        reading.step()
+                return found
+
+            assert kinds(1) == ["Chunk"]
+            database.run("INSERT INTO other VALUES (1)")  # of no interest, but log all the same
+            assert kinds(1) == ["Chunk"]
+            database.run("UPDATE orders SET note = 'new' WHERE id = 1")
+            assert kinds(3) == ["LogRange", "Chunk", "Chunk"]
+            database.run("INSERT INTO other VALUES (2)")
+            opened.config = opened.config.model_copy(update={"heartbeat_secs": 0})
+            assert kinds(2) == ["LogRange", "Chunk"]
+            opened.config = opened.config.model_copy(update={"heartbeat_secs": 3600})
+            reading.finish()
+            assert not reading.position.copied, "the log is read once more behind the last chunk"
+        assert replayed(reading.log, ["id"]) == database.table("orders", ["id"])
 
     @pytest.mark.parametrize("key", ["PRIMARY KEY", ""])
     def test_a_part_is_the_same_however_often_it_is_read(self, database, key):

@@ -503,7 +503,7 @@ def _to_ipc(batch: pa.RecordBatch) -> bytes:
 # -- what runs on the driver ---------------------------------------------------------------------------------------
 
 
-def _session(master: str | None, name: str, log: Path | None, plain: bool) -> Any:
+def _session(master: str | None, name: str, log: Path | None, plain: bool = False) -> Any:
     os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
     if master is None and "--master" not in os.environ.get("PYSPARK_SUBMIT_ARGS", ""):

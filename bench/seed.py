@@ -1,7 +1,7 @@
 """
 How fast a table is copied from PostgreSQL into a Delta table.
 
-Every reader copies the same table, all by turns and the best of two counts; what it takes to start is not counted for any of
+Every reader copies the same table, all by turns, and the best of three counts; what it takes to start is not counted for any of
 them. All files are compressed by Snappy, as both peers do by themselves.
 """
 
@@ -27,7 +27,7 @@ from penstock.spark import SparkEngine
 from penstock.testing.postgres import PostgresServer
 
 ROWS = int(os.environ.get("BENCH_ROWS", 5_000_000))
-ROUNDS = 2
+ROUNDS = 3
 WARM_ROWS = 1000
 TABLE = "orders"
 

@@ -125,7 +125,7 @@ def test_steps_give_the_rows_of_one_peek_wherever_they_end(connection, opened, a
         monkeypatch.setattr(steps, "STEP_BYTES", int(10 ** choose.uniform(3, 4.6)))
         assert rows(opened, split) == expected
         assert asked.count("consume") > 1
-        assert not connection.execute(COPIES).fetchall()
+        wait_until(lambda: not connection.execute(COPIES).fetchall(), "the copies to go")
 
 
 def test_steps_leave_the_slot_where_it_was_until_it_is_acknowledged(connection, opened, asked, monkeypatch):

@@ -192,6 +192,28 @@ class TestMirror:
             assert not reading.position.copied, "the log is read once more behind the last chunk"
         assert replayed(reading.log, ["id"]) == database.table("orders", ["id"])
 
+    @pytest.mark.parametrize(
+        ("secs", "options", "expected"),
+        [
+            (3600.0, {}, [10, 20, 40, 40, 40, 5]),
+            (1e-9, {}, [10] * 15 + [5]),
+            (3600.0, {"seed_chunk_rows": 50}, [50, 50, 50, 5]),
+        ],
+    )
+    def test_epochs_of_copies_grow_while_they_are_over_soon(self, database, monkeypatch, secs, options, expected):
+        for name, value in (("CHUNK_ROWS", 10), ("MOST_CHUNK_ROWS", 40), ("COPY_SECS", secs)):
+            monkeypatch.setattr(f"penstock.connectors.postgres_cdc.source.{name}", value)
+        database.run(ORDERS, "INSERT INTO orders SELECT i FROM generate_series(1, 155) i")
+        with closing(database.source(heartbeat_secs=3600, **options)) as opened:
+            opened.open()
+            position, epochs = opened.initial(), []
+            while position.copying:
+                end = opened.latest(position, ReadLimit())
+                items = [item for part in opened.split(position, end) for item in opened.read(part)]
+                position = opened.advance(end, [item.value for item in items if isinstance(item, Note)])
+                epochs.append(sum(item.num_rows for item in items if not isinstance(item, Note)))
+        assert epochs == expected
+
     @pytest.mark.parametrize("key", ["PRIMARY KEY", ""])
     def test_a_part_is_the_same_however_often_it_is_read(self, database, key):
         database.run(

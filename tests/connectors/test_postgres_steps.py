@@ -16,6 +16,7 @@ import psycopg
 import pytest
 
 from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, steps, wal
+from penstock.connectors.postgres_cdc.seed import Chunk
 from penstock.connectors.postgres_cdc.steps import Ahead
 from penstock.errors import RetryableError
 from penstock.source import Note, ReadLimit
@@ -308,9 +309,10 @@ class TestConnectionsOfTasks:
     @pytest.fixture(autouse=True)
     def nothing_handed_on(self):
         yield
-        for connection, _ in wal._handed_on.values():
+        for connection, *_ in [*wal._handed_on.values(), *wal._arrows.values()]:
             connection.close()
         wal._handed_on.clear()
+        wal._arrows.clear()
 
     def backend(self, opened):
         """The server's process for the next task of this process."""
@@ -324,6 +326,32 @@ class TestConnectionsOfTasks:
         pid = self.backend(opened)
         assert self.backend(opened) == pid
         assert opened._ask(lambda connection: connection.info.backend_pid) != pid
+
+    def copying(self, opened):
+        """The server's process that gives the next task of this process the rows of a table."""
+        held = opened._hold(list(opened._known()[0].values()))
+        task = pickle.loads(pickle.dumps(opened))
+        task.open()
+        list(task.read(Chunk("public.orders", None, None, held, held.lsn, 1)))
+        task.close()
+        ((_, pid, _),) = wal._arrows.values()
+        return pid
+
+    def test_rows_come_over_the_connection_of_the_last_task(self, connection, opened):
+        pid = self.copying(opened)
+        assert self.copying(opened) == pid
+        connection.execute("SELECT pg_terminate_backend(%s, 60000)", [pid])
+        assert self.copying(opened) != pid
+
+    def test_the_one_for_rows_is_closed_when_nothing_was_copied_for_a_while(self, connection, opened, monkeypatch):
+        pid = self.copying(opened)
+        self.backend(opened)
+        assert wal._arrows
+        monkeypatch.setattr(wal, "HANDED_ON_SECS", 0.0)
+        self.backend(opened)
+        assert not wal._arrows
+        there = "SELECT FROM pg_stat_activity WHERE pid = %s"
+        wait_until(lambda: not connection.execute(there, [pid]).fetchall(), "the server's process to go")
 
     def test_one_that_the_server_ended_is_made_anew(self, connection, opened):
         pid = self.backend(opened)

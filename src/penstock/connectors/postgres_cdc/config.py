@@ -60,5 +60,8 @@ class PostgresCdcConfig(PostgresLogConfig):
     a new default or another type of a column makes necessary goes over them and clears nothing.
     """
 
-    seed_chunk_rows: PositiveInt = 1_000_000
-    """Rows that one task copies in one epoch; what was not committed yet is copied again after a crash."""
+    seed_chunk_rows: PositiveInt | None = None
+    """
+    Rows that one task copies in one epoch; what was not committed yet is copied again after a crash. By default a million,
+    and up to four while an epoch takes less than 5 s, since the log waits for so long.
+    """

@@ -58,6 +58,12 @@ LOOKED_SECS = 10.0
 WHOLE_ROWS = 1_000_000
 """Up to so many rows a copy that clears the target is one epoch, so that nobody sees half a table; a larger one is seen so."""
 
+CHUNK_ROWS, MOST_CHUNK_ROWS = 1_000_000, 4_000_000
+"""Rows that one task copies in one epoch, where nobody says how many."""
+
+COPY_SECS = 5.0
+"""Epochs of copies grow as long as they take less: between two of them both cores stand still for a tenth of a second."""
+
 QUIET_FACTOR = 8
 """So much more log goes into a range behind one without changes: a huge transaction is not decoded again and again."""
 
@@ -96,6 +102,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         self._exporter: psycopg.Connection[Any] | None = None
         self._arrow: Any = None
         self._edges: dict[tuple[Any, ...], list[Edge]] = {}
+        self._pace: tuple[int, float | None] = (CHUNK_ROWS, None)
         self._tables: Tables | None = None
         self._looked = 0.0
         self._catalog: TypeCatalog | None = None
@@ -125,8 +132,8 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
 
     def close(self) -> None:
         if self._connection is not None and self._in_task:
-            wal.hand_on(self.config, self._connection)
-            self._connection = None
+            wal.hand_on(self.config, self._connection, self._arrow)
+            self._connection = self._arrow = None
         for connection in (self._connection, self._exporter, self._arrow):
             if connection is not None:
                 connection.close()
@@ -564,9 +571,8 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
     def _copy(self, connection: psycopg.Connection[Any], start: LogPosition, limit: ReadLimit) -> LogPosition:
         """The position behind the next chunks: as many rows as the tasks of one epoch can copy at a time."""
         known, catalog = self._known()
-        rows = (
-            self.config.seed_chunk_rows if limit.rows is None else max(1, min(self.config.seed_chunk_rows, limit.rows))
-        )
+        rows = self._chunk_rows()
+        rows = rows if limit.rows is None else max(1, min(rows, limit.rows))
         room = rows * limit.parallelism if limit.rows is None else min(rows * limit.parallelism, limit.rows)
         oldest = wal.snapshot(connection).xmin
         end = start
@@ -601,7 +607,21 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             end = end.model_copy(update={"tables": {**end.tables, stream: progress.model_copy(update=moved)}})
             if room <= 0:
                 break
+        self._pace = (self._pace[0], time.monotonic() if room <= 0 else None)
         return end
+
+    def _chunk_rows(self) -> int:
+        """Rows of a chunk: more than the last time if the epoch full of them that was planned then was over soon."""
+        if self.config.seed_chunk_rows is not None:
+            return self.config.seed_chunk_rows
+        rows, since = self._pace
+        took = time.monotonic() - since if since is not None else COPY_SECS
+        if took < COPY_SECS / 2:
+            rows = min(2 * rows, MOST_CHUNK_ROWS)
+        elif took > COPY_SECS:
+            rows = max(rows // 2, CHUNK_ROWS)
+        self._pace = (rows, None)
+        return rows
 
     def earlier(self, a: LogPosition, b: LogPosition) -> LogPosition:
         """While tables are copied there is no end; afterwards the log is read at least as far as the copies reach into it."""
@@ -636,7 +656,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
     def _parts(self, table: Table, before: Progress, after: Progress, held: wal.Held, lsn: int) -> Sequence[Split]:
         _, catalog = self._known()
         stream = table.stream
-        rows = self.config.seed_chunk_rows
+        rows = self.config.seed_chunk_rows or CHUNK_ROWS
 
         def plan(connection: psycopg.Connection[Any]) -> Sequence[Chunk | Pages]:
             with seed.table_errors(table):
@@ -681,8 +701,8 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         table = known.get(split.stream)
         if table is None:
             return
-        if self._arrow is None:  # one for all parts of a task: making it takes a tenth of the time to copy a chunk
-            self._arrow = wal.connect_arrow(self.config, lock_timeout=f"{seed.LOCK_SECS}s")
+        if self._arrow is None:
+            self._arrow = self._ask(lambda asked: wal.take_arrow(self.config, asked, lock_timeout=f"{seed.LOCK_SECS}s"))
         done = False
         try:
             yield from seed.read_part(self._arrow, table, catalog, split, apart=True)

@@ -31,6 +31,8 @@ HANDED_ON_SECS = 10.0
 """How long a task's connection waits for the next task; to make one takes longer than to read a small range."""
 
 _handed_on: dict[tuple[int, bytes], tuple[psycopg.Connection[Any], float]] = {}
+_arrows: dict[tuple[int, bytes], tuple[Any, int, float]] = {}
+"""With the process that serves it."""
 
 _LOST = (
     "start over with `penstock offsets reset FILE` (empty the targets first), "
@@ -95,8 +97,20 @@ def take(config: PostgresConfig) -> psycopg.Connection[Any]:
     return connect(config)
 
 
-def hand_on(config: PostgresConfig, connection: psycopg.Connection[Any]) -> None:
-    """Leave a connection to the next task of this process, unless something is still going on there."""
+def hand_on(config: PostgresConfig, connection: psycopg.Connection[Any], arrow: Any = None) -> None:
+    """
+    Leave connections to the next task of this process, unless something is still going on there.
+
+    `arrow`: one for rows, without a transaction. The one of an earlier task goes when nothing was copied for a while.
+    """
+    old, _, since = _arrows.get(_whose(config), (None, 0, 0.0))
+    if old is not None and (arrow is not None or time.monotonic() - since >= HANDED_ON_SECS):
+        del _arrows[_whose(config)]
+        old.close()
+    if arrow is not None:
+        with _closing_on_error(arrow), errors("PostgreSQL does not answer"):
+            pid = run(arrow, "SELECT pg_backend_pid() AS pid")["pid"][0].as_py()
+        _arrows[_whose(config)] = (arrow, pid, time.monotonic())
     if connection.info.transaction_status is not TransactionStatus.IDLE:
         connection.close()
         return
@@ -104,6 +118,18 @@ def hand_on(config: PostgresConfig, connection: psycopg.Connection[Any]) -> None
     if before is not None:
         before.close()
     _handed_on[_whose(config)] = (connection, time.monotonic())
+
+
+def take_arrow(config: PostgresConfig, connection: psycopg.Connection[Any], **settings: str) -> Any:
+    """As `take`, for rows; who hands them on has always the same settings."""
+    arrow, pid, since = _arrows.pop(_whose(config), (None, 0, 0.0))
+    if arrow is not None:
+        # Asked over the other connection: the driver takes the whole process with it when its own is broken.
+        there = connection.execute("SELECT FROM pg_stat_activity WHERE pid = %s", [pid]).fetchall()
+        if there and time.monotonic() - since < HANDED_ON_SECS:
+            return arrow
+        arrow.close()
+    return connect_arrow(config, **settings)
 
 
 def _whose(config: PostgresConfig) -> tuple[int, bytes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import StrEnum
 from functools import partial
@@ -22,6 +22,7 @@ from penstock.errors import DataError, SchemaError
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Mask: TypeAlias = npt.NDArray[np.bool_]
+Words: TypeAlias = npt.NDArray[np.uint64]
 
 
 class Op(StrEnum):
@@ -47,7 +48,10 @@ CHANGE_FIELDS: tuple[pa.Field, ...] = (
 _NAMES = {each.name for each in CHANGE_FIELDS}
 
 HELD_ROWS = 1 << 20
-"""Changes of an epoch that are held as a whole."""
+"""Changes that are held as whole rows, and of which the last state of every key is sought at once."""
+
+_NUMBER = "\0number"
+"""Column for the place of a change among all of an epoch: a name that no column can have."""
 
 
 def is_changelog(schema: pa.Schema) -> bool:
@@ -78,23 +82,26 @@ class Collapsed:
     """Per column that some row leaves as it is stored: which rows of `upserts` do."""
     origins: pa.Table | None = None
     """Keys under which the target may hold the kept values: `_row` of `upserts`, the best key of a row first."""
-    picked: Callable[[], Iterator[pa.Table]] | None = None
-    """Of changes too many to be held: gives the whole rows, of which `upserts` has the keys alone, some at a time."""
+    picked: Callable[[int, int], Iterator[pa.Table]] | None = None
+    """Of changes too many to be held, of which `upserts` has the keys alone: gives the rows from one place to another."""
 
     def keys(self) -> pa.Table:
         """Every key that the epoch touches, once; those of `upserts` first."""
         return pa.concat_tables([self.upserts.select(self.key), self.deletes])
 
-    def rows(self, stored: pa.Table | None) -> Iterator[pa.Table]:
-        """Whole rows to write, some at a time; `stored` as for `filled`."""
-        return self.picked() if self.picked is not None else iter([self.filled(stored)])
+    def rows(self, stored: pa.Table | None) -> Callable[[int, int], Iterator[pa.Table]]:
+        """Gives whole rows to write, from one place to another, some at a time; `stored` as for `filled`."""
+        if self.picked is not None:
+            return self.picked
+        filled = self.filled(stored)
+        return lambda begin, end: iter([filled.slice(begin, end - begin)])
 
     def filled(self, stored: pa.Table | None) -> pa.Table:
         """`upserts` with the kept values from `stored`: the target's rows of the keys in `origins`, as it was before."""
         if not self.kept or self.origins is None or stored is None or not stored.num_rows:
             return self.upserts
         rows = self.origins.column("_row").to_numpy()
-        found = Keys(self.origins.select(self.key)).first_in(stored.select(self.key))
+        found = Keys(stored.select(self.key)).find(self.origins.select(self.key))
         rows, found = rows[found >= 0], found[found >= 0]
         rows, best = np.unique(rows, return_index=True)
         source: Ints = np.full(self.upserts.num_rows, -1, np.int64)
@@ -165,87 +172,134 @@ class Part(Protocol):
     @property
     def schema(self) -> pa.Schema: ...
     @property
-    def num_rows(self) -> int: ...
-    def read(self, columns: Sequence[str]) -> Iterator[pa.Table]: ...
+    def sizes(self) -> Sequence[int]:
+        """How many rows each piece has."""
+
+    def read(self, columns: Sequence[str], pieces: Sequence[int] | None = None) -> Iterator[pa.Table]:
+        """The pieces with these numbers, or all."""
 
 
 def collapse_parts(parts: Sequence[Part], key: Sequence[str], columns: pa.Schema) -> Collapsed:
     """
-    As `collapse`; of many changes only keys and positions are held, and the rows that are left are read once they are known.
+    As `collapse`; of many changes only keys, ops and numbers are held, and the rows that are left are read when wanted.
 
     Changes that leave values as they are stored are held as a whole.
     """
-
-    def whole() -> Collapsed:
+    says_all = all(set(columns.names) <= set(part.schema.names) for part in parts)
+    logs = {is_changelog(part.schema) for part in parts}
+    count = sum(sum(part.sizes) for part in parts)
+    if not says_all or len(logs) > 1 or count <= HELD_ROWS or _say_unchanged(parts):
         return collapse([pa.concat_tables(part.read(part.schema.names)) for part in parts], key, columns)
+    buckets = _buckets(parts, key, -(-count // max(HELD_ROWS, 1)))
+    found = []
+    while buckets:
+        bucket = pa.concat_tables(buckets.pop())
+        if logs == {True} and "_position" not in bucket.column_names:
+            bucket = bucket.append_column("_position", bucket.column(_NUMBER))
+        found.append(collapse(bucket, key))
+    upserts = pa.concat_tables(each.upserts.select(list(key)) for each in found)
+    deletes = pa.concat_tables(each.deletes for each in found)
+    numbers = np.concatenate([each.upserts.column(_NUMBER).to_numpy() for each in found])
+    numbers >>= 1
+    numbers.sort()
+    picked = partial(_picked, parts, columns.names, numbers)
+    return Collapsed(tuple(key), any(each.truncated for each in found), upserts, deletes, picked=picked)
 
-    says_all = all(is_changelog(part.schema) and set(columns.names) <= set(part.schema.names) for part in parts)
-    if not says_all or "_row" in key or sum(part.num_rows for part in parts) <= HELD_ROWS:
-        return whole()
-    narrow, first = [], 0
+
+def _say_unchanged(parts: Sequence[Part]) -> bool:
+    logs = [part for part in parts if is_changelog(part.schema) and "_unchanged" in part.schema.names]
+    pieces = (piece.column("_unchanged") for part in logs for piece in part.read(["_unchanged"]))
+    return any(lists.null_count < len(lists) for lists in pieces)
+
+
+def _are_in_order(parts: Sequence[Part]) -> bool:
+    last = None
     for part in parts:
-        names = [name for name in part.schema.names if name in (*key, "_op", "_position", "_unchanged", "_old_key")]
-        for piece in part.read(names):
-            if "_unchanged" in names:
-                if piece.column("_unchanged").null_count < piece.num_rows:
-                    return whole()
-                piece = piece.drop_columns("_unchanged")
-            narrow.append(piece.append_column("_row", pa.array(np.arange(first, first + piece.num_rows))))
-            first += piece.num_rows
-    collapsed = collapse(narrow, key)
-    picked = np.sort(collapsed.upserts.column("_row").to_numpy())
-    rows = partial(_picked, parts, columns.names, picked)
-    return replace(collapsed, upserts=collapsed.upserts.select(list(key)), picked=rows)
+        for piece in part.read(["_position"]) if is_changelog(part.schema) else ():
+            positions = piece.column("_position")
+            if len(positions) and ((last is not None and positions[0].as_py() < last) or not _is_sorted(positions)):
+                return False
+            last = positions[-1].as_py() if len(positions) else last
+    return True
 
 
-def _picked(parts: Sequence[Part], columns: Sequence[str], numbers: Ints) -> Iterator[pa.Table]:
+def _buckets(parts: Sequence[Part], key: Sequence[str], count: int) -> list[list[pa.Table]]:
+    """
+    What tells the last change of every key, in lists of pieces: all of one key in one list, and in their order.
+
+    A row that leaves its old key is deleted there, and a truncate stands in every list. Numbers leave room for both: the
+    change with the number n has 2n + 1. Positions are there only if the order of the rows is another.
+    """
+    buckets: list[list[pa.Table]] = [[] for _ in range(count)]
+    described = ("_op", "_old_key") if _are_in_order(parts) else ("_op", "_old_key", "_position")
     first = 0
     for part in parts:
-        for piece in part.read(columns):
-            begin, end = np.searchsorted(numbers, (first, first + piece.num_rows))
-            if end > begin:
-                yield piece.take(pa.array(numbers[begin:end] - first))
+        is_log = is_changelog(part.schema)
+        said = [name for name in described if is_log and name in part.schema.names]
+        for piece in part.read([*key, *said]):
+            number = 2 * np.arange(first, first + piece.num_rows) + 1
             first += piece.num_rows
+            events = piece.append_column(_NUMBER, pa.array(number))
+            events = _with_leavings(events, key) if "_old_key" in said else events
+            bucket = _mixed(_hashes(events.select(list(key)))) % np.uint64(count)
+            truncates = _where(events.column("_op"), Op.TRUNCATE) if is_log else np.zeros(len(bucket), bool)
+            for place, pieces in enumerate(buckets):
+                pieces.append(events.filter(pa.array((bucket == place) | truncates)))
+    return buckets
+
+
+def _with_leavings(events: pa.Table, key: Sequence[str]) -> pa.Table:
+    """Instead of `_old_key`, deletes just before the events that moved a row."""
+    gone = _where(events.column("_op"), Op.DELETE)
+    moved, old = _moves(events, np.arange(events.num_rows), gone, events.select(list(key)).schema)
+    events = events.drop_columns("_old_key")
+    if not len(moved):
+        return events
+    left = events.take(pa.array(moved))
+    numbers = left.column(_NUMBER).to_numpy() - 1
+    said = {name: old.column(name) for name in key}
+    said |= {"_op": pa.repeat(Op.DELETE.value, len(moved)), _NUMBER: pa.array(numbers)}
+    both = pa.concat_tables([events, pa.table({name: said.get(name, left.column(name)) for name in left.column_names})])
+    return both.take(pa.array(np.argsort(both.column(_NUMBER).to_numpy())))
+
+
+def _picked(parts: Sequence[Part], columns: Sequence[str], numbers: Ints, begin: int, end: int) -> Iterator[pa.Table]:
+    """The rows with the numbers from `begin` to `end` of those given; pieces without one are not read."""
+    wanted, first = numbers[begin:end], 0
+    for part in parts:
+        edges = first + np.concatenate([[0], np.cumsum(part.sizes, dtype=np.int64)])
+        found = np.searchsorted(wanted, edges)
+        pieces = np.flatnonzero(found[1:] > found[:-1])
+        for place, rows in zip(pieces, part.read(columns, pieces.tolist()), strict=True):
+            yield rows.take(pa.array(wanted[found[place] : found[place + 1]] - edges[place]))
+        first = edges[-1]
 
 
 class Keys:
     """A set of keys in which others are looked up, many at a time."""
 
     def __init__(self, keys: pa.Table) -> None:
-        self._names = keys.column_names
-        self._values: list[pa.Array] = []
-        self._pairs: list[pa.Array] = []
-        codes: Ints = np.zeros(keys.num_rows, np.int64)
-        for name in self._names:
-            encoded = _encoded(keys.column(name))
-            self._values.append(encoded.dictionary)
-            both = pa.array(codes * max(len(encoded.dictionary), 1) + _ints(encoded.indices)).dictionary_encode()
-            self._pairs.append(both.dictionary)
-            codes = _ints(both.indices)
-        self._codes = codes
-        # One more than there are keys: the last element is what the code -1 of an unknown key finds.
-        self._row_of: Ints = np.full(len(self._pairs[-1]) + 1, -1, np.int64)
-        self._row_of[codes[::-1]] = np.arange(keys.num_rows)[::-1]
+        self._keys = keys
+        hashes = _hashes(keys)
+        self._order = np.argsort(hashes, kind="stable")
+        self._hashes = hashes[self._order]
 
     def find(self, rows: pa.Table) -> Ints:
-        """For each row the position of its key in the set; -1 if it is not in it."""
-        return self._row_of[self._code(rows)]
-
-    def first_in(self, rows: pa.Table) -> Ints:
-        """For each key of the set the first of `rows` that has it; -1 if none has."""
-        code = self._code(rows)
-        place: Ints = np.full(len(self._row_of), -1, np.int64)
-        known = np.flatnonzero(code >= 0)[::-1]
-        place[code[known]] = known
-        return place[self._codes]
-
-    def _code(self, rows: pa.Table) -> Ints:
-        code: Ints = np.zeros(rows.num_rows, np.int64)
-        for name, values, pairs in zip(self._names, self._values, self._pairs, strict=True):
-            index = _lookup(_whole(rows.column(name)), values)
-            both = np.where((code >= 0) & (index >= 0), code * max(len(values), 1) + index, -1)
-            code = _lookup(pa.array(both), pairs)
-        return code
+        """For each row the first position of its key in the set; -1 if it is not in it."""
+        rows = rows.select(self._keys.column_names)
+        hashes = _hashes(rows)
+        at = np.searchsorted(self._hashes, hashes)
+        found: Ints = np.full(rows.num_rows, -1, np.int64)
+        left = np.arange(rows.num_rows)
+        while len(left):  # seldom more than once: other keys with the same hash stand side by side
+            left = left[at[left] < len(self._hashes)]
+            left = left[self._hashes[at[left]] == hashes[left]]
+            place = self._order[at[left]]
+            same = _same(self._keys.take(pa.array(place)), rows.take(pa.array(left)))
+            found[left[same]] = place[same]
+            left = left[~same]
+            at[left] += 1
+        return found
 
 
 class _Log:
@@ -408,7 +462,7 @@ class Fates:
         noted = noted.filter(pa.array(~cleared))
         identity = noted.select([*self.key, "_position"])
         found = [table.cast(identity.schema) for table in (*came_out, identity.slice(0, 0))]
-        left = Keys(identity).first_in(pa.concat_tables(found)) < 0
+        left = Keys(pa.concat_tables(found)).find(identity) < 0
         yield from _as_deletes(noted.filter(pa.array(left)), Op.DELETE, schema)
         moved = noted if "_old_key" not in schema.names else noted.filter(pa.array(left))
         moved = moved.filter(moved.column("_old_key").is_valid())
@@ -491,7 +545,7 @@ def _union(tables: Sequence[pa.Table], columns: pa.Schema | None) -> tuple[pa.Ta
     if is_changelog(whole.schema) and "_unchanged" in whole.column_names:
         lists = _whole(whole.column("_unchanged"))
         if lists.null_count < len(lists):
-            parents, named = _ints(pc.list_parent_indices(lists)), _encoded(pc.list_flatten(lists))
+            parents, named = _ints(pc.list_parent_indices(lists)), pc.list_flatten(lists).dictionary_encode()
             for code, name in enumerate(named.dictionary.to_pylist()):
                 mask = unchanged.setdefault(name, np.zeros(whole.num_rows, bool))
                 mask[parents[_ints(named.indices) == code]] = True
@@ -505,15 +559,17 @@ def _nullable(schema: pa.Schema) -> pa.Schema:
 def _order(table: pa.Table) -> Ints:
     if not is_changelog(table.schema) or table.num_rows < 2:
         return np.arange(table.num_rows)
-    positions = _whole(table.column("_position"))
-    if pc.all(pc.greater_equal(positions[1:], positions[:-1])).as_py():
-        return np.arange(table.num_rows)
-    return _ints(pc.sort_indices(positions))  # stable
+    positions = table.column("_position")
+    return np.arange(table.num_rows) if _is_sorted(positions) else _ints(pc.sort_indices(_whole(positions)))  # stable
+
+
+def _is_sorted(values: pa.ChunkedArray) -> bool:
+    return len(values) < 2 or bool(pc.all(pc.greater_equal(values[1:], values[:-1])).as_py())
 
 
 def _moves(table: pa.Table, order: Ints, gone: Mask, key: pa.Schema) -> tuple[Ints, pa.Table]:
     """The events that name an old key, and those keys."""
-    if "_old_key" not in table.column_names or not is_changelog(table.schema):
+    if "_old_key" not in table.column_names or "_op" not in table.column_names:
         return np.empty(0, np.int64), key.empty_table()
     texts = table.column("_old_key")
     if texts.null_count == len(texts):
@@ -528,16 +584,83 @@ def _codes(keys: pa.Table) -> tuple[Ints, int]:
     codes: Ints = np.zeros(keys.num_rows, np.int64)
     count = 1
     for position, name in enumerate(keys.column_names):
-        encoded = _encoded(keys.column(name))
-        if position:
-            both = codes * max(len(encoded.dictionary), 1) + _ints(encoded.indices)
-            encoded = pa.array(both).dictionary_encode()
-        codes, count = _ints(encoded.indices), len(encoded.dictionary)
+        new, count_of_new = _codes_of(_whole(keys.column(name)))
+        codes, count = _distinct(codes * count_of_new + new) if position else (new, count_of_new)
     return codes, count
 
 
-def _encoded(column: pa.ChunkedArray | pa.Array) -> Any:
-    return _whole(column).dictionary_encode()
+def _codes_of(values: pa.Array) -> tuple[Ints, int]:
+    if _is_word(values.type):
+        return _distinct(_words(values).view(np.int64))
+    encoded = values.dictionary_encode()
+    return _ints(encoded.indices), max(len(encoded.dictionary), 1)
+
+
+def _distinct(values: Ints) -> tuple[Ints, int]:
+    # Sorted, not hashed: numbers that follow one another have slots side by side in Arrow's table, and take it ten times as long.
+    distinct, codes = np.unique(values, return_inverse=True)
+    return codes.astype(np.int64, copy=False), max(len(distinct), 1)
+
+
+def _hashes(keys: pa.Table) -> Words:
+    """A number per key, and seldom that of another; of a single number itself, so that neighbours stay side by side."""
+    hashes: Words = np.zeros(keys.num_rows, np.uint64)
+    for position, column in enumerate(keys.columns):
+        pieces = [_words(_whole(piece)) for piece in column.chunks]
+        words = np.concatenate([*pieces, np.empty(0, np.uint64)])
+        hashes = _mixed(hashes) ^ words if position else words
+    return hashes
+
+
+def _mixed(words: Words) -> Words:
+    mixed = words * np.uint64(0x9E3779B97F4A7C15)
+    return mixed ^ (mixed >> np.uint64(32))
+
+
+def _is_word(kind: pa.DataType) -> bool:
+    return bool(types.is_primitive(kind)) and kind.bit_width <= 64
+
+
+def _words(values: pa.Array) -> Words:
+    """A number per value; of numbers, times and truths the value, of others a hash; of nulls anything."""
+    kind = values.type
+    if not len(values):
+        return np.empty(0, np.uint64)
+    if types.is_boolean(kind):
+        values, kind = values.cast(pa.uint8()), pa.uint8()
+    if _is_word(kind):
+        width = kind.bit_width // 8
+        data = np.frombuffer(values.buffers()[1], f"i{width}")
+        return data[values.offset : values.offset + len(values)].astype(np.int64).view(np.uint64)
+    if not (types.is_large_string(kind) or types.is_large_binary(kind)):
+        values = values.cast(pa.string() if types.is_decimal(kind) else pa.binary())
+    wide = types.is_large_binary(values.type) or types.is_large_string(values.type)
+    edges = np.frombuffer(values.buffers()[1], np.int64 if wide else np.int32)
+    edges = edges[values.offset : values.offset + len(values) + 1].astype(np.int64)
+    text = bytes(memoryview(values.buffers()[2] or b"")[edges[0] : edges[-1]]) + bytes(8)
+    eight: Words = np.ndarray(len(text) - 7, np.uint64, text, strides=(1,))  # those that begin at each byte
+    begin, length, left = edges[:-1] - edges[0], np.diff(edges), np.arange(len(values))
+    hashes = length.astype(np.uint64)
+    while len(left):
+        used = np.minimum(length, 8).astype(np.uint64) * np.uint64(8)
+        word = np.where(used == 64, eight[begin], eight[begin] & ((np.uint64(1) << used) - np.uint64(1)))
+        hashes[left] = _mixed(hashes[left] ^ word)
+        more = length > 8
+        begin, length, left = begin[more] + 8, length[more] - 8, left[more]
+    return hashes
+
+
+def _same(one: pa.Table, other: pa.Table) -> Mask:
+    """Which rows are the same in both."""
+    same = np.ones(one.num_rows, bool)
+    for left, right in zip(one.columns, other.columns, strict=True):
+        left, right = _whole(left), _whole(right)
+        if types.is_floating(left.type):
+            same &= _words(left) == _words(right)  # bit by bit, as NaN is a key as well
+            same &= _bools(right.is_valid())
+        else:
+            same &= _bools(pc.fill_null(pc.equal(left, right), False))
+    return same
 
 
 def _whole(column: pa.ChunkedArray | pa.Array) -> pa.Array:
@@ -550,10 +673,6 @@ def _whole(column: pa.ChunkedArray | pa.Array) -> pa.Array:
     return column
 
 
-def _lookup(values: pa.Array, among: pa.Array) -> Ints:
-    return _ints(pc.fill_null(pc.index_in(values, value_set=among), -1))
-
-
 def _where(ops: pa.ChunkedArray, op: Op) -> Mask:
     return _bools(pc.equal(ops, op.value))
 
@@ -563,4 +682,4 @@ def _ints(values: Any) -> Ints:
 
 
 def _bools(values: Any) -> Mask:
-    return np.asarray(values.to_numpy()).astype(bool, copy=False)
+    return np.asarray(values.to_numpy(zero_copy_only=False)).astype(bool, copy=False)

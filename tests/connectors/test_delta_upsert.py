@@ -497,7 +497,7 @@ def test_of_many_changes_only_the_keys_are_held_while_their_rows_are_written(tmp
     before = pa.total_allocated_bytes()
     collapsed = collapse_parts([rewriting.StagedChanges(path, lambda rows: rows)], ["id"], PLAIN)
     held, seen = [], 0
-    for piece in collapsed.rows(None):
+    for piece in collapsed.rows(None)(0, rows):
         held.append(pa.total_allocated_bytes() - before)
         seen += piece.num_rows
     assert seen == rows

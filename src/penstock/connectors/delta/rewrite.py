@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import cached_property
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -25,8 +25,8 @@ from penstock.errors import FatalError, SchemaError
 from penstock.schema.evolution import widened
 from penstock.sink import Topic
 
-CHUNK_ROWS = 1 << 20
-"""Rows of a file that are held at once."""
+CHUNK_ROWS = 1 << 17
+"""Rows of a file that are held at once, if its row groups are no larger."""
 
 SMALL_FILE_ROWS = 1 << 17
 """What is left of files up to this size goes into one file with the new rows, or every epoch would leave another."""
@@ -103,22 +103,18 @@ def rewrite(
                 write(stage, topic, rows.filter(pa.array(place < 0)))
             if stage is not joined:
                 result.take(stage.finish(), topic)
-        stages = [joined]
-        with ThreadPoolExecutor(WRITERS) as threads:
-            for new in changes.rows(kept.rows()):
-                if mark is not None:
-                    new = new.append_column(mark, pa.repeat(False, new.num_rows))
-                new = new.select(schema.names).cast(schema)
-                _refuse_nulls(topic, new, table)
-                count = max(1, min(WRITERS, new.num_rows // ROW_GROUP_ROWS))
-                stages += [another() for _ in range(count - len(stages))]
-                edges = [new.num_rows * i // count for i in range(count + 1)]
-                written = [
-                    threads.submit(write, stage, topic, new.slice(first, last - first))
-                    for stage, (first, last) in zip(stages, pairwise(edges), strict=False)
-                ]
-                for each in written:
-                    each.result()
+        rows_of = changes.rows(kept.rows())
+
+        def add(stage: Stage, begin: int, end: int) -> None:
+            for new in rows_of(begin, end):
+                for first in range(0, new.num_rows, CHUNK_ROWS):
+                    write(stage, topic, _as_table(topic, table, new.slice(first, CHUNK_ROWS), schema, mark))
+
+        count = changes.upserts.num_rows
+        stages = [joined, *(another() for _ in range(1, min(WRITERS, count // ROW_GROUP_ROWS)))]
+        edges = [count * place // len(stages) for place in range(len(stages) + 1)]
+        with ThreadPoolExecutor(len(stages)) as threads:
+            list(threads.map(add, stages, edges, edges[1:]))
         for stage in stages:
             result.take(stage.finish(), topic)
     return result
@@ -131,19 +127,24 @@ class StagedChanges:
     path: Path
     stored: Callable[[pa.Table], pa.Table]
 
-    @property
+    @cached_property
     def schema(self) -> pa.Schema:
-        return self.stored(pq.read_schema(self.path).empty_table()).schema
+        return self.stored(self._metadata.schema.to_arrow_schema().empty_table()).schema
 
-    @property
-    def num_rows(self) -> int:
-        return int(pq.read_metadata(self.path).num_rows)
+    @cached_property
+    def sizes(self) -> Sequence[int]:
+        return [sum(self._metadata.row_group(i).num_rows for i in groups) for groups in _runs(self._metadata)]
 
-    def read(self, columns: Sequence[str]) -> Iterator[pa.Table]:
-        with pq.ParquetFile(self.path) as parquet:
+    @cached_property
+    def _metadata(self) -> pq.FileMetaData:
+        return pq.read_metadata(self.path)
+
+    def read(self, columns: Sequence[str], pieces: Sequence[int] | None = None) -> Iterator[pa.Table]:
+        with pq.ParquetFile(self.path, metadata=self._metadata) as parquet:
             there = [name for name in columns if name in parquet.schema_arrow.names]
-            for groups in _runs([parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]):
-                yield self.stored(parquet.read_row_groups(groups, columns=there)).select(list(columns))
+            runs = list(_runs(self._metadata))
+            for place in range(len(runs)) if pieces is None else pieces:
+                yield self.stored(parquet.read_row_groups(runs[place], columns=there)).select(list(columns))
 
 
 def write(stage: Stage, topic: Topic, rows: pa.Table) -> None:
@@ -154,6 +155,14 @@ def write(stage: Stage, topic: Topic, rows: pa.Table) -> None:
 def _marked(rows: pa.Table, mark: str, gone: Mask) -> pa.Table:
     marks = pc.or_kleene(rows.column(mark), pa.array(gone)) if not gone.all() else pa.array(gone)
     return rows.set_column(rows.schema.get_field_index(mark), rows.schema.field(mark), marks)
+
+
+def _as_table(topic: Topic, table: Table, new: pa.Table, schema: pa.Schema, mark: str | None) -> pa.Table:
+    if mark is not None:
+        new = new.append_column(mark, pa.repeat(False, new.num_rows))
+    new = new.select(schema.names).cast(schema)
+    _refuse_nulls(topic, new, table)
+    return new
 
 
 class _Kept:
@@ -206,7 +215,7 @@ class File:
         wanted = schema if names is None else pa.schema([schema.field(name) for name in names])
         with pq.ParquetFile(self.table / self.path, coerce_int96_timestamp_unit="us") as parquet:
             there = [each.name for each in wanted if each.name in parquet.schema_arrow.names]
-            for groups in _runs([parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]):
+            for groups in _runs(parquet.metadata):
                 rows = parquet.read_row_groups(groups, columns=there)
                 count = sum(parquet.metadata.row_group(i).num_rows for i in groups)
                 columns = [self._column(each, rows, count) for each in wanted]
@@ -220,14 +229,17 @@ class File:
         return pa.nulls(count, wanted.type)
 
 
-def _runs(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Neighbouring row groups of about `CHUNK_ROWS` together."""
+def _runs(metadata: pq.FileMetaData) -> Iterator[list[int]]:
+    """Neighbouring row groups of at most `CHUNK_ROWS` together."""
     run: list[int] = []
-    for group, size in enumerate(sizes):
-        if run and sum(sizes[i] for i in run) + size > CHUNK_ROWS:
+    rows = 0
+    for group in range(metadata.num_row_groups):
+        size = metadata.row_group(group).num_rows
+        if run and rows + size > CHUNK_ROWS:
             yield run
-            run = []
+            run, rows = [], 0
         run.append(group)
+        rows += size
     if run:
         yield run
 
@@ -241,6 +253,8 @@ def file_of(table: Table, actions: pa.Table, row: int) -> File:
 def _candidates(actions: pa.Table, keys: pa.Table, partition_by: Sequence[str]) -> Ints:
     """The files whose statistics and partition do not exclude every one of the keys."""
     may_hold = np.full(actions.num_rows, bool(keys.num_rows))
+    if not actions.num_rows:
+        return np.flatnonzero(may_hold)
     for name in keys.column_names:
         if name in partition_by:
             low = high = actions.column(f"partition.{name}")

@@ -6,6 +6,7 @@ import datetime
 import decimal
 import itertools
 import json
+import random
 import time
 
 import pyarrow as pa
@@ -13,7 +14,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.change import CHANGE_FIELDS, Keys, check_changes, collapse, unpack_keys
+from penstock import change
+from penstock.change import CHANGE_FIELDS, Keys, check_changes, collapse, collapse_parts, unpack_keys
 from penstock.errors import DataError, SchemaError
 
 SCHEMA = pa.schema([("k", pa.int64()), ("n", pa.int64()), ("doc", pa.string()), ("img", pa.string())])
@@ -114,6 +116,78 @@ def test_epochs_of_changes_make_of_a_target_what_the_source_is(statements, cuts,
         tables = [pa.Table.from_pylist(part, schema=EVENT) for part in (events[:half], events[half:])]
         target = apply(target, tables)
     assert by_key(target) == source.rows
+
+
+class Pieces:
+    """Changes that are read some at a time."""
+
+    def __init__(self, table, rows):
+        self.schema = table.schema
+        self._pieces = [table.slice(first, rows) for first in range(0, table.num_rows, rows)]
+        self.sizes = [piece.num_rows for piece in self._pieces]
+
+    def read(self, columns, pieces=None):
+        found = self._pieces if pieces is None else [self._pieces[place] for place in pieces]
+        yield from (piece.select(columns) for piece in found or [self.schema.empty_table()][: pieces is None])
+
+
+def with_two_columns_as_key(event):
+    """The same change of a row whose key is a number and a text."""
+    event = {**event, "shop": None if event.get("k") is None else f"shop {event['k'] % 3}"}
+    if event["_old_key"] is not None:
+        old = json.loads(event["_old_key"])
+        event["_old_key"] = json.dumps({**old, "shop": f"shop {old['k'] % 3}"})
+    return event
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    statements=STATEMENTS,
+    two_columns=st.booleans(),
+    says_all=st.booleans(),
+    shuffle=st.none() | st.randoms(use_true_random=False),
+    held_rows=st.integers(0, 12),
+    piece_rows=st.integers(1, 9),
+    cut=st.integers(0, 40),
+)
+def test_changes_too_many_to_be_held_come_to_the_same_as_those_that_are(
+    statements, two_columns, says_all, shuffle, held_rows, piece_rows, cut
+):
+    source = Lived()
+    for op, key, other, values in statements:
+        source.play(op, key, other, {n: "" if v is None else v for n, v in values.items()} if says_all else values)
+    events = [with_two_columns_as_key({n: None if v == "" else v for n, v in e.items()}) for e in source.log]
+    if shuffle is not None:
+        shuffle.shuffle(events)
+    key = ["k", "shop"] if two_columns else ["k"]
+    schema = pa.schema([pa.field("shop", pa.string()), *EVENT])
+    tables = [pa.Table.from_pylist(part, schema=schema) for part in (events[:cut], events[cut:])]
+    own = pa.schema([schema.field("shop"), *SCHEMA])
+    held = collapse(tables, key, own)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(change, "HELD_ROWS", held_rows)
+        streamed = collapse_parts([Pieces(table, piece_rows) for table in tables], key, own)
+    count = held.upserts.num_rows
+    assert streamed.truncated == held.truncated
+    assert streamed.upserts.num_rows == count
+    assert by_key(streamed.deletes) == by_key(held.deletes)
+    rows = streamed.rows(None)
+    found = [piece for begin, end in ((0, count // 3), (count // 3, count)) for piece in rows(begin, end)]
+    assert by_key(pa.concat_tables([own.empty_table(), *found])) == by_key(held.upserts)
+    assert streamed.kept.keys() == held.kept.keys()
+    if says_all and len(events) > held_rows:
+        assert streamed.picked is not None, "the rows were held"
+    stored = pa.Table.from_pylist([{"k": k, "shop": f"shop {k % 3}", "doc": f"doc {k}", "img": "i"} for k in range(5)])
+    assert by_key(streamed.filled(stored) if streamed.picked is None else held.upserts) == by_key(held.filled(stored))
+
+
+def test_rows_that_are_no_changes_and_too_many_to_be_held_are_taken_in_their_order(monkeypatch):
+    monkeypatch.setattr(change, "HELD_ROWS", 10)
+    dice = random.Random(5)
+    table = pa.table({"k": [dice.randrange(30) for _ in range(200)], "n": range(200), "_old_key": ["{}"] * 200})
+    streamed = collapse_parts([Pieces(table.slice(0, 70), 9), Pieces(table.slice(70), 16)], ["k"], table.schema)
+    assert streamed.picked is not None
+    assert by_key(pa.concat_tables(streamed.rows(None)(0, 30))) == by_key(collapse(table, ["k"]).upserts)
 
 
 @settings(max_examples=200, deadline=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import StrEnum
 from functools import partial
@@ -90,30 +90,28 @@ class Collapsed:
         return pa.concat_tables([self.upserts.select(self.key), self.deletes])
 
     def rows(self, stored: pa.Table | None) -> Callable[[int, int], Iterator[pa.Table]]:
-        """Gives whole rows to write, from one place to another, some at a time; `stored` as for `filled`."""
-        if self.picked is not None:
-            return self.picked
-        filled = self.filled(stored)
-        return lambda begin, end: iter([filled.slice(begin, end - begin)])
+        """
+        Gives the rows to write, from one place to another, some at a time.
 
-    def filled(self, stored: pa.Table | None) -> pa.Table:
-        """`upserts` with the kept values from `stored`: the target's rows of the keys in `origins`, as it was before."""
+        Kept values are taken from `stored`: the target's rows of the keys in `origins`, as it was before.
+        """
+        picked = self.picked or (lambda begin, end: iter([self.upserts.slice(begin, end - begin)]))
         if not self.kept or self.origins is None or stored is None or not stored.num_rows:
-            return self.upserts
-        rows = self.origins.column("_row").to_numpy()
+            return picked
+        owners = self.origins.column("_row").to_numpy()
         found = Keys(stored.select(self.key)).find(self.origins.select(self.key))
-        rows, found = rows[found >= 0], found[found >= 0]
-        rows, best = np.unique(rows, return_index=True)
+        owners, best = np.unique(owners[found >= 0], return_index=True)
         source: Ints = np.full(self.upserts.num_rows, -1, np.int64)
-        source[rows] = found[best]
-        filled = self.upserts
-        for name, mask in self.kept.items():
-            if name not in stored.column_names:
-                continue
-            both = pa.chunked_array([*filled.column(name).chunks, *stored.column(name).chunks])
-            index = np.where(mask & (source >= 0), source + filled.num_rows, np.arange(filled.num_rows))
-            position = filled.column_names.index(name)
-            filled = filled.set_column(position, filled.schema.field(position), both.take(pa.array(index)))
+        source[owners] = found[found >= 0][best]
+
+        def filled(begin: int, end: int) -> Iterator[pa.Table]:
+            for rows in picked(begin, end):
+                here = slice(begin, begin := begin + rows.num_rows)
+                for name in set(self.kept).intersection(stored.column_names):
+                    places = np.where(self.kept[name][here], source[here], -1)
+                    rows = _replaced(rows, name, np.flatnonzero(places >= 0), stored.column(name), places[places >= 0])
+                yield rows
+
         return filled
 
 
@@ -183,33 +181,139 @@ def collapse_parts(parts: Sequence[Part], key: Sequence[str], columns: pa.Schema
     """
     As `collapse`; of many changes only keys, ops and numbers are held, and the rows that are left are read when wanted.
 
-    Changes that leave values as they are stored are held as a whole.
+    Of values that a later change of the epoch leaves as they are, those that it needs are held as well.
     """
     says_all = all(set(columns.names) <= set(part.schema.names) for part in parts)
     logs = {is_changelog(part.schema) for part in parts}
     count = sum(sum(part.sizes) for part in parts)
-    if not says_all or len(logs) > 1 or count <= HELD_ROWS or _say_unchanged(parts):
+    if not says_all or len(logs) > 1 or count <= HELD_ROWS:
         return collapse([pa.concat_tables(part.read(part.schema.names)) for part in parts], key, columns)
-    buckets = _buckets(parts, key, -(-count // max(HELD_ROWS, 1)))
+    unchanged, moves = _said(parts)
+    traced = [name for name in columns.names if name in unchanged and name not in key]
+    # The values of a row that moved are looked for under other keys.
+    buckets = _buckets(parts, key, 1 if traced and moves else -(-count // max(HELD_ROWS, 1)), bool(traced))
     found = []
     while buckets:
         bucket = pa.concat_tables(buckets.pop())
         if logs == {True} and "_position" not in bucket.column_names:
             bucket = bucket.append_column("_position", bucket.column(_NUMBER))
+        for name in traced:  # instead of a value, which change has it
+            bucket = bucket.append_column(name, bucket.column(_NUMBER))
         found.append(collapse(bucket, key))
+    return _joined(found, parts, columns.names, traced)
+
+
+def _said(parts: Sequence[Part]) -> tuple[set[str], bool]:
+    """The columns that changes leave as they are, and whether rows move."""
+    unchanged: set[str] = set()
+    moves = False
+    for part in parts if is_changelog(parts[0].schema) else ():
+        said = [name for name in ("_unchanged", "_old_key") if name in part.schema.names]
+        for piece in part.read(said) if said else ():
+            if "_unchanged" in said and piece.column("_unchanged").null_count < piece.num_rows:
+                unchanged.update(pc.unique(pc.list_flatten(piece.column("_unchanged"))).to_pylist())
+            moves |= "_old_key" in said and piece.column("_old_key").null_count < piece.num_rows
+    return unchanged, moves
+
+
+def _joined(
+    found: Sequence[Collapsed], parts: Sequence[Part], columns: Sequence[str], traced: Sequence[str]
+) -> Collapsed:
+    """Several that have no key in common, and numbers for values, as one; its rows are read in the order of the changes."""
+    key = found[0].key
     upserts = pa.concat_tables(each.upserts.select(list(key)) for each in found)
     deletes = pa.concat_tables(each.deletes for each in found)
-    numbers = np.concatenate([each.upserts.column(_NUMBER).to_numpy() for each in found])
-    numbers >>= 1
-    numbers.sort()
-    picked = partial(_picked, parts, columns.names, numbers)
-    return Collapsed(tuple(key), any(each.truncated for each in found), upserts, deletes, picked=picked)
+    numbers = np.concatenate([each.upserts.column(_NUMBER).to_numpy() for each in found]) >> 1
+    result = Collapsed(key, any(each.truncated for each in found), upserts, deletes)
+    if not traced:
+        numbers.sort()
+        return replace(result, picked=partial(_picked, parts, columns, numbers))
+    order = np.argsort(numbers)
+    place, numbers = np.argsort(order), numbers[order]
+    edges = np.cumsum([0, *(each.upserts.num_rows for each in found)])
+    kept, carried, origins = {}, {}, []
+    for name in traced:
+        source = [_ints(pc.fill_null(each.upserts.column(name), -1)) >> 1 for each in found]
+        carried[name] = _carried(parts, name, numbers, np.concatenate(source)[order])
+        masks = [each.kept.get(name, np.zeros(each.upserts.num_rows, bool)) for each in found]
+        if any(mask.any() for mask in masks):
+            kept[name] = np.concatenate(masks)[order]
+    for each, first in zip(found, edges, strict=False):
+        if each.origins is not None:
+            rows = place[each.origins.column("_row").to_numpy() + first]
+            origins.append(each.origins.select(list(key)).append_column("_row", pa.array(rows)))
+
+    def picked(begin: int, end: int) -> Iterator[pa.Table]:
+        for rows in _picked(parts, columns, numbers, begin, end):
+            here = slice(begin, begin := begin + rows.num_rows)
+            for each in carried.values():
+                rows = each.put(rows, here)
+            yield rows
+
+    return replace(
+        result,
+        upserts=upserts.take(pa.array(order)),
+        kept=kept,
+        origins=pa.concat_tables(origins) if origins else None,
+        picked=picked,
+    )
 
 
-def _say_unchanged(parts: Sequence[Part]) -> bool:
-    logs = [part for part in parts if is_changelog(part.schema) and "_unchanged" in part.schema.names]
-    pieces = (piece.column("_unchanged") for part in logs for piece in part.read(["_unchanged"]))
-    return any(lists.null_count < len(lists) for lists in pieces)
+@dataclass(frozen=True)
+class _Carried:
+    """The values of a column that later changes of the epoch leave as they are."""
+
+    name: str
+    source: Ints
+    """For each row that is left the number of the change that has its value; -1 for none."""
+    is_own: Mask
+    numbers: Ints
+    values: pa.ChunkedArray | None
+
+    def put(self, rows: pa.Table, here: slice) -> pa.Table:
+        source, is_own = self.source[here], self.is_own[here]
+        if (source < 0).any():
+            values = rows.column(self.name).take(pa.array(np.arange(rows.num_rows), mask=source < 0))
+            position = rows.column_names.index(self.name)
+            rows = rows.set_column(position, rows.schema.field(position).with_nullable(True), values)
+        if self.values is None:
+            return rows
+        others = np.flatnonzero((source >= 0) & ~is_own)
+        return _replaced(rows, self.name, others, self.values, np.searchsorted(self.numbers, source[others]))
+
+
+def _carried(parts: Sequence[Part], name: str, numbers: Ints, source: Ints) -> _Carried:
+    is_own = source == numbers
+    others = np.unique(source[(source >= 0) & ~is_own])
+    values = pa.concat_tables(_picked(parts, [name], others, 0, len(others))).column(name) if len(others) else None
+    return _Carried(name, source, is_own, others, values)
+
+
+def _replaced(rows: pa.Table, name: str, places: Ints, column: pa.ChunkedArray, indices: Ints) -> pa.Table:
+    """The rows with values of `column` in some places."""
+    if not len(places):
+        return rows
+    index = np.arange(rows.num_rows)
+    index[places] = rows.num_rows + np.arange(len(places))
+    both = pa.chunked_array([*rows.column(name).chunks, *_gathered(column, indices).chunks])
+    position = rows.column_names.index(name)
+    return rows.set_column(
+        position, rows.schema.field(position).with_nullable(True), both.combine_chunks().take(pa.array(index))
+    )
+
+
+def _gathered(column: pa.ChunkedArray, indices: Ints) -> pa.ChunkedArray:
+    """As `take`, which would make one array of all chunks first."""
+    order = np.argsort(indices, kind="stable")
+    wanted = indices[order]
+    edges = np.cumsum([0, *(len(chunk) for chunk in column.chunks)])
+    found = np.searchsorted(wanted, edges)
+    pieces = [
+        chunk.take(pa.array(wanted[begin:end] - first))
+        for chunk, first, begin, end in zip(column.chunks, edges, found, found[1:], strict=False)
+        if end > begin
+    ]
+    return pa.chunked_array([pa.concat_arrays(pieces).take(pa.array(np.argsort(order)))])
 
 
 def _are_in_order(parts: Sequence[Part]) -> bool:
@@ -223,15 +327,17 @@ def _are_in_order(parts: Sequence[Part]) -> bool:
     return True
 
 
-def _buckets(parts: Sequence[Part], key: Sequence[str], count: int) -> list[list[pa.Table]]:
+def _buckets(parts: Sequence[Part], key: Sequence[str], count: int, traces: bool) -> list[list[pa.Table]]:
     """
     What tells the last change of every key, in lists of pieces: all of one key in one list, and in their order.
 
-    A row that leaves its old key is deleted there, and a truncate stands in every list. Numbers leave room for both: the
-    change with the number n has 2n + 1. Positions are there only if the order of the rows is another.
+    A row that leaves its old key is deleted there, unless its values are to be traced; a truncate stands in every list.
+    Numbers leave room for it: the change with the number n has 2n + 1. Positions are there only if rows have another order.
     """
     buckets: list[list[pa.Table]] = [[] for _ in range(count)]
-    described = ("_op", "_old_key") if _are_in_order(parts) else ("_op", "_old_key", "_position")
+    described = ["_op", "_old_key"]
+    described += [] if _are_in_order(parts) else ["_position"]
+    described += ["_unchanged"] if traces else []
     first = 0
     for part in parts:
         is_log = is_changelog(part.schema)
@@ -240,7 +346,8 @@ def _buckets(parts: Sequence[Part], key: Sequence[str], count: int) -> list[list
             number = 2 * np.arange(first, first + piece.num_rows) + 1
             first += piece.num_rows
             events = piece.append_column(_NUMBER, pa.array(number))
-            events = _with_leavings(events, key) if "_old_key" in said else events
+            events = events.cast(_nullable(events.schema))
+            events = _with_leavings(events, key) if "_old_key" in said and not traces else events
             bucket = _mixed(_hashes(events.select(list(key)))) % np.uint64(count)
             truncates = _where(events.column("_op"), Op.TRUNCATE) if is_log else np.zeros(len(bucket), bool)
             for place, pieces in enumerate(buckets):
@@ -256,9 +363,9 @@ def _with_leavings(events: pa.Table, key: Sequence[str]) -> pa.Table:
     if not len(moved):
         return events
     left = events.take(pa.array(moved))
-    numbers = left.column(_NUMBER).to_numpy() - 1
     said = {name: old.column(name) for name in key}
-    said |= {"_op": pa.repeat(Op.DELETE.value, len(moved)), _NUMBER: pa.array(numbers)}
+    said["_op"] = pa.repeat(Op.DELETE.value, len(moved))
+    said[_NUMBER] = pa.array(left.column(_NUMBER).to_numpy() - 1)
     both = pa.concat_tables([events, pa.table({name: said.get(name, left.column(name)) for name in left.column_names})])
     return both.take(pa.array(np.argsort(both.column(_NUMBER).to_numpy())))
 

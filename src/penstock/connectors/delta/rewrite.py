@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,7 +22,7 @@ from pyarrow import types
 from penstock.change import Collapsed, Ints, Keys, Mask
 from penstock.connectors.delta.table import Table
 from penstock.connectors.partitions import partition_text
-from penstock.connectors.staging import ROW_GROUP_ROWS, Stage, StagedFile, StagedTopic
+from penstock.connectors.staging import HIDDEN, ROW_GROUP_ROWS, Stage, StagedFile, StagedTopic
 from penstock.errors import FatalError, SchemaError
 from penstock.schema.evolution import widened
 from penstock.sink import Topic
@@ -77,7 +79,7 @@ def rewrite(
     if changes.truncated:
         candidates = np.arange(actions.num_rows)
     found = Keys(keys) if len(candidates) else None
-    kept = _Kept(changes, schema)
+    kept = _Kept(changes, schema, table.path / HIDDEN)
     with contextlib.ExitStack() as abandoned:
 
         def another() -> Stage:
@@ -166,20 +168,29 @@ def _as_table(topic: Topic, table: Table, new: pa.Table, schema: pa.Schema, mark
 
 
 class _Kept:
-    """Collects the stored rows from which unchanged values are taken, as their files go by."""
+    """Collects the stored rows from which unchanged values are taken, as their files go by: on disk, for they may be many."""
 
-    def __init__(self, changes: Collapsed, schema: pa.Schema) -> None:
+    def __init__(self, changes: Collapsed, schema: pa.Schema, directory: Path) -> None:
         self._names = [*changes.key, *changes.kept]
         self._origins = Keys(changes.origins.select(changes.key)) if changes.origins is not None else None
-        self._rows = [pa.schema([schema.field(name) for name in self._names]).empty_table()]
+        if self._origins is not None:
+            self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - it is closed once all is collected
+            self._writer = pa.ipc.new_file(self._file, pa.schema([schema.field(name) for name in self._names]))
 
     def collect(self, rows: pa.Table, hit: Mask) -> None:
         if self._origins is not None and hit.any():
             touched = rows.select(self._names).filter(pa.array(hit))
-            self._rows.append(touched.filter(pa.array(self._origins.find(touched.select(self._names)) >= 0)))
+            self._writer.write_table(touched.filter(pa.array(self._origins.find(touched) >= 0)))
 
-    def rows(self) -> pa.Table:
-        return pa.concat_tables(self._rows)
+    def rows(self) -> pa.Table | None:
+        """What was collected, mapped into memory; its file has no name, and is gone with the table."""
+        if self._origins is None:
+            return None
+        self._writer.close()
+        with self._file:
+            self._file.flush()
+            mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        return pa.ipc.open_file(pa.py_buffer(mapped)).read_all()
 
 
 @dataclass(frozen=True)

@@ -154,11 +154,12 @@ def with_two_columns_as_key(event):
     says_all=st.booleans(),
     shuffle=st.none() | st.randoms(use_true_random=False),
     held_rows=st.integers(0, 12),
+    bucket_rows=st.integers(1, 12),
     piece_rows=st.integers(1, 9),
     cut=st.integers(0, 40),
 )
 def test_changes_too_many_to_be_held_come_to_the_same_as_those_that_are(
-    statements, two_columns, says_all, shuffle, held_rows, piece_rows, cut
+    statements, two_columns, says_all, shuffle, held_rows, bucket_rows, piece_rows, cut
 ):
     source = Lived()
     for op, key, other, values in statements:
@@ -173,6 +174,7 @@ def test_changes_too_many_to_be_held_come_to_the_same_as_those_that_are(
     held = collapse(tables, key, own)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(change, "HELD_ROWS", held_rows)
+        patch.setattr(change, "BUCKET_ROWS", bucket_rows)
         streamed = collapse_parts([Pieces(table, piece_rows) for table in tables], key, own)
     assert (streamed.picked is not None) == (len(events) > held_rows)
     assert streamed.truncated == held.truncated
@@ -190,6 +192,7 @@ def rows_of(result, stored):
 
 def test_rows_that_are_no_changes_and_too_many_to_be_held_are_taken_in_their_order(monkeypatch):
     monkeypatch.setattr(change, "HELD_ROWS", 10)
+    monkeypatch.setattr(change, "BUCKET_ROWS", 30)
     dice = random.Random(5)
     table = pa.table({"k": [dice.randrange(30) for _ in range(200)], "n": range(200), "_old_key": ["{}"] * 200})
     streamed = collapse_parts([Pieces(table.slice(0, 70), 9), Pieces(table.slice(70), 16)], ["k"], table.schema)

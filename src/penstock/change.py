@@ -47,8 +47,11 @@ CHANGE_FIELDS: tuple[pa.Field, ...] = (
 
 _NAMES = {each.name for each in CHANGE_FIELDS}
 
-HELD_ROWS = 1 << 20
-"""Changes that are held as whole rows, and of which the last state of every key is sought at once."""
+HELD_ROWS = 1 << 18
+"""Changes of an epoch that are held as whole rows; of more, some columns alone."""
+
+BUCKET_ROWS = 1 << 20
+"""About how many changes are collapsed at once if not all rows are held."""
 
 _NUMBER = "\0number"
 """Column for the place of a change among all of an epoch: a name that no column can have."""
@@ -191,7 +194,7 @@ def collapse_parts(parts: Sequence[Part], key: Sequence[str], columns: pa.Schema
     unchanged, moves = _said(parts)
     traced = [name for name in columns.names if name in unchanged and name not in key]
     # The values of a row that moved are looked for under other keys.
-    buckets = _buckets(parts, key, 1 if traced and moves else -(-count // max(HELD_ROWS, 1)), bool(traced))
+    buckets = _buckets(parts, key, 1 if traced and moves else -(-count // BUCKET_ROWS), bool(traced))
     found = []
     while buckets:
         bucket = pa.concat_tables(buckets.pop())

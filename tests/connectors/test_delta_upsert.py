@@ -6,10 +6,14 @@ import datetime
 import decimal
 import json
 import os
+import pickle
 import random
 import signal
+import subprocess
+import sys
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, write_deltalake
@@ -201,6 +205,8 @@ def test_what_other_writers_have_written_is_found_and_kept(sink, make, target, p
 def test_random_changes_leave_what_a_dict_of_them_holds(make, target, monkeypatch, held_rows):
     """With files and chunks so small that every way through the rewriting is taken."""
     monkeypatch.setattr("penstock.change.HELD_ROWS", held_rows)
+    monkeypatch.setattr("penstock.change.BUCKET_ROWS", 7)
+    monkeypatch.setattr(rewriting, "RANKED_ROWS", 5)
     monkeypatch.setattr(rewriting, "SMALL_FILE_ROWS", 8)
     monkeypatch.setattr(rewriting, "CHUNK_ROWS", 4)
     monkeypatch.setattr("penstock.connectors.staging.ROW_GROUP_ROWS", 3)
@@ -486,6 +492,7 @@ def test_changes_mode_keeps_every_change_as_it_is(make, target):
 def test_of_many_changes_only_the_keys_are_held_while_their_rows_are_written(tmp_path, monkeypatch):
     rows, wide = 40_000, "x" * 500
     monkeypatch.setattr("penstock.change.HELD_ROWS", 1000)
+    monkeypatch.setattr("penstock.change.BUCKET_ROWS", 1000)
     monkeypatch.setattr(rewriting, "CHUNK_ROWS", 2000)
     path = tmp_path / "changes.parquet"
     with pq.ParquetWriter(path, changes().schema) as writer:
@@ -502,3 +509,47 @@ def test_of_many_changes_only_the_keys_are_held_while_their_rows_are_written(tmp
         seen += piece.num_rows
     assert seen == rows
     assert max(held) < rows * len(wide) / 3
+
+
+_COMMIT = """
+import pickle, sys
+
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) << 10
+
+sink, epoch, receipts = pickle.loads(bytes.fromhex(sys.stdin.read()))
+sink.open()
+before = peak()
+sink.commit_epoch(epoch, receipts, {})
+print(peak() - before)
+"""
+
+
+def peak_of_commit(sink, e, receipts):
+    """By how much the memory of a driver grows while it commits."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", _COMMIT],
+        input=pickle.dumps((sink, e, receipts)).hex(),
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_two_million_changes_are_applied_in_little_memory(make, target):
+    sink, e, count = make(), epoch(1), 2_000_000
+
+    def batches():
+        for first in range(0, count, 100_000):
+            ids = pa.array(range(first, first + 100_000))
+            position = pc.utf8_lpad(ids.cast(pa.string()), 27, "0")
+            yield pa.record_batch({"id": ids, "n": ids, "_op": ["c"] * len(ids), "_position": position})
+
+    receipts = [stage(sink, e, *batches())]
+    assert peak_of_commit(sink, e, receipts) < 350 << 20
+    assert DeltaTable(str(target)).to_pyarrow_dataset().count_rows() == count

@@ -33,6 +33,9 @@ CHUNK_ROWS = 1 << 17
 SMALL_FILE_ROWS = 1 << 17
 """What is left of files up to this size goes into one file with the new rows, or every epoch would leave another."""
 
+RANKED_ROWS = 1 << 19
+"""Keys that are put in order at once, to be held against the bounds of files."""
+
 WRITERS = min(4, os.cpu_count() or 1)
 """Files that new rows are spread over and written at once, if there are many."""
 
@@ -105,6 +108,7 @@ def rewrite(
                 write(stage, topic, rows.filter(pa.array(place < 0)))
             if stage is not joined:
                 result.take(stage.finish(), topic)
+        found = None  # its room is wanted for the new rows
         rows_of = changes.rows(kept.rows())
 
         def add(stage: Stage, begin: int, end: int) -> None:
@@ -168,23 +172,21 @@ def _as_table(topic: Topic, table: Table, new: pa.Table, schema: pa.Schema, mark
 
 
 class _Kept:
-    """Collects the stored rows from which unchanged values are taken, as their files go by: on disk, for they may be many."""
+    """Stored rows from which unchanged values are taken, written down as their files go by: they may be many."""
 
     def __init__(self, changes: Collapsed, schema: pa.Schema, directory: Path) -> None:
-        self._names = [*changes.key, *changes.kept]
-        self._origins = Keys(changes.origins.select(changes.key)) if changes.origins is not None else None
-        if self._origins is not None:
+        self._names = [*changes.key, *changes.kept] if changes.kept else []
+        if self._names:
             self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - it is closed once all is collected
             self._writer = pa.ipc.new_file(self._file, pa.schema([schema.field(name) for name in self._names]))
 
     def collect(self, rows: pa.Table, hit: Mask) -> None:
-        if self._origins is not None and hit.any():
-            touched = rows.select(self._names).filter(pa.array(hit))
-            self._writer.write_table(touched.filter(pa.array(self._origins.find(touched) >= 0)))
+        if self._names and hit.any():
+            self._writer.write_table(rows.select(self._names).filter(pa.array(hit)))
 
     def rows(self) -> pa.Table | None:
-        """What was collected, mapped into memory; its file has no name, and is gone with the table."""
-        if self._origins is None:
+        """What was collected, mapped into memory; the file has no name, and is gone when the table is."""
+        if not self._names:
             return None
         self._writer.close()
         with self._file:
@@ -264,8 +266,6 @@ def file_of(table: Table, actions: pa.Table, row: int) -> File:
 def _candidates(actions: pa.Table, keys: pa.Table, partition_by: Sequence[str]) -> Ints:
     """The files whose statistics and partition do not exclude every one of the keys."""
     may_hold = np.full(actions.num_rows, bool(keys.num_rows))
-    if not actions.num_rows:
-        return np.flatnonzero(may_hold)
     for name in keys.column_names:
         if name in partition_by:
             low = high = actions.column(f"partition.{name}")
@@ -289,14 +289,23 @@ def _overlaps(values: pa.ChunkedArray, low: pa.ChunkedArray, high: pa.ChunkedArr
         return np.ones(len(low), bool)
     if types.is_timestamp(values.type):
         high = pc.add(high, pa.scalar(1000, pa.duration("us")))  # writers cut it to milliseconds
+    found: Mask = low.is_null().to_numpy() | high.is_null().to_numpy()
+    for first in range(0, len(values), RANKED_ROWS):
+        open_ = np.flatnonzero(~found)
+        if not len(open_):
+            break
+        bounds = (each.take(pa.array(open_)) for each in (low, high))
+        found[open_] = _lie_between(values.slice(first, RANKED_ROWS), *bounds)
+    return found
+
+
+def _lie_between(values: pa.ChunkedArray, low: pa.ChunkedArray, high: pa.ChunkedArray) -> Mask:
     count, files = len(values), len(low)
     every = pa.chunked_array([*values.chunks, *low.chunks, *high.chunks], values.type)
     ranks = pc.rank(every.combine_chunks(), tiebreaker="dense").to_numpy().astype(np.int64)
     of_values, of_low, of_high = np.sort(ranks[:count]), ranks[count : count + files], ranks[count + files :]
     next_value = np.searchsorted(of_values, of_low)
-    within = np.append(of_values, np.iinfo(np.int64).max)[next_value] <= of_high
-    unknown = low.is_null().to_numpy() | high.is_null().to_numpy()
-    return np.asarray(within | unknown)
+    return np.asarray(np.append(of_values, np.iinfo(np.int64).max)[next_value] <= of_high)
 
 
 def _refuse_nulls(topic: Topic, rows: pa.Table, table: Table) -> None:

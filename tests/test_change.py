@@ -9,6 +9,7 @@ import json
 import random
 import time
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
@@ -328,6 +329,30 @@ def test_a_set_of_keys_tells_what_is_in_it():
     rows = pa.table({"a": [2, 1, 2, 3, None], "b": ["y", "y", "x", "x", "x"]})
     assert keys.find(rows).tolist() == [1, -1, -1, -1, -1]
     assert Keys(pa.table({"a": pa.array([], pa.int64())})).find(pa.table({"a": [1]})).tolist() == [-1]
+
+
+@pytest.mark.parametrize("same_hash", [False, True])
+@pytest.mark.parametrize(
+    "values",
+    [
+        pa.array([3, None, -1, 7, 2**62], pa.int64()),
+        pa.array(["", "a", None, "12345678", "123456789", "12345678X12345678Y", "12345678Y12345678X", "ä" * 40]),
+        pa.array([0.0, None, 1.5, float("nan"), float("inf")]),
+        pa.array([decimal.Decimal("1.10"), None, decimal.Decimal("-1.10")], pa.decimal128(20, 2)),
+        pa.array([True, None, False]),
+    ],
+    ids=lambda values: str(values.type),
+)
+def test_keys_are_found_in_any_part_of_a_table_whatever_their_hashes(monkeypatch, values, same_hash):
+    if same_hash:
+        monkeypatch.setattr(change, "_hashes", lambda keys: np.zeros(keys.num_rows, np.uint64))
+    column = pa.chunked_array([values, values.slice(1), values.slice(0, 2)])
+    rows = pa.table({"a": column, "b": pa.chunked_array([pa.array([1] * len(column))])})
+    keys = rows.filter(column.is_valid()).slice(1)
+    found = Keys(keys).find(rows)
+    texts = [str(value) for value in keys.column("a").to_pylist()]
+    expected = [-1 if value is None else texts.index(str(value)) for value in column.to_pylist()]
+    assert found.tolist() == expected
 
 
 @pytest.mark.parametrize(

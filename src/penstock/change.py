@@ -50,8 +50,11 @@ _NAMES = {each.name for each in CHANGE_FIELDS}
 HELD_ROWS = 1 << 18
 """Changes of an epoch that are held as whole rows; of more, some columns alone."""
 
-BUCKET_ROWS = 1 << 20
+BUCKET_ROWS = 1 << 19
 """About how many changes are collapsed at once if not all rows are held."""
+
+MAX_BUCKETS = 64
+"""Each of them looks at every change, if only for a few nanoseconds."""
 
 _NUMBER = "\0number"
 """Column for the place of a change among all of an epoch: a name that no column can have."""
@@ -193,8 +196,9 @@ def collapse_parts(parts: Sequence[Part], key: Sequence[str], columns: pa.Schema
         return collapse([pa.concat_tables(part.read(part.schema.names)) for part in parts], key, columns)
     unchanged, moves = _said(parts)
     traced = [name for name in columns.names if name in unchanged and name not in key]
-    # The values of a row that moved are looked for under other keys.
-    buckets = _buckets(parts, key, 1 if traced and moves else -(-count // BUCKET_ROWS), bool(traced))
+    # Values of a row that has moved stand under another key.
+    several = 1 if traced and moves else min(-(-count // BUCKET_ROWS), MAX_BUCKETS)
+    buckets = _buckets(parts, key, several, bool(traced))
     found = []
     while buckets:
         bucket = pa.concat_tables(buckets.pop())

@@ -349,10 +349,11 @@ def test_keys_are_found_in_any_part_of_a_table_whatever_their_hashes(monkeypatch
     column = pa.chunked_array([values, values.slice(1), values.slice(0, 2)])
     rows = pa.table({"a": column, "b": pa.chunked_array([pa.array([1] * len(column))])})
     keys = rows.filter(column.is_valid()).slice(1)
-    found = Keys(keys).find(rows)
     texts = [str(value) for value in keys.column("a").to_pylist()]
     expected = [-1 if value is None else texts.index(str(value)) for value in column.to_pylist()]
-    assert found.tolist() == expected
+    assert Keys(keys).find(rows).tolist() == expected
+    assert Keys(keys).find(pa.concat_tables([rows] * 9)).tolist() == expected * 9
+    assert [Keys(keys).find(rows.slice(place, 1)).item() for place in range(len(rows))] == expected
 
 
 @pytest.mark.parametrize(

@@ -401,19 +401,27 @@ class Keys:
     def find(self, rows: pa.Table) -> Ints:
         """For each row the first position of its key in the set; -1 if it is not in it."""
         rows = rows.select(self._keys.column_names)
-        hashes = _hashes(rows)
-        at = np.searchsorted(self._hashes, hashes)
         found: Ints = np.full(rows.num_rows, -1, np.int64)
-        left = np.arange(rows.num_rows)
+        left = self._likely(rows)
+        hashes = _hashes(rows.take(pa.array(left)) if len(left) < rows.num_rows else rows)
+        at = np.searchsorted(self._hashes, hashes)
         while len(left):  # seldom more than once: other keys with the same hash stand side by side
-            left = left[at[left] < len(self._hashes)]
-            left = left[self._hashes[at[left]] == hashes[left]]
-            place = self._order[at[left]]
+            there = np.flatnonzero(at < len(self._hashes))
+            there = there[self._hashes[at[there]] == hashes[there]]
+            left, hashes, at = left[there], hashes[there], at[there]
+            place = self._order[at]
             same = _same(self._keys.take(pa.array(place)), rows.take(pa.array(left)))
             found[left[same]] = place[same]
-            left = left[~same]
-            at[left] += 1
+            left, hashes, at = left[~same], hashes[~same], at[~same] + 1
         return found
+
+    def _likely(self, rows: pa.Table) -> Ints:
+        """Rows that may be in the set; among few keys Arrow finds them sooner than they are hashed here."""
+        if 8 * self._keys.num_rows > rows.num_rows:
+            return np.arange(rows.num_rows)
+        columns = zip(rows.columns, self._keys.columns, strict=True)
+        masks = [_bools(pc.is_in(_whole(column), value_set=_whole(among))) for column, among in columns]
+        return np.flatnonzero(np.logical_and.reduce(masks))
 
 
 class _Log:

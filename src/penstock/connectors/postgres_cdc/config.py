@@ -16,8 +16,8 @@ class PostgresLogConfig(PostgresConfig):
 
     tables: Annotated[tuple[str, ...], Field(min_length=1)]
     """
-    Tables to mirror, as `schema.table`; `*` stands for anything. Partitions come with their root; what PostgreSQL does not
-    log for a root is not seen: TRUNCATE of one partition, and rows that come or go with ATTACH, DETACH or DROP of one.
+    Tables to mirror, as `schema.table`; `*` stands for anything. Partitions come with their root; that one was truncated,
+    attached, detached or dropped as a whole is not in its log, and only `postgres_cdc` follows it, by copying the table.
     """
 
     exclude_tables: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class PostgresLogConfig(PostgresConfig):
     """The replication slot; each pipeline needs one of its own."""
 
     publication: Annotated[str, Field(min_length=1, max_length=50)] = "penstock"
-    """The publication that names the tables; with `insert_only` a second one, `…_inserts`, is used."""
+    """The publication that names the tables; `…_inserts` is used with `insert_only`, `…_truncates` with partitioned tables."""
 
     manage: bool = True
     """Make the slot and the publication, and add new tables to it; false: only verify that they are there."""
@@ -58,6 +58,13 @@ class PostgresCdcConfig(PostgresLogConfig):
     start (`always`), or not at all (`never`). Tables that every sink calls seeded are not copied at a first start if the
     slot is already there. A copy that is not the first clears the target's rows together with its own first rows; one that
     a new default or another type of a column makes necessary goes over them and clears nothing.
+    """
+
+    detached_rows: Literal["remove", "keep"] = "remove"
+    """
+    Whether rows that leave with DETACH or DROP of a partition leave the target too, for which their table is copied anew,
+    or stay (`keep`) until a copy that clears the target: `resync`, or TRUNCATE of one partition. It is noticed within 10 s,
+    except for a partition that was made and left between two looks.
     """
 
     seed_chunk_rows: PositiveInt | None = None

@@ -22,6 +22,7 @@ from penstock.change import CHANGE_FIELDS, Op
 from penstock.connectors.postgres_cdc import wal
 from penstock.connectors.postgres_cdc.decode import Rows, position_text
 from penstock.connectors.postgres_cdc.setup import Table
+from penstock.connectors.postgres_cdc.tree import Tree
 from penstock.connectors.postgres_cdc.types import (
     TypeCatalog,
     arrow_type,
@@ -103,6 +104,8 @@ class Progress(_Value):
     """While waiting: the log must have been read up to here first, or changes of before would come behind the copy."""
     frontier: Key | None = None
     """While seeding: the last key that was copied; None: none yet."""
+    tree: Tree | None = None
+    """Of a partitioned one: the partitions that the target's rows are of, or the next copy's; None: not yet looked at."""
 
     @property
     def captured(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -223,6 +224,11 @@ def publications(config: PostgresCdcConfig) -> list[str]:
     return [config.publication, *([f"{config.publication}_inserts"] if config.insert_only else [])]
 
 
+def truncates(config: PostgresCdcConfig) -> str:
+    """The publication that shows truncates of single partitions; no other can that shows their rows as those of the root."""
+    return f"{config.publication}_truncates"
+
+
 def publish(connection: psycopg.Connection[Any], config: PostgresCdcConfig, tables: Tables, version: int) -> None:
     """Make the publications and add what they lack, or, with `manage = false`, only see that nothing is missing."""
     for statement in missing(connection, config, tables, version):
@@ -233,6 +239,29 @@ def publish(connection: psycopg.Connection[Any], config: PostgresCdcConfig, tabl
                 hint=statement,
             )
         connection.execute(statement)
+    publish_truncates(connection, config, tables)
+
+
+def publish_truncates(connection: psycopg.Connection[Any], config: PostgresCdcConfig, tables: Tables) -> None:
+    """Make the publication of truncates, if that is allowed; without it a partition that is rewritten counts as truncated."""
+    statement = missing_truncates(connection, config, tables) if config.manage else ""
+    if statement:
+        with contextlib.suppress(psycopg.errors.InsufficientPrivilege, psycopg.errors.LockNotAvailable):
+            connection.execute(statement)
+
+
+def missing_truncates(connection: psycopg.Connection[Any], config: PostgresCdcConfig, tables: Tables) -> str:
+    """The statement that makes the publication of truncates complete, if there is a use for it."""
+    name = truncates(config)
+    wanted = [table for table in tables.captured.values() if table.partitioned and config.snapshot != "never"]
+    held = _published_streams(connection, [name]) if wanted else set()
+    lacking = ", ".join(table.sql for table in wanted if table.stream not in held)
+    if not lacking:
+        return ""
+    if connection.execute("SELECT FROM pg_publication WHERE pubname = %s", [name]).fetchone():
+        return f"ALTER PUBLICATION {quoted(name)} ADD TABLE {lacking}"
+    settings = "publish = 'truncate', publish_via_partition_root = false"
+    return f"CREATE PUBLICATION {quoted(name)} FOR TABLE {lacking} WITH ({settings})"
 
 
 def missing(
@@ -298,6 +327,15 @@ def findings(connection: psycopg.Connection[Any], config: PostgresCdcConfig) -> 
             f"the publication {config.publication!r} {'lacks tables' if lacking else 'is there'}",
             *lacking[:1],
         )
+    truncating = missing_truncates(connection, config, tables)
+    if truncating:
+        will = config.manage and may_create
+        what = (
+            "will be made or completed"
+            if will
+            else "lacks tables: a partition that is rewritten makes its root be copied"
+        )
+        yield Finding(True, f"the publication {truncates(config)!r} {what}", "" if will else truncating)
     yield from _table_findings(connection, tables)
 
 
@@ -353,6 +391,12 @@ _KEY = """
       WHERE i.indrelid = c.oid AND i.{which} AND i.indisvalid AND k.place <= i.indnkeyatts
         AND a.attrelid = c.oid AND a.attnum = k.attnum), '{{}}')"""
 
+# `pg_partition_tree` would wait for whoever has locked one of the partitions.
+_PARTS = """
+    (WITH RECURSIVE parts AS (
+        SELECT {of} AS oid UNION ALL SELECT inhrelid FROM parts p JOIN pg_inherits i ON i.inhparent = p.oid)
+     SELECT oid FROM parts)"""
+
 _TABLES = f"""
     SELECT c.oid::int8, n.nspname::text, c.relname::text, c.relkind::text, c.relreplident::text,
            {_KEY.format(which="indisprimary")},
@@ -360,7 +404,8 @@ _TABLES = f"""
            {_KEY.format(which="indisreplident")},
            CASE c.relkind WHEN 'r' THEN c.reltuples ELSE (
               SELECT CASE WHEN bool_and(leaf.reltuples >= 0) THEN sum(leaf.reltuples) ELSE -1 END
-                FROM pg_partition_tree(c.oid) tree JOIN pg_class leaf ON leaf.oid = tree.relid WHERE tree.isleaf) END::int8
+                FROM {_PARTS.format(of="c.oid")} part JOIN pg_class leaf ON leaf.oid = part.oid AND leaf.relkind <> 'p')
+           END::int8
       FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
      WHERE c.relkind IN ('r', 'p') AND c.relpersistence = 'p'
        AND n.nspname NOT IN ('pg_catalog', 'information_schema') AND n.nspname NOT LIKE 'pg\\_toast%'
@@ -375,14 +420,14 @@ _COLUMNS = """
      WHERE a.attrelid = ANY(%s::oid[]) AND a.attnum > 0 AND NOT a.attisdropped
      ORDER BY a.attrelid, a.attnum"""
 
-_SHAPES = """
+_SHAPES = f"""
     SELECT a.attrelid::int8,
            string_agg(CASE WHEN a.attisdropped THEN '--------' ELSE left(md5(a.attname), 4) || left(md5(a.atttypid || CASE
                       WHEN a.atttypid = 1700 THEN ':' || a.atttypmod ELSE '' END), 4) END, '' ORDER BY a.attnum)
-           || ':' || coalesce((SELECT f.relfilenode FROM pg_class f WHERE f.relfilenode > 0 AND (f.oid = a.attrelid
-                       OR f.oid IN (SELECT relid FROM pg_partition_tree(a.attrelid))) ORDER BY f.oid LIMIT 1), 0)
+           || ':' || coalesce((SELECT f.relfilenode FROM {_PARTS.format(of="a.attrelid")} part
+                       JOIN pg_class f ON f.oid = part.oid WHERE f.relfilenode > 0 ORDER BY f.oid LIMIT 1), 0)
            || ':' || left(md5(string_agg(a.xmin::text, ' ' ORDER BY a.attnum)), 8),
-           coalesce(array_agg(a.attnum::int) FILTER (WHERE a.atthasdef OR a.atthasmissing), '{}')
+           coalesce(array_agg(a.attnum::int) FILTER (WHERE a.atthasdef OR a.atthasmissing), '{{}}')
       FROM pg_attribute a WHERE a.attrelid = ANY(%s::oid[]) AND a.attnum > 0
      GROUP BY a.attrelid"""
 

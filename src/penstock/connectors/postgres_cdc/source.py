@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import pyarrow as pa
 
 from penstock import commands, durable
 from penstock.commands import Request
-from penstock.connectors.postgres_cdc import seed, setup, wal
+from penstock.connectors.postgres_cdc import seed, setup, tree, wal
 from penstock.connectors.postgres_cdc.config import PostgresCdcConfig
 from penstock.connectors.postgres_cdc.decode import Decoder, Rows
 from penstock.connectors.postgres_cdc.position import LogPosition
@@ -30,6 +31,7 @@ from penstock.connectors.postgres_cdc.seed import (
 )
 from penstock.connectors.postgres_cdc.setup import Table, Tables
 from penstock.connectors.postgres_cdc.steps import Ahead, messages
+from penstock.connectors.postgres_cdc.tree import Part, Seen, Tree, Truncates
 from penstock.connectors.postgres_cdc.types import TypeCatalog
 from penstock.durable import Json
 from penstock.errors import ConfigError, ConnectorError, DataError, SchemaError
@@ -47,13 +49,15 @@ from penstock.source import (
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 _ENDLESS = 1 << 62
 
 PROBED_BYTES = 16 << 20
 """As long as the server decodes no more than this, a range is looked through for changes before it is made an epoch of."""
 
 LOOKED_SECS = 10.0
-"""How often the catalog is looked through for tables that are new."""
+"""How often the catalog is looked through for tables that are new, and for partitions that came or went."""
 
 WHOLE_ROWS = 1_000_000
 """Up to so many rows a copy that clears the target is one epoch, so that nobody sees half a table; a larger one is seen so."""
@@ -105,6 +109,8 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         self._pace: tuple[int, float | None] = (CHUNK_ROWS, None)
         self._tables: Tables | None = None
         self._looked = 0.0
+        self._names: dict[int, str] = {}
+        self._published_truncates = False
         self._catalog: TypeCatalog | None = None
         self._planned: tuple[tuple[LogPosition, ReadLimit], LogPosition] | None = None
         self._since = (0, 0.0)
@@ -339,6 +345,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         # Whoever writes now may have begun before the table was published: its changes come neither by the log
         # nor, until it has ended, by a copy.
         until, end_of_log = wal.snapshot(connection).xmax, wal.inserted(connection)
+        trees = self._trees(connection, tables)
         new = {}
         behind = {each.stream for each in start.copied}
         for stream, table in tables.items():
@@ -356,6 +363,8 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
                 from_lsn=end_of_log if refresh else 0,
                 estimate=table.estimate,
                 failure=before.failure if before else None,
+                # Rows that stay in the target are those of the partitions of before.
+                tree=before.tree if before and refresh else trees[stream].tree(None, {}) if stream in trees else None,
             )
         copied = tuple(each for each in start.copied if each.stream not in new)
         return start.model_copy(update={"tables": {**start.tables, **new}, "copied": copied})
@@ -381,6 +390,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             return self._begin_again(connection, start, here)
         if self._since[0] != start.lsn:
             self._since = (start.lsn, time.monotonic())
+        looked = self._looked
         end = self._with_new_tables(connection, self._with_requests(connection, start, here), here)
         waits_for_log = any(each.state == "waiting" and each.from_lsn > start.lsn for each in end.tables.values())
         if here.torn and here.flushed > start.lsn and self._probed != (start.lsn, here.flushed):
@@ -398,6 +408,8 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             if planned.tables != end.tables:
                 return planned.model_copy(update={"turn": "log"})
         upto = self._log_end(connection, start, here, found, limit, waits_for_log)
+        if upto > start.lsn or self._looked != looked:
+            end = self._with_partitions(connection, start, end, here, upto)
         return end.model_copy(update={"lsn": upto, "turn": "copy"}) if upto > start.lsn or end != start else start
 
     def _verify(self, connection: psycopg.Connection[Any], here: wal.Server, start: LogPosition) -> wal.Slot:
@@ -493,6 +505,95 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         return self._publishing(
             connection, start, {s: t for s, t in captured.items() if _is_new(t, kept.get(s))}, here, "changed"
         )
+
+    def _trees(self, connection: psycopg.Connection[Any], tables: Mapping[str, Table]) -> dict[str, Seen]:
+        """The partitions of those that have some."""
+        roots = {stream: table.oid for stream, table in tables.items() if table.partitioned}
+        seen = tree.look(connection, setup.truncates(self.config), list(roots.values())) if roots else {}
+        self._names.update((part.oid, part.name) for each in seen.values() for part in each.parts)
+        return {stream: seen[oid] for stream, oid in roots.items()}
+
+    def _with_partitions(
+        self, connection: psycopg.Connection[Any], start: LogPosition, end: LogPosition, here: wal.Server, upto: int
+    ) -> LogPosition:
+        """
+        Copy roots whose partitions came, went or were emptied as a whole, which their log does not say.
+
+        Called for every range that moves over the log, after the log's end was asked for: so the slot still holds every
+        truncate that the tree of `start` does not show yet, and the one that this range passes shows by a file or a lock.
+        """
+        assert self._tables is not None
+        roots = {
+            stream: table
+            for stream, table in self._tables.captured.items()
+            if table.partitioned and (known := end.tables.get(stream)) and known.captured and known.oid == table.oid
+        }
+        if not self._published_truncates:  # they may be from before there was such a publication
+            setup.publish_truncates(connection, self.config, Tables(roots))
+            self._published_truncates = True
+        # A range that is cut shows its own truncates; a file that it does not explain is asked about again with the next.
+        cut = start.lsn < upto < here.flushed
+        truncates = Truncates(
+            connection,
+            self.config.slot,
+            setup.truncates(self.config),
+            setup.publications(self.config),
+            start.lsn,
+            upto if cut else None,
+        )
+        for stream, seen in self._trees(connection, roots).items():
+            progress = end.tables[stream]
+            why, now = None, seen.tree(progress.tree, {})
+            # Before its first rows, or those that clear the target, nothing counts.
+            if progress.tree is not None and (progress.state != "waiting" or progress.refresh):
+                why, now = self._lost(connection, roots[stream], progress.tree, seen, truncates)
+            if why is not None and self.config.snapshot != "never":
+                end = self._copying(connection, end, {stream: roots[stream]}, why)
+            progress = end.tables[stream].model_copy(update={"tree": now})
+            end = end.model_copy(update={"tables": {**end.tables, stream: progress}})
+        return end
+
+    def _lost(
+        self, connection: psycopg.Connection[Any], root: Table, before: Tree, seen: Seen, truncates: Truncates
+    ) -> tuple[Why | None, Tree]:
+        """Why a root must be copied again, if it must, and its tree; what happened is told."""
+        found = tree.difference(before, seen)
+        known = 0 != before.published == seen.published
+        emptied = truncates.alone(root.oid, found.moved, seen.locked) if known else {*found.moved}
+        unsure = {oid: file for oid, file in found.moved.items() if truncates.end is not None and oid not in emptied}
+        removes = self.config.detached_rows == "remove"
+        gone, back = (found.gone, [part.oid for part in found.back]) if removes else ([], [])
+        came = found.attached if removes else [*found.attached, *found.back]
+        filled = [part.oid for part in came if self._holds_rows(connection, root, part, seen)]
+        happened = {
+            "detached or dropped": gone,
+            "detached and attached again": back,
+            "truncated" if known else "truncated, or rewritten": emptied,
+            "attached with rows": filled,
+        }
+        why: Why | None = "" if gone or back or emptied else "changed" if filled else None
+        if why is not None:
+            logger.warning(
+                "%s: %s, which its log does not hold: %s%s",
+                root.stream,
+                "; ".join(
+                    tree.named((self._names.get(oid, f"of oid {oid}") for oid in oids), what)
+                    for what, oids in happened.items()
+                    if oids
+                ),
+                'nothing is copied with snapshot = "never"' if self.config.snapshot == "never" else "it is copied anew",
+                ' (detached_rows = "keep" leaves such rows in the target)' if gone else "",
+            )
+        return why, seen.tree(before, unsure)
+
+    def _holds_rows(self, connection: psycopg.Connection[Any], root: Table, part: Part, seen: Seen) -> bool:
+        """True also if nobody can tell: a copy says what is wrong, and waits for no lock while the others stand still."""
+        if part.oid in seen.locked:
+            return True
+        with contextlib.suppress(TableError), seed.table_errors(root):
+            row = connection.execute(f"SELECT EXISTS (SELECT FROM ONLY {part.name})").fetchone()
+            return bool(row and row[0])
+        return True
 
     def _not_there(self, stream: str, progress: Progress) -> Progress:
         """A table that is captured no more: it was dropped, or it cannot be and says why."""

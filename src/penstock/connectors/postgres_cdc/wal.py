@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import struct
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -350,6 +352,24 @@ def has_changes(
         f"WHERE at >= {start} AND at < {end})"
     ).fetchone()
     return bool(row and row[0])
+
+
+def truncates(
+    connection: psycopg.Connection[Any], slot_name: str, publications: Sequence[str], start: int, end: int
+) -> Counter[tuple[int, int]]:
+    """How often each transaction that commits in the range has truncated a table, by their numbers."""
+    sent = connection.execute(
+        f"SELECT data FROM {_changes(slot_name, publications, end)} WHERE substr(data, 1, 1) IN ('B', 'T')", binary=True
+    )
+    found: Counter[tuple[int, int]] = Counter()
+    lsn = xid = 0
+    for (data,) in sent:
+        if data[:1] == b"B":
+            lsn, _, xid = struct.unpack_from(">QqI", data, 1)
+        elif lsn >= start:
+            (count,) = struct.unpack_from(">I", data, 1)
+            found.update((xid, oid) for oid in struct.unpack_from(f">{count}I", data, 6))
+    return found
 
 
 def peek(connection: Any, slot_name: str, publications: Sequence[str], end: int) -> Iterator[pa.RecordBatch]:

@@ -33,7 +33,7 @@ PIECE_BYTES = 256 << 20
 Mask = npt.NDArray[np.bool_]
 
 _PAD = 8
-_B, _C, _R, _I, _U, _D, _T = b"BCRIUDT"
+_B, _C, _R, _I, _U, _D, _T, _Y = b"BCRIUDTY"
 _K, _O, _N, _TEXT, _NULL, _UNCHANGED = b"KONtnu"
 _KNOWN = np.zeros(256, bool)
 _KNOWN[list(b"BCRIUDTYOM")] = True
@@ -123,11 +123,14 @@ class Decoder:
         """A transaction at or behind `end_lsn` was seen: nothing that follows belongs to the range."""
         self.relations: dict[int, Relation] = dict(relations or {})
         """What the tables of the rows so far looked like, by oid: `relations` of the next range."""
+        self.parts: dict[int, int] = {}
+        """Relations that were described right behind another: so come those whose rows are shown as those of their root."""
         self._catalog, self._start, self._end = catalog, start_lsn, end_lsn
         self._wanted, self._exclude, self._keys = wanted, exclude, dict(keys or {})
         self._current_xid = current_xid
         self._on_bad = on_bad
         self._wire: dict[int, Relation] = {}
+        self._described = 0
         self._open: _Transaction | None = None
         self._seen_lsn = 0
         self._xids: list[Ints] = []
@@ -153,7 +156,7 @@ class Decoder:
 
     def _decode(self, piece: _Piece) -> Iterator[Decoded]:
         frame = self._transactions(piece)
-        versions = self._versions(piece)
+        versions = self._versions(piece, frame)
         rows = np.flatnonzero(frame.changes & (piece.kind != _T) & frame.wanted)
         oids = piece.uint32(rows, 1)
         groups = _grouped(rows, oids)
@@ -223,14 +226,20 @@ class Decoder:
         wanted = ((lsns >= self._start) & (lsns < self._end))[transaction]
         return _Frame(changes, wanted, counted - start[transaction] - 1, lsns, times, xids, transaction)
 
-    def _versions(self, piece: _Piece) -> dict[int, list[tuple[int, Relation]]]:
+    def _versions(self, piece: _Piece, frame: _Frame) -> dict[int, list[tuple[int, Relation]]]:
         """The relations that the piece describes anew, and from which message on."""
         found: dict[int, list[tuple[int, Relation]]] = {}
+        behind = 0
         for at in np.flatnonzero(piece.kind == _R).tolist():
             relation = piece.relation(at)
+            if self._described and frame.wanted[at] and (piece.kind[behind:at] == _Y).all():
+                self.parts[relation.oid] = self._described
+            self._described, behind = relation.oid, at + 1
             known = found.get(relation.oid)
             if (known[-1][1] if known else self._wire.get(relation.oid)) != relation:
                 found.setdefault(relation.oid, []).append((at, relation))
+        if (piece.kind[behind:] != _Y).any():
+            self._described = 0
         return found
 
     def _rows(self, piece: _Piece, frame: _Frame, relation: Relation, members: Ints) -> Iterator[Decoded]:

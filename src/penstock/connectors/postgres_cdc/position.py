@@ -65,6 +65,9 @@ class LogPosition(Position):
                     update = {"state": "waiting", "frontier": None, "rows": 0, "refresh": False, "copies": copies}
                     tables[stream] = tables[stream].model_copy(update=update)
                     again.add(stream)
+            for stream in tables.keys() & note.get("parts", {}).keys():
+                if tree := tables[stream].tree:
+                    tables[stream] = tables[stream].model_copy(update={"tree": tree.shown(note["parts"][stream])})
             failed = note.get("failed", {"stream": ""})
             if failed["stream"] in tables and tables[failed["stream"]].captured:
                 tables[failed["stream"]] = tables[failed["stream"]].failed(failed, retried=retried)

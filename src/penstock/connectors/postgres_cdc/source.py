@@ -31,7 +31,7 @@ from penstock.connectors.postgres_cdc.seed import (
 )
 from penstock.connectors.postgres_cdc.setup import Table, Tables
 from penstock.connectors.postgres_cdc.steps import Ahead, messages
-from penstock.connectors.postgres_cdc.tree import Part, Seen, Tree, Truncates
+from penstock.connectors.postgres_cdc.tree import Log, Part, Seen, Tree
 from penstock.connectors.postgres_cdc.types import TypeCatalog
 from penstock.durable import Json
 from penstock.errors import ConfigError, ConnectorError, DataError, SchemaError
@@ -364,7 +364,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
                 estimate=table.estimate,
                 failure=before.failure if before else None,
                 # Rows that stay in the target are those of the partitions of before.
-                tree=before.tree if before and refresh else trees[stream].tree(None, {}) if stream in trees else None,
+                tree=before.tree if before and refresh else trees[stream].tree() if stream in trees else None,
             )
         copied = tuple(each for each in start.copied if each.stream not in new)
         return start.model_copy(update={"tables": {**start.tables, **new}, "copied": copied})
@@ -533,7 +533,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             self._published_truncates = True
         # A range that is cut shows its own truncates; a file that it does not explain is asked about again with the next.
         cut = start.lsn < upto < here.flushed
-        truncates = Truncates(
+        log = Log(
             connection,
             self.config.slot,
             setup.truncates(self.config),
@@ -543,10 +543,10 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         )
         for stream, seen in self._trees(connection, roots).items():
             progress = end.tables[stream]
-            why, now = None, seen.tree(progress.tree, {})
+            why, now = None, seen.tree(progress.tree, log=log)
             # Before its first rows, or those that clear the target, nothing counts.
             if progress.tree is not None and (progress.state != "waiting" or progress.refresh):
-                why, now = self._lost(connection, roots[stream], progress.tree, seen, truncates)
+                why, now = self._lost(connection, roots[stream], progress.tree, seen, log)
             if why is not None and self.config.snapshot != "never":
                 end = self._copying(connection, end, {stream: roots[stream]}, why)
             progress = end.tables[stream].model_copy(update={"tree": now})
@@ -554,13 +554,13 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         return end
 
     def _lost(
-        self, connection: psycopg.Connection[Any], root: Table, before: Tree, seen: Seen, truncates: Truncates
+        self, connection: psycopg.Connection[Any], root: Table, before: Tree, seen: Seen, log: Log
     ) -> tuple[Why | None, Tree]:
         """Why a root must be copied again, if it must, and its tree; what happened is told."""
         found = tree.difference(before, seen)
         known = 0 != before.published == seen.published
-        emptied = truncates.alone(root.oid, found.moved, seen.locked) if known else {*found.moved}
-        unsure = {oid: file for oid, file in found.moved.items() if truncates.end is not None and oid not in emptied}
+        emptied = log.truncated(root.oid, found.moved, seen.locked) if known else {*found.moved}
+        unsure = {oid: file for oid, file in found.moved.items() if log.end is not None and oid not in emptied}
         removes = self.config.detached_rows == "remove"
         gone, back = (found.gone, [part.oid for part in found.back]) if removes else ([], [])
         came = found.attached if removes else [*found.attached, *found.back]
@@ -584,7 +584,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
                 'nothing is copied with snapshot = "never"' if self.config.snapshot == "never" else "it is copied anew",
                 ' (detached_rows = "keep" leaves such rows in the target)' if gone else "",
             )
-        return why, seen.tree(before, unsure)
+        return why, seen.tree(before, unsure, log)
 
     def _holds_rows(self, connection: psycopg.Connection[Any], root: Table, part: Part, seen: Seen) -> bool:
         """True also if nobody can tell: a copy says what is wrong, and waits for no lock while the others stand still."""
@@ -840,7 +840,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             current_xid=self._ask(wal.current_xid),
             on_bad=rules.set_aside,
         )
-        rows = 0
+        rows, given = 0, set()
         publications = setup.publications(self.config)
         asked = self._ask(lambda connection: connection)
         with (
@@ -850,13 +850,15 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         ):
             for item in changed:
                 rows += item.batch.num_rows
-                yield from rules.rows(item)
+                for batch in rules.rows(item):
+                    given.add(batch.stream)
+                    yield batch
         decoder.finish()
         # Once more: a slot that was lost and made again before it was read has nothing of the range, and says nothing.
         self._ask(lambda connection: self._verify(connection, wal.server(connection), start))
         if start.copying or start.copied:  # the range may have found that a table is to be copied again
             self._ask(lambda c: wal.wait_visible(c, decoder.xids, self.config.visible_timeout_secs))
-        yield Note({"quiet": not rows, **rules.told()})
+        yield Note({"quiet": not rows, **rules.told(), **_unseen(decoder.parts, known, start, given)})
         for note in rules.bad.values():
             yield Note(note)
 
@@ -900,6 +902,17 @@ _STATES = {
 def _changed(sent: Iterator[pa.RecordBatch], decoder: Decoder) -> Iterator[Rows]:
     for batch in sent:
         yield from (item for item in decoder.feed(batch) if isinstance(item, Rows))
+
+
+def _unseen(parts: Mapping[int, int], known: Mapping[str, Table], start: LogPosition, given: set[str]) -> Json:
+    """For the note of a range: partitions that rows came from and that were not there when they were last looked at."""
+    own = {table.oid: stream for stream, table in known.items()}
+    found: dict[str, list[int]] = {}
+    for part, root in parts.items():
+        stream = own.get(root, "")
+        if part not in own and stream in given and (tree := start.tables[stream].tree) and part not in tree.parts:
+            found.setdefault(stream, []).append(part)
+    return {"parts": found} if found else {}
 
 
 def _is_new(table: Table, progress: Progress | None) -> bool:

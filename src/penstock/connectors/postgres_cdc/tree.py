@@ -25,6 +25,15 @@ class Tree(BaseModel):
     """The entry by which the publication of truncates names the root; 0: it did not, or not for all of its log."""
     parts: dict[int, tuple[int, int]] = {}
     """Every table below the root: the transaction that made it a partition, and its file; 0: it has partitions itself."""
+    logged: tuple[int, ...] = ()
+    """Those that only the log has shown: they came behind one look, and may be gone before the next."""
+    left: dict[int, int] = {}
+    """Those that are gone, and the place up to which the log may show them."""
+
+    def shown(self, oids: Iterable[int]) -> Tree:
+        """With what the log has shown."""
+        new = [oid for oid in oids if oid not in self.parts and oid not in self.left]
+        return self.model_copy(update={"logged": tuple(sorted({*self.logged, *new}))}) if new else self
 
 
 @dataclass(frozen=True)
@@ -47,14 +56,16 @@ class Seen:
     parts: Sequence[Part]
     locked: frozenset[int]
 
-    def tree(self, before: Tree | None, unsure: Mapping[int, int]) -> Tree:
+    def tree(self, before: Tree | None = None, unsure: Mapping[int, int] | None = None, log: Log | None = None) -> Tree:
         """What is remembered of it; of those that are `unsure` the file of before."""
-        published = self.published
+        parts = {part.oid: (part.link, (unsure or {}).get(part.oid, part.file)) for part in self.parts}
+        published, left = self.published, {}
         if self.locked and (before is None or before.published != published):
             published = 0  # a truncate of before the publication may become visible yet
-        return Tree(
-            published=published, parts={part.oid: (part.link, unsure.get(part.oid, part.file)) for part in self.parts}
-        )
+        if before is not None and log is not None:
+            left = {oid: place for oid, place in before.left.items() if place > log.start}
+            left |= {oid: log.place for oid in (*before.parts, *before.logged) if oid not in parts}
+        return Tree(published=published, parts=parts, left=left)
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,8 @@ def difference(before: Tree, now: Seen) -> Difference:
         file = known[1] if known else part.oid  # it begins with that one
         if part.file != file:
             found.moved[part.oid] = file
-    found.gone.extend(oid for oid, (_, file) in before.parts.items() if file and oid not in comes)
+    held = [*(oid for oid, (_, file) in before.parts.items() if file), *before.logged]
+    found.gone.extend(oid for oid in held if oid not in comes)
     return found
 
 
@@ -104,8 +116,8 @@ def look(connection: psycopg.Connection[Any], publication: str, roots: Sequence[
 
 
 @dataclass
-class Truncates:
-    """Truncates in the log from `start` to `end` (None: to where it ends now), asked for once and only if one is in question."""
+class Log:
+    """What the slot holds from `start` to `end` (None: to where the log ends now); asked for only if something depends on it."""
 
     connection: psycopg.Connection[Any]
     slot: str
@@ -115,7 +127,12 @@ class Truncates:
     start: int
     end: int | None
 
-    def alone(self, root: int, moved: Collection[int], locked: Collection[int]) -> set[int]:
+    @cached_property
+    def place(self) -> int:
+        """Where the log ends now: behind everything that was visible before this was asked for first."""
+        return wal.inserted(self.connection)
+
+    def truncated(self, root: int, moved: Collection[int], locked: Collection[int]) -> set[int]:
         """Those that were truncated without their root; if nobody can tell, those that have another file."""
         asked = {*moved, *locked}
         try:
@@ -125,16 +142,15 @@ class Truncates:
         return {part for xid, part in found if self._parts[xid, part] > self._roots[xid, root]}
 
     @cached_property
-    def _end(self) -> int:
-        return wal.inserted(self.connection) if self.end is None else self.end
-
-    @cached_property
     def _parts(self) -> Counter[tuple[int, int]]:
-        return wal.truncates(self.connection, self.slot, [self.publication], self.start, self._end)
+        return self._truncates([self.publication])
 
     @cached_property
     def _roots(self) -> Counter[tuple[int, int]]:
-        return wal.truncates(self.connection, self.slot, self.others, self.start, self._end)
+        return self._truncates(self.others)
+
+    def _truncates(self, publications: Sequence[str]) -> Counter[tuple[int, int]]:
+        return wal.truncates(self.connection, self.slot, publications, self.start, self.end or self.place)
 
 
 def named(names: Iterable[str], what: str) -> str:

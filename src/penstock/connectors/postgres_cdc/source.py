@@ -559,7 +559,8 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         """Why a root must be copied again, if it must, and its tree; what happened is told."""
         found = tree.difference(before, seen)
         known = 0 != before.published == seen.published
-        emptied = log.truncated(root.oid, found.moved, seen.locked) if known else {*found.moved}
+        # A truncate that is not visible yet has its lock; one of the transaction that made the partition keeps the file.
+        emptied = log.truncated(root.oid, found.moved, seen.locked | found.new) if known else {*found.moved}
         unsure = {oid: file for oid, file in found.moved.items() if log.end is not None and oid not in emptied}
         removes = self.config.detached_rows == "remove"
         gone, back = (found.gone, [part.oid for part in found.back]) if removes else ([], [])

@@ -76,6 +76,7 @@ class Difference:
     attached: list[Part] = field(default_factory=list)
     back: list[Part] = field(default_factory=list)
     """Detached and attached again; whatever was done to them in between is not in the log."""
+    new: set[int] = field(default_factory=set)
     moved: dict[int, int] = field(default_factory=dict)
     """Those with another file, by which they were truncated or rewritten, and the file of before."""
 
@@ -93,6 +94,8 @@ def difference(before: Tree, now: Seen) -> Difference:
             continue
         if comes[part.oid] == "attached":
             (found.back if known else found.attached).append(part)
+        if not known:
+            found.new.add(part.oid)
         file = known[1] if known else part.oid  # it begins with that one
         if part.file != file:
             found.moved[part.oid] = file
@@ -132,9 +135,9 @@ class Log:
         """Where the log ends now: behind everything that was visible before this was asked for first."""
         return wal.inserted(self.connection)
 
-    def truncated(self, root: int, moved: Collection[int], locked: Collection[int]) -> set[int]:
+    def truncated(self, root: int, moved: Collection[int], others: Collection[int]) -> set[int]:
         """Those that were truncated without their root; if nobody can tell, those that have another file."""
-        asked = {*moved, *locked}
+        asked = {*moved, *others}
         try:
             found = [(xid, part) for xid, part in self._parts if part in asked] if asked else []
         except psycopg.errors.UndefinedObject:  # before version 18: some of the log is from before the publication

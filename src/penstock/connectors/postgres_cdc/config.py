@@ -63,8 +63,8 @@ class PostgresCdcConfig(PostgresLogConfig):
     detached_rows: Literal["remove", "keep"] = "remove"
     """
     Whether rows that leave with DETACH or DROP of a partition leave the target too, for which their table is copied anew,
-    or stay (`keep`) until a copy that clears the target: `resync`, or TRUNCATE of one partition. It is noticed within 10 s,
-    except for a partition that was made and left between two looks.
+    or stay (`keep`) until a copy that clears the target: `resync`, or TRUNCATE of one partition. ATTACH and TRUNCATE of a
+    partition are always followed, by a copy as well; partitions that are made empty and partitions that are rewritten cost none.
     """
 
     seed_chunk_rows: PositiveInt | None = None

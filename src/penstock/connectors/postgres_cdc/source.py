@@ -574,18 +574,15 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         }
         why: Why | None = "" if gone or back or emptied else "changed" if filled else None
         if why is not None:
-            logger.warning(
-                "%s: %s, which its log does not hold: %s%s",
-                root.stream,
-                "; ".join(
-                    tree.named((self._names.get(oid, f"of oid {oid}") for oid in oids), what)
-                    for what, oids in happened.items()
-                    if oids
-                ),
-                'nothing is copied with snapshot = "never"' if self.config.snapshot == "never" else "it is copied anew",
-                ' (detached_rows = "keep" leaves such rows in the target)' if gone else "",
-            )
+            done = "the target stays as it is" if self.config.snapshot == "never" else "it is copied anew"
+            if gone and self.config.snapshot != "never":
+                done += ' (detached_rows = "keep" leaves such rows in the target)'
+            told = [tree.named(map(self._name, oids), what) for what, oids in happened.items() if oids]
+            logger.warning("%s: %s, which its log does not hold: %s", root.stream, "; ".join(told), done)
         return why, seen.tree(before, unsure, log)
+
+    def _name(self, oid: int) -> str:
+        return self._names.get(oid, f"with the oid {oid}")
 
     def _holds_rows(self, connection: psycopg.Connection[Any], root: Table, part: Part, seen: Seen) -> bool:
         """True also if nobody can tell: a copy says what is wrong, and waits for no lock while the others stand still."""

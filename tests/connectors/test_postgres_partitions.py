@@ -188,6 +188,15 @@ def test_a_root_is_copied_anew_only_if_its_log_is_not_enough(followed, what):
 
 
 class TestWhenItIsNoticed:
+    def test_with_every_range_that_moves_over_the_log(self, database, tmp_path, monkeypatch):
+        make(database)
+        with Lake(tmp_path, database.source()) as lake:
+            lake.catch_up()
+            monkeypatch.setattr(source, "LOOKED_SECS", 600.0)
+            do(database, "TRUNCATE {t}_1", "INSERT INTO {t} VALUES (30, 2)")
+            lake.catch_up()
+            assert same(lake, database)
+
     def test_while_the_first_copy_runs(self, database, tmp_path):
         make(database)
         with Lake(tmp_path, database.source(seed_chunk_rows=2)) as lake:
@@ -384,7 +393,7 @@ class TestOptions:
             source = database.source(dsn=database.dsn.replace("postgres@", "parts_reader@"), tables=["public.parts"])
             with Lake(tmp_path, source) as lake:
                 lake.catch_up()
-                do(database, ALONE, FILL, ATTACH, "TRUNCATE {t}_2")
+                do(database, ALONE, FILL, ATTACH)
                 lake.catch_up()
                 assert same(lake, database)
                 assert lake.position.tables["public.parts"].state == "seeded"

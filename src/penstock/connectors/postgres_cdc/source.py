@@ -547,7 +547,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             # Before its first rows, or those that clear the target, nothing counts.
             if progress.tree is not None and (progress.state != "waiting" or progress.refresh):
                 why, now = self._lost(connection, roots[stream], progress.tree, seen, log)
-            if why is not None and self.config.snapshot != "never":
+            if why is not None:
                 end = self._copying(connection, end, {stream: roots[stream]}, why)
             progress = end.tables[stream].model_copy(update={"tree": now})
             end = end.model_copy(update={"tables": {**end.tables, stream: progress}})

@@ -7,6 +7,7 @@ import pickle
 import random
 import select
 import threading
+import time
 from contextlib import closing
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ import psycopg.rows
 import pytest
 from pydantic import ValidationError
 
-from mirrored import Database, Reading, database_on
+from mirrored import Database, Lake, Reading, database_on
 from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, seed, source, wal
 from penstock.errors import ConfigError, FatalError, RetryableError
 from penstock.source import Note, ReadLimit
@@ -56,6 +57,15 @@ def read(opened, start, end):
             else:
                 rows.setdefault(item.stream, []).extend(item.records.to_pylist())
     return rows, notes
+
+
+def drain(lake):
+    """As `run --drain`: commit what is there now, and no more."""
+    if lake.loop.frozen is None:
+        lake.loop.freeze()
+    until = time.monotonic() + 60
+    while lake.loop.step() is not None or lake.position.copying:
+        assert time.monotonic() < until, "the drain never ended"
 
 
 ORDERS = "CREATE TABLE orders (id int8 PRIMARY KEY, version int8 NOT NULL DEFAULT 0, note text)"
@@ -460,6 +470,27 @@ class TestSlot:
         database.run("INSERT INTO orders VALUES (9)")
         mirror.run()
         assert replayed(mirror.log("public.orders"), ["id"]) == database.table("orders", ["id"])
+
+    @pytest.mark.parametrize("snapshot", ["when_needed", "always"])
+    def test_a_drain_ends_although_the_slot_was_lost(self, database, tmp_path, snapshot):
+        database.run(ORDERS, "INSERT INTO orders SELECT i FROM generate_series(1, 5) i")
+        with Lake(tmp_path, database.source(snapshot=snapshot)) as lake:
+            lake.catch_up()
+        database.run(f"SELECT pg_drop_replication_slot('{database.name}')", "DELETE FROM orders WHERE id = 2")
+        with Lake(tmp_path, database.source(snapshot=snapshot)) as lake:
+            drain(lake)
+            assert lake.position.slots == 2
+            assert lake.position.tables["public.orders"].copies == 2
+            assert lake.table("public.orders") == database.table("orders", ["id"])
+
+    def test_a_drain_ends_although_the_slot_is_lost_meanwhile(self, database, tmp_path):
+        database.run(ORDERS, "INSERT INTO orders SELECT i FROM generate_series(1, 5) i")
+        with Lake(tmp_path, database.source(snapshot="when_needed")) as lake:
+            lake.catch_up()
+            lake.loop.freeze()
+            database.run(f"SELECT pg_drop_replication_slot('{database.name}')", "DELETE FROM orders WHERE id = 2")
+            drain(lake)
+            assert lake.table("public.orders") == database.table("orders", ["id"])
 
     def test_a_slot_of_another_database_or_plugin_is_refused(self, database, server):
         database.run(f"SELECT pg_create_logical_replication_slot('{database.name}', 'pgoutput')")

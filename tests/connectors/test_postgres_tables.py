@@ -670,6 +670,6 @@ def caught_up(reader, position):
 
 def test_notes_of_tables_that_a_position_does_not_know_yet_change_nothing():
     failed = {"stream": "public.new", "code": "PEN-3000", "message": "", "hint": "", "at": 0.0}
-    position = LogPosition(lsn=8)
+    position = LogPosition(lsn=8, settled=8)
     notes = [{"failed": failed}, {"again": ["public.new"]}, {"reset": ["public.new"]}]
     assert position.after(notes, retried=True) == position

@@ -54,8 +54,8 @@ class PostgresLogConfig(PostgresConfig):
 class PostgresCdcConfig(PostgresLogConfig):
     snapshot: Literal["initial", "when_needed", "always", "never"] = "initial"
     """
-    When tables are copied: once before their changes (`initial`), also after the slot was lost (`when_needed`), at every
-    start (`always`), or not at all (`never`). Tables that every sink calls seeded are not copied at a first start if the
+    When tables are copied: once before their changes (`initial`), also after the slot was lost (`when_needed`), then and
+    at every start (`always`), or not at all (`never`). Tables that every sink calls seeded are not copied at a first start if the
     slot is already there. A copy that is not the first clears the target's rows together with its own first rows; one that
     a new default or another type of a column makes necessary goes over them and clears nothing.
     """

@@ -28,7 +28,7 @@ class LogPosition(Position):
     quiet: bool = False
     """The last range of log held no changes."""
     settled: int = 0
-    """The copies show nothing that is behind this place in the log; 0: there are none."""
+    """The copies show nothing that is behind this place in the log, and a drain ends nowhere before it; 0: at the start."""
     applied: tuple[str, ...] = ()
     """Requests that this position follows; their files may go."""
     slots: int = 1
@@ -72,13 +72,11 @@ class LogPosition(Position):
             if failed["stream"] in tables and tables[failed["stream"]].captured:
                 tables[failed["stream"]] = tables[failed["stream"]].failed(failed, retried=retried)
         copied = [c for c in copied if c.stream in tables and tables[c.stream].captured and c.stream not in again]
-        settled = max((each.lsn for each in copied), default=0)
-        settled = max(self.settled, settled)
         update = {
             "tables": tables,
             "copied": tuple(dict.fromkeys(each for each in copied if each.lsn > self.lsn)),
             "quiet": quiet,
             # Never behind the log: a drain must not be sent back.
-            "settled": max(settled, self.lsn) if settled else 0,
+            "settled": max(self.settled, self.lsn, *(each.lsn for each in copied)),
         }
         return self.model_copy(update=update)

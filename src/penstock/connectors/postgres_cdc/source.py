@@ -385,7 +385,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         try:
             found = self._verify(connection, here, start)
         except wal.SlotLost:
-            if self.config.snapshot != "when_needed" or not self.config.manage:
+            if not self._may_begin_again:
                 raise
             return self._begin_again(connection, start, here)
         if self._since[0] != start.lsn:
@@ -417,6 +417,10 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         wal.verify_range(found, self.config.slot, here, start.lsn, start.system, start.timeline)
         return found
 
+    @property
+    def _may_begin_again(self) -> bool:
+        return self.config.snapshot in ("when_needed", "always") and self.config.manage
+
     def _begin_again(self, connection: psycopg.Connection[Any], start: LogPosition, here: wal.Server) -> LogPosition:
         """The slot is lost: make it anew, and copy every table again."""
         if wal.slot(connection, self.config.slot) is not None:
@@ -429,9 +433,10 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             update={
                 "lsn": made.confirmed,
                 "timeline": here.timeline,
+                "run": self._run,
                 "copied": (),
                 "turn": "copy",
-                "settled": 0,
+                "settled": made.confirmed,
                 "slots": start.slots + 1,
             }
         )
@@ -723,7 +728,11 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         return rows
 
     def earlier(self, a: LogPosition, b: LogPosition) -> LogPosition:
-        """While tables are copied there is no end; afterwards the log is read at least as far as the copies reach into it."""
+        """
+        While tables are copied there is no end; afterwards the log is read at least as far as the copies reach into it.
+
+        Never behind where the range starts, or the slot, if `b` is of one that was lost: `settled` is not.
+        """
         if a.copying:
             return a
         return a.model_copy(update={"lsn": min(a.lsn, max(b.lsn, a.settled))})
@@ -871,7 +880,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
 
     def withdraw(self, start: LogPosition, end: LogPosition) -> bool:
         """A range of log that went with its slot, when everything is copied again anyway."""
-        if self.config.snapshot != "when_needed" or not self.config.manage:
+        if not self._may_begin_again:
             return False
         if end.slots != start.slots or end.lsn <= start.lsn:
             return False

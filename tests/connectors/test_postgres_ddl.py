@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 
 import pytest
 
@@ -285,3 +286,98 @@ def test_a_table_that_is_altered_before_the_log_has_passed_its_first_copy_is_beg
     log = sorted(reading.log, key=lambda row: row["_position"])
     assert "".join(row["_op"] for row in log) == "rrrrttrrr"
     assert replayed(log, ["id"]) == sorted(database.table("orders"), key=lambda row: row["id"])
+
+
+OTHER_KEYS = {
+    "primary_key": (
+        "ALTER TABLE orders DROP CONSTRAINT orders_pkey, ADD CONSTRAINT orders_pkey PRIMARY KEY (number)",
+        "ALTER TABLE orders DROP CONSTRAINT orders_pkey, ADD CONSTRAINT orders_pkey PRIMARY KEY (id)",
+    ),
+    "replica_identity": (
+        "ALTER TABLE orders REPLICA IDENTITY USING INDEX orders_number_key",
+        "ALTER TABLE orders REPLICA IDENTITY DEFAULT",
+    ),
+}
+
+
+def make_numbered(database):
+    database.run(
+        "CREATE TABLE orders (id int PRIMARY KEY, number int NOT NULL UNIQUE)",
+        "INSERT INTO orders SELECT i, i + 100 FROM generate_series(1, 5) i",
+    )
+
+
+@pytest.mark.parametrize("which", OTHER_KEYS)
+def test_a_row_that_moved_before_its_table_got_another_key_is_in_the_copy(database, tmp_path, look_always, which):
+    make_numbered(database)
+    with Lake(tmp_path, database.source()) as lake:
+        lake.catch_up()
+        database.run("UPDATE orders SET id = 50 WHERE id = 1", OTHER_KEYS[which][0])
+        lake.catch_up()
+        database.run("UPDATE orders SET number = 7 WHERE id = 2")
+        lake.catch_up()
+        assert same(lake, database, "orders")
+
+
+@pytest.mark.parametrize("which", OTHER_KEYS)
+@pytest.mark.parametrize("chunk_rows", [2, 100])
+def test_a_key_that_went_and_came_back_unseen_makes_a_new_copy(database, tmp_path, monkeypatch, which, chunk_rows):
+    monkeypatch.setattr(source, "LOOKED_SECS", 3600.0)
+    make_numbered(database)
+    other, back = OTHER_KEYS[which]
+    with Lake(tmp_path, database.source(seed_chunk_rows=chunk_rows)) as lake:
+        for row in (1, 2, 3, None):  # once or more while it is copied, and once behind that
+            if row is None:
+                lake.catch_up()
+            else:
+                lake.loop.step()
+            # A move of its target's key, of which the log says nothing, and one under a key that is not the target's.
+            moves = [
+                f"UPDATE orders SET id = id + 50 WHERE number = {100 + (row or 4)}",
+                "UPDATE orders SET number = -number",
+            ]
+            database.run(other, *moves, back)
+        lake.catch_up()
+        assert same(lake, database, "orders")
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_a_mirror_follows_whatever_happens_to_its_key(database, tmp_path, monkeypatch, number):
+    choice = random.Random(number)
+    monkeypatch.setattr(source, "LOOKED_SECS", choice.choice([0.0, 3600.0]))
+    monkeypatch.setattr(seed, "RETRY_SECS", 0.0)
+    make_numbered(database)
+    rows, done = itertools.count(200), []
+
+    def change():
+        one = f"id = (SELECT id FROM orders ORDER BY md5(id || '{choice.random()}') LIMIT 1)"
+        fresh = next(rows)
+        return choice.choices(
+            [
+                f"INSERT INTO orders (id, number) VALUES ({fresh}, {fresh})",
+                f"UPDATE orders SET id = {fresh} WHERE {one}",
+                f"UPDATE orders SET number = {fresh} WHERE {one}",
+                f"DELETE FROM orders WHERE {one}",
+                f"ALTER TABLE orders DROP CONSTRAINT orders_pkey, "
+                f"ADD CONSTRAINT orders_pkey PRIMARY KEY ({choice.choice(['id', 'number', 'id, number', 'number, id'])})",
+                f"ALTER TABLE orders REPLICA IDENTITY "
+                f"{choice.choice(['DEFAULT', 'FULL', 'USING INDEX orders_number_key'])}",
+                choice.choice(["TRUNCATE orders", "VACUUM FULL orders"]),
+            ],
+            weights=[4, 4, 4, 2, 4, 3, 1],
+        )[0]
+
+    with Lake(tmp_path, database.source(seed_chunk_rows=choice.choice([2, 1000]))) as lake:
+        for _ in range(30):
+            if choice.random() < 0.3:
+                done.append("steps")
+                for _ in range(choice.randrange(1, 5)):
+                    lake.loop.step()
+            else:
+                done.append(change())
+                database.run(done[-1])
+        monkeypatch.setattr(source, "LOOKED_SECS", 0.0)
+        lake.catch_up()
+        database.run("INSERT INTO orders (id, number) VALUES (1000, 1000)")
+        lake.catch_up()
+        assert same(lake, database, "orders"), done

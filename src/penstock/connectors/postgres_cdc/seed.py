@@ -391,10 +391,18 @@ class Rule:
     """Its copy begins anew behind this range."""
     again: bool = False
     """It is copied once more behind this range, from a clear on."""
+    copies: bool = True
+    """It may be: not with `snapshot = "never"`."""
 
     def rows(self, item: Rows) -> Iterator[pa.RecordBatch]:
         """The rows that count, in order."""
         batch = item.batch
+        if self.again:
+            return
+        followed = self.progress.refresh or (self.progress.state == "seeded" and not self.copied)
+        if followed and self.copies and self.progress.key and _has_other_key(item, self.table, self.progress.key):
+            self.again = True  # where its rows went under that key, and under the target's, cannot be told
+            return
         if self.progress.refresh:
             yield from self._over(batch)
             return
@@ -404,8 +412,10 @@ class Rule:
             yield batch
         elif self.progress.shape and self.table.differs(self.progress.shape):
             # The copy's keys are of another time and cannot be compared with these: it is begun anew, on empty ground.
-            self.reset = True
-            yield _changed(batch.slice(0, 1), {"_op": Op.TRUNCATE}, keep=("_position", "_txid", "_committed_at"))
+            yield self._anew(batch)
+        elif _has_other_key(item, self.table, self.table.key):
+            if not self._precedes_copy(batch):  # the key went and came back behind the copy, which else contains them
+                yield self._anew(batch)
         elif not self.table.chunked:
             yield _only(batch, ~self._contained(self.copied, _txids(batch)))
         else:
@@ -418,12 +428,20 @@ class Rule:
         Only a row that moved without all of its values cannot follow a copy that contains the move: where the values
         should be taken from, another row may stand by now.
         """
-        if self.again:
-            return
         moved = _numpy(pc.and_(batch["_old_key"].is_valid(), batch["_unchanged"].is_valid()))
         found = np.flatnonzero(moved & self._contained(self.copied, _txids(batch)))
         self.again = len(found) > 0
         yield batch.slice(0, int(found[0])) if self.again else batch
+
+    def _anew(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Begin the copy anew: what empties the target, in place of a batch."""
+        self.reset = True
+        return _changed(batch.slice(0, 1), {"_op": Op.TRUNCATE}, keep=("_position", "_txid", "_committed_at"))
+
+    def _precedes_copy(self, batch: pa.RecordBatch) -> bool:
+        """True if every part of the copy shows the changes; parts that the log has passed are gone, the first one first."""
+        first = [each for each in self.copied if each.after is None]
+        return bool(self._contained(first, _txids(batch)).all())
 
     def _by_key(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         truncated = np.flatnonzero(_numpy(pc.equal(batch["_op"], str(Op.TRUNCATE))))
@@ -533,6 +551,11 @@ class Rules:
         good = [(stream, rule) for stream, rule in sorted(self.by_stream.items()) if stream not in self.bad]
         told = {"reset": [s for s, rule in good if rule.reset], "again": [s for s, rule in good if rule.again]}
         return {what: streams for what, streams in told.items() if streams}
+
+
+def _has_other_key(item: Rows, table: Table, key: Sequence[str]) -> bool:
+    """True if changes tell rows apart by other columns than these: their table's key was another one then."""
+    return set(item.relation.key(table.primary_key)) != set(key)
 
 
 def _txids(batch: pa.RecordBatch) -> npt.NDArray[np.int64]:

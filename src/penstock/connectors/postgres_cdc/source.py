@@ -831,7 +831,13 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         known, catalog = self._known()
         rules = Rules(
             {
-                stream: Rule(known[stream], catalog, progress, [each for each in start.copied if each.stream == stream])
+                stream: Rule(
+                    known[stream],
+                    catalog,
+                    progress,
+                    [each for each in start.copied if each.stream == stream],
+                    copies=self.config.snapshot != "never",
+                )
                 for stream, progress in start.tables.items()
                 if stream in known and progress.captured
             },
@@ -863,7 +869,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         decoder.finish()
         # Once more: a slot that was lost and made again before it was read has nothing of the range, and says nothing.
         self._ask(lambda connection: self._verify(connection, wal.server(connection), start))
-        if start.copying or start.copied:  # the range may have found that a table is to be copied again
+        if start.copying or start.copied or rules.told():  # it may have found that a table is to be copied again
             self._ask(lambda c: wal.wait_visible(c, decoder.xids, self.config.visible_timeout_secs))
         yield Note({"quiet": not rows, **rules.told(), **_unseen(decoder.parts, known, start, given)})
         for note in rules.bad.values():

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock import change
-from penstock.change import CHANGE_FIELDS, Keys, check_changes, collapse, collapse_parts, unpack_keys
+from penstock.change import CHANGE_FIELDS, Keys, check_changes, collapse, collapse_parts, moment_texts, unpack_keys
 from penstock.errors import DataError, SchemaError
 
 SCHEMA = pa.schema([("k", pa.int64()), ("n", pa.int64()), ("doc", pa.string()), ("img", pa.string())])
@@ -322,6 +322,21 @@ def test_a_key_may_have_any_type_alone_and_beside_another(name):
     move = {"_op": "u", "a": values[0], "b": "z", "n": 7, "_old_key": json.dumps({"a": texts[0], "b": "x"})}
     result = collapse(log(*events, move, schema=schema), ["a", "b"])
     assert result.deletes.to_pylist() == [{"a": values[0], "b": "x"}]
+
+
+@pytest.mark.parametrize("kind", [pa.date32(), pa.timestamp("us"), pa.timestamp("us", "UTC"), pa.timestamp("s")])
+def test_old_keys_hold_every_date_that_their_type_does(kind):
+    storage = pa.int32() if pa.types.is_date(kind) else pa.int64()
+    end, unit = (2**31 - 1, 1) if pa.types.is_date(kind) else (2**63 - 1, 86_400 * (10**6 if kind.unit == "us" else 1))
+    days = [0, -719_528, -719_529, -735_160, 2_932_896, 2_932_897, 50_000_000, -50_000_000]
+    values = pa.array([end, -end, *(day * unit for day in days)], storage).view(kind)
+    texts = moment_texts(values)
+    zone = "" if pa.types.is_date(kind) or not kind.tz else "Z"
+    midnight = "" if pa.types.is_date(kind) else " 00:00:00" if kind.unit == "s" else " 00:00:00.000000"
+    years = ["1970-01-01", "0000-01-01", "-0001-12-31", "-0043-03-15", "9999-12-31", "10000-01-01"]
+    assert texts.to_pylist()[:8] == ["infinity", "-infinity", *(f"{year}{midnight}{zone}" for year in years)]
+    keys = unpack_keys(pa.array([json.dumps({"k": text}) for text in texts.to_pylist()]), pa.schema([("k", kind)]))
+    assert keys.column("k").combine_chunks() == values
 
 
 def test_a_set_of_keys_tells_what_is_in_it():

@@ -45,6 +45,10 @@ CHANGE_FIELDS: tuple[pa.Field, ...] = (
 )
 """Every topic of changes carries these behind its own columns. `_position` sorts as text in the order of the changes."""
 
+_A_DAY = {"D": 1, "s": 86_400, "ms": 86_400_000, "us": 86_400_000_000, "ns": 86_400_000_000_000}
+_YEAR_0, _YEAR_10000 = -719_528, 2_932_897
+"""Their first days; Arrow reads what is between."""
+
 _NAMES = {each.name for each in CHANGE_FIELDS}
 
 HELD_ROWS = 1 << 18
@@ -622,7 +626,9 @@ def unpack_keys(texts: pa.ChunkedArray | pa.Array, schema: pa.Schema) -> pa.Tabl
     """
     The key columns of `_old_key` texts: JSON objects by column name.
 
-    What JSON does not have stands as text there: decimals, dates and times as Arrow prints them, bytes as hex digits.
+    What JSON does not have stands as text there: decimals, dates and times as Arrow prints them, bytes as hex digits;
+    the largest date or timestamp of a type, and its negative, as `infinity` and `-infinity`, years below 0 (which is
+    1 BC) with a sign, and those above 9999 with all of their digits.
     """
     try:
         rows = [json.loads(text, parse_float=Decimal) for text in texts.to_pylist()]
@@ -641,7 +647,52 @@ def _typed(values: list[Any], kind: pa.DataType) -> pa.Array:
         return pa.array([bytes.fromhex(value.removeprefix("\\x")) for value in values], kind)
     if types.is_string(kind) or types.is_large_string(kind):
         return pa.array(values, kind)
-    return pc.cast(pa.array([None if value is None else str(value) for value in values], pa.string()), kind)
+    texts = pa.array([None if value is None else str(value) for value in values], pa.string())
+    return parse_moments(texts, kind) if types.is_date(kind) or types.is_timestamp(kind) else pc.cast(texts, kind)
+
+
+def moment_texts(values: pa.Array) -> pa.Array:
+    """Dates or timestamps as they stand in `_old_key`; Arrow knows no infinities, and not every year that it can hold."""
+    texts = values.cast(pa.string())
+    unit, storage = _moment(values.type)
+    raw = pc.fill_null(values.view(storage), 0).to_numpy(zero_copy_only=False)
+    days = raw // _A_DAY[unit]
+    odd = np.flatnonzero((days < _YEAR_0) | (days >= _YEAR_10000))
+    if not len(odd):
+        return texts
+    known = texts.to_pylist()
+    end = np.iinfo(raw.dtype).max
+    for row, far in zip(odd.tolist(), raw[odd].astype(np.int64).view(f"M8[{unit}]"), strict=True):
+        if abs(int(raw[row])) == end:
+            known[row] = "infinity" if raw[row] > 0 else "-infinity"
+            continue
+        text = str(far).replace("T", " ")
+        sign, text = text[: text[0] == "-"], text.removeprefix("-")
+        zone = "Z" if types.is_timestamp(values.type) and values.type.tz else ""
+        known[row] = f"{sign}{text.partition('-')[0]:0>4}-{text.partition('-')[2]}{zone}"
+    return pa.array(known, pa.string())
+
+
+def parse_moments(texts: pa.Array, kind: pa.DataType) -> pa.Array:
+    """What `moment_texts` printed, of a type with or without a time zone."""
+    try:
+        return pc.cast(texts, kind)
+    except pa.ArrowInvalid:
+        pass
+    unit, storage = _moment(kind)
+    end = int(np.iinfo(storage.to_pandas_dtype()).max)
+    ends = {"infinity": end, "-infinity": -end, None: None}
+    known = texts.to_pylist()
+    plain = np.array(["0000-01-01" if text in ends else text.removesuffix("Z") for text in known], f"M8[{unit}]")
+    found = [ends.get(text, number) for text, number in zip(known, plain.view(np.int64).tolist(), strict=True)]
+    return pa.array(found, storage).view(kind)
+
+
+def _moment(kind: pa.DataType) -> tuple[str, pa.DataType]:
+    """numpy's unit of a date or timestamp, and the type of the number behind it."""
+    if types.is_timestamp(kind):
+        return kind.unit, pa.int64()
+    return ("D", pa.int32()) if types.is_date32(kind) else ("ms", pa.int64())
 
 
 def _union(tables: Sequence[pa.Table], columns: pa.Schema | None) -> tuple[pa.Table, dict[str, Mask]]:

@@ -153,3 +153,26 @@ def test_leaves_that_are_named_are_tables_of_their_own(database, tmp_path):
         database.run("TRUNCATE parts")
         lake.catch_up()
         assert [lake.table(f"public.{leaf}") for leaf in ("parts_1", "parts_2a")] == [[], []]
+
+
+@pytest.mark.parametrize("chunk_rows", [2, 100])
+def test_rows_leave_keys_that_are_infinite_or_of_far_years(database, tmp_path, chunk_rows):
+    kinds = ("date", "timestamp", "timestamptz")
+    far = ("-infinity", "infinity", "0044-03-15 BC", "20000-01-01", "2024-01-01")
+    for kind in kinds:
+        database.run(f"CREATE TABLE {kind}s (at {kind}, id int, PRIMARY KEY (at, id))")
+        for number, text in enumerate(far):
+            database.run(f"INSERT INTO {kind}s VALUES ('{text}', {number})")
+    with Lake(tmp_path, database.source(seed_chunk_rows=chunk_rows)) as lake:
+        lake.loop.step()
+        for kind in kinds:  # while they are copied, and behind that
+            database.run(f"UPDATE {kind}s SET at = '2000-01-01'::date + id WHERE id < 2")
+        lake.catch_up()
+        for kind in kinds:
+            database.run(f"UPDATE {kind}s SET at = '2000-01-01'::date + id WHERE id < 4")
+        lake.catch_up()
+        for kind in kinds:
+            assert lake.position.tables[f"public.{kind}s"].failure is None
+            found = [(row["id"], row["at"].isoformat()[:10]) for row in lake.table(f"public.{kind}s")]
+            expected = database.rows(f"SELECT id, at::date::text FROM {kind}s")
+            assert sorted(found) == sorted(expected)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.change import CHANGE_FIELDS, Op
+from penstock.change import CHANGE_FIELDS, Op, moment_texts
 from penstock.connectors.postgres_cdc.types import (
     UNIX_EPOCH_US,
     Bytes,
@@ -542,7 +542,7 @@ def json_objects(names: Sequence[str], columns: Sequence[pa.Array]) -> pa.Array:
     """
     Rows as JSON objects, all at once.
 
-    What JSON does not have stands as text: decimals, dates and times as Arrow prints them, bytes as hex digits.
+    What JSON does not have stands as text, as `change.unpack_keys` reads it.
     """
     parts: list[Any] = ["{"]
     for number, (name, values) in enumerate(zip(names, columns, strict=True)):
@@ -562,6 +562,8 @@ def _json_values(values: pa.Array) -> pa.Array:
         texts = _json_strings(_hex(values))
     elif pa.types.is_list(kind):
         texts = _json_lists(values)
+    elif pa.types.is_date(kind) or pa.types.is_timestamp(kind):
+        texts = _json_strings(moment_texts(values))
     else:
         texts = _json_strings(values.cast(pa.string()))
     return pc.fill_null(texts, "null")

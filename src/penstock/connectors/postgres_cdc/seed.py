@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from adbc_driver_manager import dbapi as adbc_dbapi
 from pydantic import BaseModel, ConfigDict
 
-from penstock.change import CHANGE_FIELDS, Op
+from penstock.change import CHANGE_FIELDS, Op, parse_moments
 from penstock.connectors.postgres_cdc import wal
 from penstock.connectors.postgres_cdc.decode import Rows, position_text
 from penstock.connectors.postgres_cdc.setup import Table
@@ -578,6 +578,8 @@ def _from_json(value: Any, kind: pa.DataType) -> pa.Array:
     """A value of `_old_key` as it stands in its column."""
     if pa.types.is_binary(kind):
         return pa.array([bytes.fromhex(value)], kind)
+    if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
+        return parse_moments(pa.array([str(value)]), kind)
     return pa.array([str(value)]).cast(kind)
 
 

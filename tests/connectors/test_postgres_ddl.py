@@ -381,3 +381,72 @@ def test_a_mirror_follows_whatever_happens_to_its_key(database, tmp_path, monkey
         database.run("INSERT INTO orders (id, number) VALUES (1000, 1000)")
         lake.catch_up()
         assert same(lake, database, "orders"), done
+
+
+RESPELLED = {
+    "an_enum": ("p mood", "'sad'", "ALTER TYPE mood RENAME VALUE 'sad' TO 'blue'", True),
+    "a_list_of_an_enum": ("p mood[]", "'{sad}'", "ALTER TYPE mood RENAME VALUE 'sad' TO 'blue'", True),
+    "a_domain_over_an_enum": ("p feeling", "'sad'", "ALTER TYPE mood RENAME VALUE 'sad' TO 'blue'", True),
+    "an_enum_in_a_composite": ("p pair", "'(1,sad)'", "ALTER TYPE mood RENAME VALUE 'sad' TO 'blue'", True),
+    "a_range_of_an_enum": ("p moods", "'[sad,glad]'", "ALTER TYPE mood RENAME VALUE 'sad' TO 'blue'", True),
+    "a_longer_composite": ("p pair", "'(1,sad)'", "ALTER TYPE pair ADD ATTRIBUTE z int", True),
+    "a_shorter_composite": ("p pair[]", "'{\"(1,sad)\"}'", "ALTER TYPE pair DROP ATTRIBUTE x", True),
+    "more_labels": ("p mood", "'sad'", "ALTER TYPE mood ADD VALUE 'angry' BEFORE 'sad'", False),
+    "other_names": ("p pair", "'(1,sad)'", "ALTER TYPE pair RENAME ATTRIBUTE x TO y", False),
+    "a_column_less": ("p mood", "'sad'", "ALTER TABLE {t} DROP COLUMN p", False),
+    "a_column_more": ("n int", "1", "ALTER TABLE {t} ADD COLUMN p mood", False),
+}
+TYPES = [
+    "CREATE TYPE mood AS ENUM ('sad', 'glad')",
+    "CREATE DOMAIN feeling AS mood",
+    "CREATE TYPE pair AS (x int, m mood)",
+    "CREATE TYPE moods AS RANGE (subtype = mood)",
+]
+
+
+@pytest.mark.parametrize("what", RESPELLED)
+def test_stored_rows_that_a_type_spells_anew_are_copied_over(database, tmp_path, look_always, what):
+    column, value, altered, copied = RESPELLED[what]
+    database.run(*TYPES, f"CREATE TABLE t (id int PRIMARY KEY, {column})", f"INSERT INTO t VALUES (1, {value})")
+    with Lake(tmp_path, database.source()) as lake:
+        lake.catch_up()
+        database.run(altered.format(t="t"), "INSERT INTO t (id) VALUES (2)")
+        lake.catch_up()
+        assert lake.position.tables["public.t"].copies == 1 + copied
+        if not column.endswith("[]") and what != "a_column_less":
+            name = column.split()[0]
+            expected = [{"id": number, name: text} for number, text in database.rows(f"SELECT id, {name}::text FROM t")]
+            found = [{**row, name: row[name] and str(row[name])} for row in lake.table("public.t", ["id", name])]
+            assert found == sorted(expected, key=repr)
+        lake.catch_up()
+        assert lake.position.tables["public.t"].copies == 1 + copied, "once is enough"
+
+
+def test_a_shape_that_knows_neither_types_nor_columns_left_out_copies_nothing(database):
+    database.run(*TYPES, "CREATE TABLE t (id int PRIMARY KEY, p mood, q int)")
+    with contextlib.closing(database.source(exclude_columns=["public.t.q"])) as opened:
+        opened.open()
+        table = opened._tables.captured["public.t"]
+    old = ":".join(table.shape.split(":")[:4])
+    assert not table.differs(old)
+    assert table.shape_after(old) == table.shape
+
+
+def test_a_column_that_is_left_out_no_more_is_copied(database, tmp_path):
+    make(database, "orders")
+    without = {"exclude_columns": ["public.orders.note"]}
+    with Lake(tmp_path, database.source(**without)) as lake:
+        lake.catch_up()
+        assert "note" not in lake.table("public.orders")[0]
+    with Lake(tmp_path, database.source()) as lake:
+        lake.catch_up()
+        assert same(lake, database, "orders")
+    with Lake(tmp_path, database.source(**without)) as lake:
+        lake.catch_up()
+        database.run("UPDATE orders SET note = 'unseen'")
+        lake.catch_up()
+        assert lake.position.tables["public.orders"].copies == 2
+    with Lake(tmp_path, database.source()) as lake:
+        lake.catch_up()
+        assert same(lake, database, "orders")
+        assert lake.position.tables["public.orders"].copies == 3

@@ -32,6 +32,8 @@ COMPARABLE = {
 _TEXT = (25, 1043)
 _CHANGE_NAMES = {each.name for each in CHANGE_FIELDS}
 _DROPPED = "----"
+_FIRST_OWN_OID = 16384
+"""Types below come with the server: none of them is an enum or a composite that can be altered."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,11 @@ class Table:
     shape: str = ""
     """
     Four digits of the name and four of the type for each column that it ever had, `-` for those of one that was dropped;
-    then, behind a `:` each, which file it is in (or its oldest partition), when its columns were last defined, its key.
+    then, behind a `:` each, which file it is in (or its oldest partition), when its columns were last defined, its key,
+    what its enums and composites are made of, and which columns are left out.
     """
+    members: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    """The labels of the enums that its values are made of, the oldest first, and the attributes of composites, by type."""
     defaults: frozenset[int] = frozenset()
     """Numbers of the columns that have a default, or are generated."""
     estimate: int | None = None
@@ -115,7 +120,19 @@ class Table:
         is_filled = any(number in self.defaults for number in range(len(were) + 1, len(are) + 1))
         # Other files alone are those of a VACUUM FULL or TRUNCATE, and other definitions those of a new default.
         is_rewritten = all(a != b for a, b in zip(before[:2], now[:2], strict=True))
-        return comes_back or is_filled or is_rewritten or before[2:] != now[2:]
+        # A shape of before these were part of it says nothing about them.
+        is_respelled = len(before) > 3 and self._respelled(before[3])
+        taken_in = {*before[4].split(",")} - {*now[4].split(",")} if len(before) > 4 else set()
+        is_wider = any(_digest(column.name) in taken_in for column in self.columns)
+        return comes_back or is_filled or is_rewritten or is_respelled or is_wider or before[2:3] != now[2:3]
+
+    def _respelled(self, types: str) -> bool:
+        """True if a value of one of these types has another text now: a label was renamed (not added), or an attribute came."""
+        are = dict(self.members)
+        for kind, count, digest in (each.split(".") for each in types.split(",") if each):
+            if int(kind) in are and _digest(*are[int(kind)][: int(count)]) != digest:
+                return True
+        return False
 
     def shape_after(self, shape: str) -> str:
         """`shape` as it is now: columns that were dropped in the meantime keep their names in it."""
@@ -149,6 +166,7 @@ def find_tables(connection: psycopg.Connection[Any], config: PostgresCdcConfig, 
     for row in connection.execute(_COLUMNS, [list(chosen)]).fetchall():
         columns[row[0]].append(row[1:])
     shapes = {row[0]: row[1:] for row in connection.execute(_SHAPES, [list(chosen)]).fetchall()}
+    members = _members(connection, {row[1] for rows in columns.values() for row in rows})
     (utf8,) = _one(connection, "SELECT current_setting('server_encoding') = 'UTF8'")
     captured: dict[str, Table] = {}
     refused: dict[str, str] = {}
@@ -171,6 +189,10 @@ def find_tables(connection: psycopg.Connection[Any], config: PostgresCdcConfig, 
         )  # fmt: skip
         shape, defaults = shapes.get(oid, ("", []))
         shape = f"{shape}:{hashlib.md5(repr(index).encode(), usedforsecurity=False).hexdigest()[:8]}"
+        made_of = {kind: parts for column, _ in found for kind, parts in members.get(column.type_oid, {}).items()}
+        shape += ":" + ",".join(f"{kind}.{len(parts)}.{_digest(*parts)}" for kind, parts in sorted(made_of.items()))
+        shape += ":" + ",".join(_digest(row[0]) for row in columns[oid] if excluded(stream, row[0], config))
+        table = replace(table, members=tuple(sorted(made_of.items())))
         table = replace(table, shape=shape, defaults=frozenset(defaults), estimate=estimate if estimate >= 0 else None)
         if not missing:
             types = {column.type_oid for column in table.key_columns}
@@ -207,6 +229,19 @@ def find_tables(connection: psycopg.Connection[Any], config: PostgresCdcConfig, 
             hint='patterns are "schema.table", with * for any part',
         )
     return Tables(captured, refused)
+
+
+def _members(connection: psycopg.Connection[Any], types: set[int]) -> dict[int, dict[int, tuple[str, ...]]]:
+    """Per type the enums and composites that its values are made of, and what these are made of."""
+    own = [oid for oid in types if oid >= _FIRST_OWN_OID]
+    found: dict[int, dict[int, tuple[str, ...]]] = {}
+    for oid, kind, parts in connection.execute(_MEMBERS, [own]).fetchall() if own else ():
+        found.setdefault(oid, {})[kind] = tuple(parts)
+    return found
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.md5("\0".join(texts).encode(), usedforsecurity=False).hexdigest()[:8]
 
 
 def identity_fix(table: Table) -> str:
@@ -430,6 +465,23 @@ _SHAPES = f"""
            coalesce(array_agg(a.attnum::int) FILTER (WHERE a.atthasdef OR a.atthasmissing), '{{}}')
       FROM pg_attribute a WHERE a.attrelid = ANY(%s::oid[]) AND a.attnum > 0
      GROUP BY a.attrelid"""
+
+# By arrays, domains, ranges and attributes, however deep.
+_MEMBERS = """
+    WITH RECURSIVE made AS (
+        SELECT own AS oid, own AS kind FROM unnest(%s::oid[]) own
+         UNION
+        SELECT m.oid, below.kind FROM made m JOIN pg_type t ON t.oid = m.kind CROSS JOIN LATERAL (
+            SELECT t.typbasetype AS kind UNION ALL SELECT t.typelem
+             UNION ALL SELECT a.atttypid FROM pg_attribute a
+                        WHERE t.typrelid <> 0 AND a.attrelid = t.typrelid AND a.attnum > 0 AND NOT a.attisdropped
+             UNION ALL SELECT r.rngsubtype FROM pg_range r WHERE t.oid IN (r.rngtypid, r.rngmultitypid)) below
+         WHERE below.kind <> 0)
+    SELECT m.oid::int8, m.kind::int8,
+           CASE t.typtype WHEN 'e' THEN ARRAY(SELECT e.enumlabel::text FROM pg_enum e WHERE e.enumtypid = t.oid ORDER BY e.oid)
+           ELSE ARRAY[(SELECT coalesce(string_agg(a.attnum || ' ' || a.atttypid, ',' ORDER BY a.attnum), '')
+                         FROM pg_attribute a WHERE a.attrelid = t.typrelid AND a.attnum > 0 AND NOT a.attisdropped)] END
+      FROM made m JOIN pg_type t ON t.oid = m.kind WHERE t.typtype IN ('e', 'c')"""
 
 # The view pg_publication_tables would wait for whoever has locked one of the tables.
 _PUBLISHED = """

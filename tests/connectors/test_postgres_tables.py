@@ -490,6 +490,18 @@ class TestCommandLine:
             ("public.orders", "paused", []),
         ]
 
+    def test_a_run_goes_on_when_every_table_is_gone(self, database, file, cli):
+        drain(file)
+        database.run("DROP TABLE items", "ALTER TABLE orders RENAME TO aside", "CREATE SCHEMA elsewhere")
+        database.run("ALTER TABLE aside SET SCHEMA elsewhere")
+        drain(file)
+        assert {each["state"] for each in json.loads(cli("tables", file, "show", "--json")[1])} == {"gone"}
+        assert "no table" in cli("check", file)[1]
+        database.run("ALTER TABLE elsewhere.aside SET SCHEMA public", "ALTER TABLE aside RENAME TO orders")
+        drain(file)
+        states = {each["stream"]: each["state"] for each in json.loads(cli("tables", file, "show", "--json")[1])}
+        assert states == {"public.items": "gone", "public.orders": "active"}
+
     def test_a_table_that_nobody_knows_is_refused_with_the_nearest(self, file, cli):
         drain(file)
         code, _, err = cli("tables", file, "pause", "public.order")

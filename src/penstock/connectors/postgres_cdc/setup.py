@@ -156,8 +156,10 @@ class Tables:
     """Why, by stream."""
 
 
-def find_tables(connection: psycopg.Connection[Any], config: PostgresCdcConfig, version: int) -> Tables:
-    """The tables that the options choose, as they are now."""
+def find_tables(
+    connection: psycopg.Connection[Any], config: PostgresCdcConfig, version: int, required: bool = True
+) -> Tables:
+    """The tables that the options choose, as they are now; not `required`: there may be none, since there were some."""
     rows = connection.execute(_TABLES).fetchall()
     chosen = {row[0]: row for row in rows if _chosen(f"{row[1]}.{row[2]}", config)}
     # A partition whose root is captured comes with it.
@@ -221,7 +223,7 @@ def find_tables(connection: psycopg.Connection[Any], config: PostgresCdcConfig, 
     known = {stream for stream in published if _chosen(stream, config)}
     for stream in sorted(wrong.keys() - known):
         raise wrong[stream]
-    if not captured and not known:
+    if required and not captured and not known:
         raise ConfigError(
             f"no table that can be captured matches tables = {list(config.tables)}"
             + (f"; {', '.join(refused)}: no replica identity" if refused else ""),

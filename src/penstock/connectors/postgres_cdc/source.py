@@ -171,7 +171,8 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             )
         if found is not None and found.wal_status != "lost":
             wal.verify_slot(found, self.config.slot, here)
-        self._look(connection, here)
+        # Of a capture that has begun, every table may be gone for now.
+        self._look(connection, here, required=found is None and not self._made_here)
 
     def _ask(self, question: Callable[[psycopg.Connection[Any]], T]) -> T:
         """Put a question over the driver's connection, which is made again after it broke."""
@@ -189,8 +190,8 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
 
     # -- what is there -------------------------------------------------------------------------------------------
 
-    def _look(self, connection: psycopg.Connection[Any], here: wal.Server) -> Tables:
-        self._tables = setup.find_tables(connection, self.config, here.version)
+    def _look(self, connection: psycopg.Connection[Any], here: wal.Server, required: bool = False) -> Tables:
+        self._tables = setup.find_tables(connection, self.config, here.version, required)
         self._catalog = TypeCatalog.from_rows(connection.execute(TypeCatalog.SQL).fetchall())
         self._looked = time.monotonic()
         return self._tables
@@ -296,7 +297,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
 
     def _begin(self, connection: psycopg.Connection[Any]) -> LogPosition:
         here = wal.server(connection)
-        tables = self._look(connection, here)
+        tables = self._look(connection, here, required=True)
         setup.publish(connection, self.config, tables, here.version)
         found, kept = wal.slot(connection, self.config.slot), not self._made_here
         if found is None and self.config.manage:

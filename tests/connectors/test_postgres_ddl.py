@@ -450,3 +450,47 @@ def test_a_column_that_is_left_out_no_more_is_copied(database, tmp_path):
         lake.catch_up()
         assert same(lake, database, "orders")
         assert lake.position.tables["public.orders"].copies == 3
+
+
+def test_a_table_that_moves_into_insert_only_keeps_its_rows_and_is_copied_when_it_moves_out(database, tmp_path):
+    make(database, "orders")
+    changes = ["UPDATE orders SET amount = 7 WHERE id = 1", "DELETE FROM orders WHERE id = 2"]
+    with Lake(tmp_path, database.source()) as lake:
+        lake.catch_up()
+    with Lake(tmp_path, database.source(insert_only=["public.orders"])) as lake:
+        lake.catch_up()
+        before = lake.table("public.orders")
+        database.run(*changes, "INSERT INTO orders (id) VALUES (6)")
+        lake.catch_up()
+        added = {"id": 6, "amount": None, "note": None, "at": None}
+        assert lake.table("public.orders") == sorted([*before, added], key=repr)
+    with Lake(tmp_path, database.source()) as lake:
+        lake.catch_up()
+        assert same(lake, database, "orders")
+        database.run("UPDATE orders SET amount = 8", "DELETE FROM orders WHERE id = 3")
+        lake.catch_up()
+        assert same(lake, database, "orders")
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_the_only_table_may_go_and_come_back(database, tmp_path, look_always, restarted):
+    make(database, "orders")
+    with Lake(tmp_path, database.source()) as lake:
+        lake.catch_up()
+        database.run("ALTER TABLE orders RENAME TO aside")
+        database.run("CREATE SCHEMA elsewhere", "ALTER TABLE aside SET SCHEMA elsewhere")
+        if not restarted:
+            lake.catch_up()
+            assert lake.position.tables["public.orders"].state == "gone"
+    with Lake(tmp_path, database.source()) as lake:
+        lake.catch_up()
+        assert lake.position.tables["public.orders"].state == "gone"
+        database.run("DELETE FROM elsewhere.aside WHERE id = 1")
+        database.run("ALTER TABLE elsewhere.aside SET SCHEMA public", "ALTER TABLE aside RENAME TO orders")
+        lake.catch_up()
+        assert same(lake, database, "orders")
+        database.run("DROP TABLE orders")
+        lake.catch_up()
+        make(database, "orders")
+        lake.catch_up()
+        assert same(lake, database, "orders")

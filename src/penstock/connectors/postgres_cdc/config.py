@@ -24,10 +24,16 @@ class PostgresLogConfig(PostgresConfig):
     """Tables to leave out of those, by the same patterns."""
 
     exclude_columns: tuple[str, ...] = ()
-    """Columns to leave out, as `schema.table.column` with `*`; not those of a key."""
+    """
+    Columns to leave out, as `schema.table.column` with `*`; not those of a key. One that is left out no more is copied;
+    one that is left out later stays in the target as it is.
+    """
 
     insert_only: tuple[str, ...] = ()
-    """Tables of which only inserts are captured: the way to take in those without a replica identity."""
+    """
+    Tables of which only inserts (and TRUNCATE) are captured: the way to take in those without a replica identity. One that
+    moves in later keeps its rows, and one that moves out is copied again.
+    """
 
     slot: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,63}$")] = "penstock"
     """The replication slot; each pipeline needs one of its own."""

@@ -399,6 +399,10 @@ class Rule:
         batch = item.batch
         if self.again:
             return
+        if self.table.insert_only:  # it may be in the other publication as well, from before
+            batch = _only(batch, _numpy(pc.is_in(batch["_op"], value_set=pa.array([Op.INSERT, Op.TRUNCATE]))))
+            if not batch.num_rows:
+                return
         followed = self.progress.refresh or (self.progress.state == "seeded" and not self.copied)
         if followed and self.copies and self.progress.key and _has_other_key(item, self.table, self.progress.key):
             self.again = True  # where its rows went under that key, and under the target's, cannot be told

@@ -32,6 +32,7 @@ COMPARABLE = {
 _TEXT = (25, 1043)
 _CHANGE_NAMES = {each.name for each in CHANGE_FIELDS}
 _DROPPED = "----"
+_INSERTS = "inserts"
 _FIRST_OWN_OID = 16384
 """Types below come with the server: none of them is an enum or a composite that can be altered."""
 
@@ -59,7 +60,7 @@ class Table:
     """
     Four digits of the name and four of the type for each column that it ever had, `-` for those of one that was dropped;
     then, behind a `:` each, which file it is in (or its oldest partition), when its columns were last defined, its key,
-    what its enums and composites are made of, and which columns are left out.
+    what its enums and composites are made of, and what is left out: columns, or (`inserts`) all but inserts.
     """
     members: tuple[tuple[int, tuple[str, ...]], ...] = ()
     """The labels of the enums that its values are made of, the oldest first, and the attributes of composites, by type."""
@@ -124,6 +125,7 @@ class Table:
         is_respelled = len(before) > 3 and self._respelled(before[3])
         taken_in = {*before[4].split(",")} - {*now[4].split(",")} if len(before) > 4 else set()
         is_wider = any(_digest(column.name) in taken_in for column in self.columns)
+        is_wider = is_wider or (len(before) > 4 and self.insert_only != was_insert_only(shape))
         return comes_back or is_filled or is_rewritten or is_respelled or is_wider or before[2:3] != now[2:3]
 
     def _respelled(self, types: str) -> bool:
@@ -193,7 +195,8 @@ def find_tables(
         shape = f"{shape}:{hashlib.md5(repr(index).encode(), usedforsecurity=False).hexdigest()[:8]}"
         made_of = {kind: parts for column, _ in found for kind, parts in members.get(column.type_oid, {}).items()}
         shape += ":" + ",".join(f"{kind}.{len(parts)}.{_digest(*parts)}" for kind, parts in sorted(made_of.items()))
-        shape += ":" + ",".join(_digest(row[0]) for row in columns[oid] if excluded(stream, row[0], config))
+        left_out = [_digest(row[0]) for row in columns[oid] if excluded(stream, row[0], config)]
+        shape += ":" + ",".join([*left_out, *([_INSERTS] if insert_only else [])])
         table = replace(table, members=tuple(sorted(made_of.items())))
         table = replace(table, shape=shape, defaults=frozenset(defaults), estimate=estimate if estimate >= 0 else None)
         if not missing:
@@ -240,6 +243,11 @@ def _members(connection: psycopg.Connection[Any], types: set[int]) -> dict[int, 
     for oid, kind, parts in connection.execute(_MEMBERS, [own]).fetchall() if own else ():
         found.setdefault(oid, {})[kind] = tuple(parts)
     return found
+
+
+def was_insert_only(shape: str) -> bool:
+    """True if changes other than inserts were left out of what was read in that shape."""
+    return _INSERTS in shape.split(":")[-1].split(",")
 
 
 def _digest(*texts: str) -> str:

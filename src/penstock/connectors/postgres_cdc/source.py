@@ -950,6 +950,7 @@ def _unbroken(table: Table, progress: Progress, behind: bool) -> bool:
     Not while the log is `behind` the first copy: of the changes up to there some are in it, and which would be forgotten.
     """
     followed = progress.refresh if behind else progress.state == "seeded" or progress.refresh
+    followed = followed and (table.insert_only or not setup.was_insert_only(progress.shape))
     return table.chunked and progress.oid == table.oid and progress.key == table.key and progress.captured and followed
 
 

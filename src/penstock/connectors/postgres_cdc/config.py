@@ -25,14 +25,14 @@ class PostgresLogConfig(PostgresConfig):
 
     exclude_columns: tuple[str, ...] = ()
     """
-    Columns to leave out, as `schema.table.column` with `*`; not those of a key. One that is left out no more is copied;
-    one that is left out later stays in the target as it is.
+    Columns to leave out, as `schema.table.column` with `*`; not those of a key. One that is left out later stays in the
+    target as it is; of one that is left out no more, `postgres_cdc` copies the values.
     """
 
     insert_only: tuple[str, ...] = ()
     """
-    Tables of which only inserts (and TRUNCATE) are captured: the way to take in those without a replica identity. One that
-    moves in later keeps its rows, and one that moves out is copied again.
+    Tables of which only inserts (and TRUNCATE) are captured: the way to take in those without a replica identity. With
+    `postgres_cdc` one that moves in later keeps its rows, and one that moves out is copied again.
     """
 
     slot: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,63}$")] = "penstock"

@@ -61,7 +61,7 @@ class LogPosition(Position):
                     copied = [each for each in copied if each.stream != stream]
             for stream in tables.keys() & note.get("again", ()):
                 if tables[stream].captured and stream not in again:
-                    copies = tables[stream].copies + 1
+                    copies = max(tables[stream].copies, 1) + 1
                     update = {"state": "waiting", "frontier": None, "rows": 0, "refresh": False, "copies": copies}
                     tables[stream] = tables[stream].model_copy(update=update)
                     again.add(stream)

@@ -88,6 +88,8 @@ class Progress(_Value):
     """What its columns looked like; see `Table.differs`."""
     key: tuple[str, ...] = ()
     """What told its rows apart; another key is another table."""
+    published: str = ""
+    """How it was published when it was copied, see `Publication.mark`; if that is another now, changes were lost."""
     copies: int = 1
     """The number of its copy, 0 without one; from the second on what the target holds goes together with the first rows."""
     refresh: bool = False

@@ -116,6 +116,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         self._since = (0, 0.0)
         self._probed = (0, 0)
         self._began: LogPosition | None = None
+        self._unreadable: int | None = None
         self._run = ""
         self._at: LogPosition | None = None
         self._in_task = False
@@ -194,6 +195,14 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         self._catalog = TypeCatalog.from_rows(connection.execute(TypeCatalog.SQL).fetchall())
         self._looked = time.monotonic()
         return self._tables
+
+    def _look_at_publications(self, connection: psycopg.Connection[Any]) -> Mapping[str, Table]:
+        """The tables with the marks of how they are published now."""
+        assert self._tables is not None
+        held = setup.find_publications(connection, setup.publications(self.config))
+        captured = {s: setup.marked(table, self.config, held) for s, table in self._tables.captured.items()}
+        self._tables = replace(self._tables, captured=captured)
+        return captured
 
     def _known(self) -> tuple[Mapping[str, Table], TypeCatalog]:
         if self._tables is None or self._catalog is None:
@@ -297,18 +306,26 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
     def _begin(self, connection: psycopg.Connection[Any]) -> LogPosition:
         here = wal.server(connection)
         tables = self._look(connection, here)
-        setup.publish(connection, self.config, tables, here.version)
+        with contextlib.suppress(psycopg.errors.InsufficientPrivilege):  # that of one table: the others come one by one
+            setup.publish(connection, self.config, tables, here.version)
+        aside, published = self._published(connection, LogPosition(), self._look_at_publications(connection), here)
+        if aside.tables and not published:
+            failure = next(iter(aside.tables.values())).failure
+            assert failure is not None
+            raise ConfigError(f"no table can be published: {failure.message}", code="PEN-1016", hint=failure.hint)
         found, kept = wal.slot(connection, self.config.slot), not self._made_here
         if found is None and self.config.manage:
             self._remember_making()
             found, kept = wal.make_slot(connection, self.config.slot), False
         found = wal.verify_slot(found, self.config.slot, here)
-        start = LogPosition(lsn=found.confirmed, system=here.system, timeline=here.timeline, run=self._run)
-        # A slot that is older than this state has kept every change since the targets were filled.
+        place = {"lsn": found.confirmed, "system": here.system, "timeline": here.timeline, "run": self._run}
+        start = aside.model_copy(update=place)
+        # A slot that is older than this state has kept every published change since the targets were filled.
         kept = kept and self.config.snapshot in ("initial", "when_needed")
-        full = {stream for stream in tables.captured if kept and (held := self.held(stream)) and all(held)}
-        start = self._following(start, {stream: tables.captured[stream] for stream in full})
-        return self._copying(connection, start, {s: t for s, t in tables.captured.items() if s not in full})
+        unbroken = {stream for stream, table in tables.captured.items() if kept and table.published}
+        full = {stream for stream in published if stream in unbroken and (held := self.held(stream)) and all(held)}
+        start = self._following(start, {stream: published[stream] for stream in full})
+        return self._copying(connection, start, {s: t for s, t in published.items() if s not in full})
 
     @property
     def _made_here(self) -> bool:
@@ -328,6 +345,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
                 state="seeded",
                 shape=table.shape,
                 key=table.key,
+                published=table.published,
                 copies=start.tables[stream].copies if stream in start.tables else 0,
             )
             for stream, table in tables.items()
@@ -358,6 +376,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
                 until_xid=until,
                 shape=table.shape,
                 key=table.key,
+                published=table.published,
                 copies=copies,
                 refresh=refresh,
                 from_lsn=end_of_log if refresh else 0,
@@ -374,7 +393,14 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         self._at = start
         asked = (start, limit)
         if self._planned is None or self._planned[0] != asked:
-            end = self._ask(lambda connection: self._next(connection, start, limit))
+            try:
+                if self._unreadable == start.lsn:
+                    raise wal.PublicationLost("a range could not be read")
+                end = self._ask(lambda connection: self._next(connection, start, limit))
+            except wal.PublicationLost:
+                if self.config.snapshot == "never":
+                    raise
+                end = self._ask(lambda connection: self._pass_over(connection, start))
             if end == start:
                 return start
             self._planned = (asked, end)
@@ -436,6 +462,19 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             }
         )
         return self._copying(connection, fresh, published)
+
+    def _pass_over(self, connection: psycopg.Connection[Any], start: LogPosition) -> LogPosition:
+        """The log holds changes from while a publication was not there, which servers before 18 do not decode: leave it."""
+        here = wal.server(connection)
+        known, looked = start.tables, self._look(connection, here).captured
+        tables = {s: t for s, t in looked.items() if _is_new(t, known.get(s)) or known[s].captured}
+        start, published = self._published(connection, start, tables, here)
+        passed = {"lsn": wal.server(connection).flushed, "copied": (), "turn": "copy", "slots": start.slots + 1}
+        if published:
+            logger.warning(
+                "log from while there was no publication cannot be read: %s: copied anew", ", ".join(published)
+            )
+        return self._copying(connection, start.model_copy(update=passed), published)
 
     def _with_requests(self, connection: psycopg.Connection[Any], start: LogPosition, here: wal.Server) -> LogPosition:
         """Apply what was asked for; a request's file goes once a durable position names it."""
@@ -500,11 +539,19 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
                 kept[stream] = progress.model_copy(update={"failure": None})
             elif progress.shape and not table.differs(progress.shape):
                 kept[stream] = progress.model_copy(update={"shape": table.shape_after(progress.shape)})
+            if table is not None and not progress.published:  # its state is from before there were marks
+                kept[stream] = kept[stream].model_copy(update={"published": table.published})
         copied = tuple(each for each in start.copied if kept[each.stream].captured)
         start = start if kept == start.tables else start.model_copy(update={"tables": kept, "copied": copied})
-        return self._publishing(
-            connection, start, {s: t for s, t in captured.items() if _is_new(t, kept.get(s))}, here, "changed"
-        )
+        new = {s: t for s, t in captured.items() if _is_new(t, kept.get(s))}
+        for stream in [s for s in new if (before := kept.get(s)) and before.captured and _lost(new[s], before)]:
+            what = f"{stream} was left out of its publication, or that was altered: changes may be missing"
+            if self.config.snapshot == "never":
+                hint = f"`penstock tables FILE resync {stream}` copies it, `resume` goes on without them"
+                start = self._set_aside(start, new.pop(stream), TableError(what, hint=hint))
+            else:
+                logger.warning("%s: it is copied anew", what)
+        return self._publishing(connection, start, new, here, "changed")
 
     def _trees(self, connection: psycopg.Connection[Any], tables: Mapping[str, Table]) -> dict[str, Seen]:
         """The partitions of those that have some."""
@@ -618,16 +665,23 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
     def _published(
         self, connection: psycopg.Connection[Any], start: LogPosition, tables: Mapping[str, Table], here: wal.Server
     ) -> tuple[LogPosition, dict[str, Table]]:
-        """Publish tables; one that may not be published is set aside, and the others are given back."""
-        published = dict(tables)
-        for stream, table in tables.items():
+        """Publish tables; one that may not be published is set aside, and the others are given back as they are now."""
+        lacking = {stream: table for stream, table in tables.items() if not table.published}
+        failed: dict[str, ConnectorError] = {}
+        for stream, table in lacking.items():
             try:
                 with wal.errors(f"cannot publish {stream}"), seed.table_errors(table, "publish"):
                     setup.publish(connection, self.config, Tables({stream: table}), here.version)
             except (ConfigError, TableError) as error:
-                del published[stream]
-                start = self._set_aside(start, table, error)
-        return start, published
+                failed[stream] = error
+        now = self._look_at_publications(connection) if lacking else {}
+        published = {stream: now.get(stream, table) for stream, table in tables.items() if stream not in failed}
+        for stream, table in published.items():
+            if not table.published:
+                failed[stream] = TableError(f"{stream} was taken out of its publication at once")
+        for stream, why in failed.items():
+            start = self._set_aside(start, tables[stream], why)
+        return start, {stream: table for stream, table in published.items() if stream not in failed}
 
     def _set_aside(self, start: LogPosition, table: Table, error: ConnectorError) -> LogPosition:
         progress = start.tables.get(table.stream) or Progress(oid=table.oid, state="waiting", copies=0)
@@ -870,10 +924,18 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         return [*notes, *([{"again": sorted(chunks)}] if chunks else []), *failed]
 
     def withdraw(self, start: LogPosition, end: LogPosition) -> bool:
-        """A range of log that went with its slot, when everything is copied again anyway."""
-        if self.config.snapshot != "when_needed" or not self.config.manage:
+        """A range of log that went with its slot or its publication, when everything is copied again anyway."""
+        if end.slots != start.slots or end.lsn <= start.lsn or self.config.snapshot == "never":
             return False
-        if end.slots != start.slots or end.lsn <= start.lsn:
+        try:
+            names = setup.publications(self.config)
+            self._ask(lambda connection: wal.verify_decoded(connection, self.config.slot, names, end.lsn))
+        except wal.PublicationLost:
+            self._unreadable, self._planned = start.lsn, None
+            return True
+        except (wal.SlotLost, ConfigError):
+            pass
+        if self.config.snapshot != "when_needed" or not self.config.manage:
             return False
         try:
             self._ask(lambda connection: self._verify(connection, wal.server(connection), start))
@@ -924,7 +986,13 @@ def _is_new(table: Table, progress: Progress | None) -> bool:
         progress.oid != table.oid
         or (bool(progress.key) and progress.key != table.key)
         or (bool(progress.shape) and table.differs(progress.shape))
+        or _lost(table, progress)
     )
+
+
+def _lost(table: Table, progress: Progress) -> bool:
+    """True if changes of a table may be missing from the log."""
+    return not table.published or progress.published != table.published
 
 
 def _unbroken(table: Table, progress: Progress, behind: bool) -> bool:
@@ -934,7 +1002,8 @@ def _unbroken(table: Table, progress: Progress, behind: bool) -> bool:
     Not while the log is `behind` the first copy: of the changes up to there some are in it, and which would be forgotten.
     """
     followed = progress.refresh if behind else progress.state == "seeded" or progress.refresh
-    return table.chunked and progress.oid == table.oid and progress.key == table.key and progress.captured and followed
+    same = progress.oid == table.oid and progress.key == table.key and not _lost(table, progress)
+    return table.chunked and same and progress.captured and followed
 
 
 def _not_left_out(position: LogPosition, tables: Mapping[str, Table]) -> dict[str, Table]:

@@ -75,6 +75,12 @@ class SlotLost(FatalError):
     default_code = "PEN-5011"
 
 
+class PublicationLost(FatalError):
+    """The log holds changes from while a publication was not there; servers before 18 do not decode them."""
+
+    default_code = "PEN-5011"
+
+
 # -- connections -----------------------------------------------------------------------------------------------------
 
 
@@ -168,6 +174,8 @@ def errors(what: str) -> Iterator[None]:
             raise RetryableError(message, hint="another session reads the slot; it is tried again") from error
         if state == "55000" and "can no longer" in text:
             raise SlotLost(message, hint=_LOST) from error
+        if state == "42704" and 'publication "' in text:
+            raise PublicationLost(message, hint=_LOST) from error
         if state == "57014":
             raise RetryableError(message, code="PEN-2003", hint="raise `statement_timeout_secs`") from error
         if state[:2] in ("28", "3D") or state in ("42501", "42704") or _is_refusal(text):
@@ -370,6 +378,12 @@ def truncates(
             (count,) = struct.unpack_from(">I", data, 1)
             found.update((xid, oid) for oid in struct.unpack_from(f">{count}I", data, 6))
     return found
+
+
+def verify_decoded(connection: psycopg.Connection[Any], slot_name: str, publications: Sequence[str], end: int) -> None:
+    """Have a server that refuses changes from before there was a publication go through a range, and nothing more."""
+    if connection.info.server_version < 180000:
+        connection.execute(f"SELECT count(*) FROM {_changes(slot_name, publications, end)}")
 
 
 def peek(connection: Any, slot_name: str, publications: Sequence[str], end: int) -> Iterator[pa.RecordBatch]:

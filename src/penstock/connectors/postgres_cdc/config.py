@@ -50,6 +50,10 @@ class PostgresLogConfig(PostgresConfig):
     decoding_memory_bytes: PositiveInt = 256 << 20
     """Memory in which the server puts transactions together (`logical_decoding_work_mem`) before it goes to disk."""
 
+    def session(self) -> dict[str, str]:
+        """With an error where a policy would hide rows of a table from the copy; the log holds all of them."""
+        return {**super().session(), "row_security": "off"}
+
 
 class PostgresCdcConfig(PostgresLogConfig):
     snapshot: Literal["initial", "when_needed", "always", "never"] = "initial"

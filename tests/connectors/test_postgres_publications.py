@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from mirrored import Lake, database_on
+from penstock.cli.checking import _examine
 from penstock.connectors.postgres_cdc import seed, source
 from penstock.errors import ConfigError
 from penstock.testing.postgres import PostgresServer, binaries
@@ -221,3 +222,129 @@ class TestAtFirst:
         finally:
             reader.close()
         database.run("UPDATE keyless SET id = 2")
+
+
+@pytest.fixture
+def reader(database):
+    """The dsn of a user who may replicate and make publications, and no more."""
+    name = f"reader_{database.name}"
+    database.run(f"CREATE ROLE {name} LOGIN REPLICATION", f"GRANT CREATE ON DATABASE {database.name} TO {name}")
+    yield database.dsn.replace("postgres@", f"{name}@")
+    database.run(f"DROP OWNED BY {name}", f"DROP ROLE {name}")
+
+
+def wrong(source):
+    """What `penstock check` finds to be wrong, and how to mend it."""
+    try:
+        return {finding.what: finding.fix for finding in source.check() if not finding.ok}
+    finally:
+        source.close()
+
+
+class TestPermissions:
+    def test_rows_that_a_policy_hides_set_their_table_aside(self, database, tmp_path, monkeypatch, reader):
+        name = f"reader_{database.name}"
+        database.run(
+            "CREATE POLICY few ON orders FOR SELECT USING (id < 3)",
+            "ALTER TABLE orders ENABLE ROW LEVEL SECURITY",
+            f"GRANT SELECT ON orders, others TO {name}",
+            "CREATE PUBLICATION penstock FOR ALL TABLES WITH (publish_generated_columns = stored)",
+        )
+        found = wrong(database.source(dsn=reader))
+        assert found == {
+            "public.orders may not be read whole: it has row-level security": (
+                f'ALTER ROLE "{name}" BYPASSRLS -- as a superuser; or let "{name}" own the table'
+            )
+        }
+        with Lake(tmp_path, database.source(dsn=reader)) as lake:
+            lake.catch_up()
+            failure = lake.position.tables["public.orders"].failure
+            assert "row-level security" in failure.message
+            assert "BYPASSRLS" in failure.hint
+            assert lake.position.tables["public.others"].state == "seeded"
+            database.run(f"ALTER ROLE {name} BYPASSRLS")
+            monkeypatch.setattr(seed.time, "time", lambda: failure.next_try + 1)
+            lake.catch_up()
+            assert lake.table("public.orders") == database.table("orders")
+
+    def test_tables_that_may_not_be_published_or_read_are_listed_and_set_aside(self, database, tmp_path, reader):
+        name = f"reader_{database.name}"
+        database.run(
+            "CREATE SCHEMA closed",
+            "CREATE TABLE closed.orders (id int PRIMARY KEY)",
+            f"GRANT SELECT ON closed.orders, orders TO {name}",
+            f"ALTER TABLE others OWNER TO {name}",
+        )
+        tables = ["public.*", "closed.*"]
+        found = wrong(database.source(dsn=reader, tables=tables))
+        assert set(found) == {
+            "closed.orders may not be read: no usage of its schema",
+            "closed.orders may not be published: the user does not own it",
+            "public.orders may not be published: the user does not own it",
+        }
+        assert found["closed.orders may not be read: no usage of its schema"] == (
+            f'GRANT USAGE ON SCHEMA "closed" TO "{name}"'
+        )
+        with Lake(tmp_path, database.source(dsn=reader, tables=tables)) as lake:
+            lake.catch_up()
+            states = {stream: progress.state for stream, progress in lake.position.tables.items()}
+            assert states == {"closed.orders": "failed", "public.orders": "failed", "public.others": "seeded"}
+            assert "GRANT USAGE ON SCHEMA" in lake.position.tables["closed.orders"].failure.hint
+
+    def test_a_user_who_may_publish_nothing_is_refused(self, database, reader):
+        opened = database.source(dsn=reader)
+        opened.open()
+        try:
+            with pytest.raises(ConfigError, match=r"no table can be published: .* must be owner of table orders"):
+                opened.initial()
+        finally:
+            opened.close()
+
+    def test_columns_that_are_captured_are_all_that_must_be_read(self, database, reader):
+        database.run(
+            f"GRANT SELECT (id, number) ON orders TO reader_{database.name}",
+            "CREATE PUBLICATION penstock FOR ALL TABLES WITH (publish_generated_columns = stored)",
+        )
+        options = {"dsn": reader, "tables": ["public.orders"]}
+        assert set(wrong(database.source(**options))) == {"public.orders may not be read"}
+        assert wrong(database.source(**options, exclude_columns=["*.twice"])) == {}
+
+    def test_all_that_is_wrong_is_listed_and_each_fix_names_the_user(self, database):
+        name = f"Nobody {database.name}"
+        database.run(
+            f'CREATE ROLE "{name}" LOGIN',
+            "CREATE TABLE keyless (id int)",
+            "CREATE TABLE another (id int)",
+        )
+        try:
+            dsn = database.dsn.replace("postgres@", f"{name.replace(' ', '%20')}@")
+            tables = ["public.others", "public.keyless", "public.another"]
+            found = wrong(database.source(dsn=dsn, tables=tables))
+            with pytest.raises(ConfigError, match=r"public\.another .*also wrong: public\.keyless"):
+                database.source(dsn=dsn, tables=tables).open()
+        finally:
+            database.run(f'DROP ROLE "{name}"')
+        assert list(found) == [
+            "the user may not replicate",
+            "the publication 'penstock' will be made",
+            "public.keyless is left out: no replica identity",
+            "public.another is left out: no replica identity",
+            "public.others may not be read",
+            "public.others may not be published: the user does not own it",
+        ]
+        fixes = list(found.values())
+        assert fixes[0] == f'ALTER ROLE "{name}" REPLICATION -- as a superuser'
+        assert fixes[1].startswith(f'GRANT CREATE ON DATABASE "{database.name}" TO "{name}"; or have it run')
+        assert fixes[4] == f'GRANT SELECT ON "public"."others" TO "{name}"'
+
+
+def test_what_makes_a_source_refuse_to_open_is_listed_with_the_rest(need):
+    need(binaries(18), "PostgreSQL 18 is not installed")
+    settings = {"fsync": "off", "wal_level": "replica"}
+    with PostgresServer(18, settings=settings) as replica, database_on(replica, "plain") as database:
+        database.run("CREATE TABLE orders (id int PRIMARY KEY)", "CREATE TABLE keyless (id int)")
+        found = list(_examine("shop", database.source(tables=["public.orders", "public.keyless"]), {}))
+    assert [finding.what for finding in found if not finding.ok] == [
+        "wal_level is replica",
+        "public.keyless is left out: no replica identity",
+    ]

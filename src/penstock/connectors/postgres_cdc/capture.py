@@ -67,6 +67,7 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
     """
 
     name = "postgres_capture"
+    checks_refused = True
 
     def __init__(self, config: PostgresCaptureConfig) -> None:
         super().__init__(config)
@@ -293,7 +294,7 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[psycopg.Connection[Any]]:
-        with wal.errors("PostgreSQL does not answer"), contextlib.closing(wal.connect(self._log.config)) as connection:
+        with wal.errors(wal.NO_ANSWER), contextlib.closing(wal.connect(self._log.config)) as connection:
             yield connection
 
     def _look(self, connection: psycopg.Connection[Any]) -> None:

@@ -422,13 +422,19 @@ def _refuse_to_break(connection: psycopg.Connection[Any], publication: str) -> N
 def findings(connection: psycopg.Connection[Any], config: PostgresCdcConfig) -> Iterator[Finding]:
     """Everything that would fail later, with the SQL that mends it."""
     here = wal.server(connection)
+    if here.version < wal.OLDEST:
+        fix = f"{wal.OLDEST // 10000} is the oldest that works"
+        yield Finding(False, f"PostgreSQL {here.version // 10000} is too old", fix)
+        return
+    if not here.flushed:
+        yield Finding(False, "the server is a standby", "point `dsn` at the primary")
     yield Finding(
         here.wal_level == "logical",
         f"wal_level is {here.wal_level}",
         "" if here.wal_level == "logical" else "ALTER SYSTEM SET wal_level = 'logical'; then restart the server",
     )
     slot = wal.slot(connection, config.slot)
-    slots, max_slots, senders, max_senders, may_replicate, may_create = _one(connection, _LIMITS)
+    slots, max_slots, senders, max_senders, may_replicate, may_create, user = _one(connection, _LIMITS)
     free = slots < max_slots
     if slot is None and not config.manage:
         fix = f"SELECT pg_create_logical_replication_slot({wal.literal(config.slot)}, '{wal.PLUGIN}')"
@@ -440,22 +446,28 @@ def findings(connection: psycopg.Connection[Any], config: PostgresCdcConfig) -> 
         lost = slot.wal_status == "lost"
         fix = f"SELECT pg_drop_replication_slot({wal.literal(config.slot)})" if lost else ""
         yield Finding(not lost, f"the replication slot {config.slot!r} is {slot.wal_status}", fix)
+        if not lost:
+            try:
+                wal.verify_slot(slot, config.slot, here)
+            except ConfigError as error:
+                yield Finding(False, error.message, error.hint)
     room = senders < max_senders
     fix = "" if room else f"ALTER SYSTEM SET max_wal_senders = {max_senders + 5}; then restart the server"
     yield Finding(room, f"{senders} of {max_senders} senders are in use", fix)
-    fix = "" if may_replicate else "ALTER ROLE CURRENT_USER REPLICATION -- as a superuser"
+    fix = "" if may_replicate else f"ALTER ROLE {quoted(user)} REPLICATION -- as a superuser"
     yield Finding(may_replicate, f"the user {'may' if may_replicate else 'may not'} replicate", fix)
-    tables = find_tables(connection, config, here.version)
-    lacking = list(missing(connection, config, tables, here.version))
-    if lacking and config.manage:
-        fix = "" if may_create else "GRANT CREATE ON DATABASE … TO CURRENT_USER -- or run it yourself: " + lacking[0]
-        yield Finding(bool(may_create), f"the publication {config.publication!r} will be made or completed", fix)
+    tables = find_tables(connection, config, here.version, strict=False)
+    if not tables.captured:
+        yield Finding(False, _nothing(config, tables.refused), _PATTERNS)
+    held = find_publications(connection, publications(config))
+    try:
+        lacking = list(missing(connection, config, tables, here.version))
+    except ConfigError as error:
+        yield Finding(False, error.message, error.hint)
     else:
-        yield Finding(
-            not lacking,
-            f"the publication {config.publication!r} {'lacks tables' if lacking else 'is there'}",
-            *lacking[:1],
-        )
+        grant = "" if may_create else f"GRANT CREATE ON DATABASE {quoted(here.database)} TO {quoted(user)}"
+        owned = all(each.is_owned for each in held.values())
+        yield from _publication_findings(config, lacking, grant, owned)
     truncating = missing_truncates(connection, config, tables)
     if truncating:
         will = config.manage and may_create
@@ -465,18 +477,61 @@ def findings(connection: psycopg.Connection[Any], config: PostgresCdcConfig) -> 
             else "lacks tables: a partition that is rewritten makes its root be copied"
         )
         yield Finding(True, f"the publication {truncates(config)!r} {what}", "" if will else truncating)
-    yield from _table_findings(connection, tables)
+    yield from _table_findings(connection, config, tables, held, quoted(user))
 
 
-def _table_findings(connection: psycopg.Connection[Any], tables: Tables) -> Iterator[Finding]:
+def _publication_findings(
+    config: PostgresCdcConfig, lacking: Sequence[str], grant: str, owned: bool
+) -> Iterator[Finding]:
+    """Whether the publications are whole, or can be made so; `grant`: what it takes to make one."""
+    name = repr(config.publication)
+    if not lacking:
+        yield Finding(True, f"the publication {name} is there")
+    for statement in lacking:
+        makes = statement.startswith("CREATE")
+        if not config.manage:
+            what = "is not there" if makes else "does not hold every table and all of its changes"
+            yield Finding(False, f"the publication {name} {what}, and manage = false", statement)
+        elif makes:
+            fix = f"{grant}; or have it run by a superuser: {statement}" if grant else ""
+            yield Finding(not grant, f"the publication {name} will be made", fix)
+        else:
+            fix = "" if owned else f"have it run by its owner or a superuser: {statement}"
+            what = "will be completed" if owned else "is not complete, and the user does not own it"
+            yield Finding(owned, f"the publication {name} {what}", fix)
+
+
+def _table_findings(
+    connection: psycopg.Connection[Any],
+    config: PostgresCdcConfig,
+    tables: Tables,
+    held: Mapping[str, Publication],
+    user: str,
+) -> Iterator[Finding]:
     for stream, why in tables.refused.items():
         what, _, fix = why.partition(" (")
         yield Finding(False, f"{stream} is left out: {what}", fix.rstrip(")"))
     names = {"d": "default", "f": "full", "i": "index", "n": "nothing"}
+    oids = [table.oid for table in tables.captured.values()]
+    may = {oid: each for oid, *each in connection.execute(_PRIVILEGES, [oids]).fetchall()}
     for table in tables.captured.values():
-        (may_read,) = _one(connection, "SELECT has_table_privilege(%s::oid, 'SELECT')", [table.oid])
-        if not may_read:
-            yield Finding(False, f"{table.stream} may not be read", f"GRANT SELECT ON {table.sql} TO CURRENT_USER")
+        enters, reads, owns, is_hidden, denied = may.get(table.oid, (True, True, True, False, ()))
+        if not enters:
+            fix = f"GRANT USAGE ON SCHEMA {quoted(table.namespace)} TO {user}"
+            yield Finding(False, f"{table.stream} may not be read: no usage of its schema", fix)
+        # By its pages it is read only by who may read all of it.
+        if not reads and (not table.chunked or any(column.name in denied for column in table.columns)):
+            yield Finding(False, f"{table.stream} may not be read", f"GRANT SELECT ON {table.sql} TO {user}")
+        if is_hidden:
+            fix = f"ALTER ROLE {user} BYPASSRLS -- as a superuser; or let {user} own the table"
+            yield Finding(False, f"{table.stream} may not be read whole: it has row-level security", fix)
+        name = _publication_of(table, config)
+        if config.manage and not owns and not (name in held and held[name].holds(table)):
+            fix = (
+                f"ALTER TABLE {table.sql} OWNER TO {user}; or, as a superuser, once there is a publication: "
+                f"ALTER PUBLICATION {quoted(name)} ADD TABLE {table.sql}"
+            )
+            yield Finding(False, f"{table.stream} may not be published: the user does not own it", fix)
         what = f"{table.stream}: replica identity {names[table.replica_identity]}, key {', '.join(table.key) or 'none'}"
         if table.insert_only:
             yield Finding(True, f"{what}; only inserts are captured")
@@ -595,4 +650,12 @@ _LIMITS = """
     SELECT (SELECT count(*) FROM pg_replication_slots), current_setting('max_replication_slots')::int,
            (SELECT count(*) FROM pg_stat_replication), current_setting('max_wal_senders')::int,
            (SELECT rolreplication OR rolsuper FROM pg_roles WHERE rolname = current_user),
-           has_database_privilege(current_database(), 'CREATE')"""
+           has_database_privilege(current_database(), 'CREATE'), current_user::text"""
+
+_PRIVILEGES = """
+    SELECT c.oid::int8, has_schema_privilege(c.relnamespace, 'USAGE'), has_table_privilege(c.oid, 'SELECT'),
+           pg_has_role(c.relowner, 'USAGE'), row_security_active(c.oid),
+           CASE WHEN has_table_privilege(c.oid, 'SELECT') THEN '{}' ELSE ARRAY(
+              SELECT a.attname::text FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+                 AND NOT has_column_privilege(c.oid, a.attnum, 'SELECT')) END
+      FROM pg_class c WHERE c.oid = ANY(%s::oid[])"""

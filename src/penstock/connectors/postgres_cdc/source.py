@@ -99,6 +99,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
 
     name = "postgres_cdc"
     has_tables = True
+    checks_refused = True
 
     def __init__(self, config: PostgresCdcConfig) -> None:
         super().__init__(config)
@@ -176,7 +177,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
 
     def _ask(self, question: Callable[[psycopg.Connection[Any]], T]) -> T:
         """Put a question over the driver's connection, which is made again after it broke."""
-        with wal.errors("PostgreSQL does not answer"):
+        with wal.errors(wal.NO_ANSWER):
             if self._connection is None or self._connection.closed:
                 self._connection = wal.take(self.config) if self._in_task else wal.connect(self.config)
                 # Nobody's lock on one table keeps the others waiting for long.
@@ -185,7 +186,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
 
     def _apart(self, question: Callable[[psycopg.Connection[Any]], T]) -> T:
         """Put a question over a connection of its own, since another thread asks."""
-        with wal.errors("PostgreSQL does not answer"), contextlib.closing(wal.connect(self.config)) as connection:
+        with wal.errors(wal.NO_ANSWER), contextlib.closing(wal.connect(self.config)) as connection:
             return question(connection)
 
     # -- what is there -------------------------------------------------------------------------------------------
@@ -833,7 +834,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
     def _hold(self, tables: Sequence[Table]) -> wal.Held:
         """The snapshot that an epoch copies under, held until the next one is planned."""
         self._let_go()
-        with wal.errors("PostgreSQL does not answer"):
+        with wal.errors(wal.NO_ANSWER):
             self._exporter = wal.connect(self.config)
             self._exporter.execute(f"SET lock_timeout = '{seed.LOCK_SECS}s'")
             return wal.hold(self._exporter, [table.oid for table in tables])

@@ -36,6 +36,8 @@ _handed_on: dict[tuple[int, bytes], tuple[psycopg.Connection[Any], float]] = {}
 _arrows: dict[tuple[int, bytes], tuple[Any, int, float]] = {}
 """With the process that serves it."""
 
+NO_ANSWER = "PostgreSQL does not answer"
+
 _LOST = (
     "start over with `penstock offsets reset FILE` (empty the targets first), "
     'or set snapshot = "when_needed" to have everything copied again'
@@ -116,7 +118,7 @@ def hand_on(config: PostgresConfig, connection: psycopg.Connection[Any], arrow: 
         del _arrows[_whose(config)]
         old.close()
     if arrow is not None:
-        with _closing_on_error(arrow), errors("PostgreSQL does not answer"):
+        with _closing_on_error(arrow), errors(NO_ANSWER):
             pid = run(arrow, "SELECT pg_backend_pid() AS pid")["pid"][0].as_py()
         _arrows[_whose(config)] = (arrow, pid, time.monotonic())
     if connection.info.transaction_status is not TransactionStatus.IDLE:
@@ -169,7 +171,7 @@ def errors(what: str) -> Iterator[None]:
     except (psycopg.Error, adbc_dbapi.Error) as error:
         state = str(getattr(error, "sqlstate", None) or "")
         text = str(error).strip().partition("\n")[0]
-        message = f"{what}: {text}"
+        message = f"{'PostgreSQL refuses' if state == '42501' and what == NO_ANSWER else what}: {text}"
         if state == "55006":  # object in use
             raise RetryableError(message, hint="another session reads the slot; it is tried again") from error
         if state == "55000" and "can no longer" in text:

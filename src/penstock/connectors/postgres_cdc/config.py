@@ -36,7 +36,10 @@ class PostgresLogConfig(PostgresConfig):
     """The publication that names the tables; `…_inserts` is used with `insert_only`, `…_truncates` with partitioned tables."""
 
     manage: bool = True
-    """Make the slot and the publication, and add new tables to it; false: only verify that they are there."""
+    """
+    Make the slot and the publication, add new tables to it, and alter one that leaves changes out (options, row filters,
+    column lists); false: only verify that they are there, and set tables aside whose changes are not published.
+    """
 
     max_wal_bytes: PositiveInt = 256 << 20
     """Most log that is read at a time; a transaction is never cut, however large it is."""

@@ -95,6 +95,8 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
     Each table has a state of its own: `penstock tables` pauses, resumes, skips and copies single tables again while the
     others stream. A table that fails (no permission, no replica identity, a value or a column that cannot be taken) is
     set aside with its error, and copied again by itself after 10 s, then after twice as long each time, up to 10 min.
+    One that was left out of its publication, or whose publication was altered or made again, has lost changes: within
+    10 s, or at the next start, it is published and copied anew.
     """
 
     name = "postgres_cdc"

@@ -25,7 +25,7 @@ from penstock.connectors.postgres_cdc.setup import Table
 from penstock.connectors.postgres_cdc.source import PostgresCdc
 from penstock.connectors.postgres_cdc.types import TypeCatalog, table_schema
 from penstock.durable import Json, canonical, make_directory, write_atomic
-from penstock.errors import DataError, RetryableError
+from penstock.errors import ConfigError, DataError, RetryableError
 from penstock.schema import key_of
 from penstock.source import ConnectorMetrics, Finding, HealthStatus, Note, ReadLimit, Schemas, SourceBatch
 
@@ -197,6 +197,8 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
                     )
                     raise wal.SlotLost(lost.message, hint=hint) from lost
         position = self._log.initial()
+        for failure in (each.failure for each in position.tables.values() if each.failure):
+            raise ConfigError(failure.message, code="PEN-1016", hint=failure.hint)
         self._server = (position.system, position.timeline)
         self._told = position.lsn
         if mark is None:

@@ -285,7 +285,8 @@ class Publication:
                 options["publish"] = _publish(table.insert_only)
             if table.partitioned and not self.via_root:
                 options["publish_via_partition_root"] = "true"
-            if table.generated and not self.generated and not (entry and entry.columns):
+            listed = entry is not None and entry.columns is not None and self.holds(table)
+            if table.generated and not self.generated and not listed:
                 options["publish_generated_columns"] = "stored"
         return options
 

@@ -309,9 +309,9 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
     def _begin(self, connection: psycopg.Connection[Any]) -> LogPosition:
         here = wal.server(connection)
         tables = self._look(connection, here)
-        with contextlib.suppress(psycopg.errors.InsufficientPrivilege):  # that of one table: the others come one by one
+        if not self.config.manage:
             setup.publish(connection, self.config, tables, here.version)
-        aside, published = self._published(connection, LogPosition(), self._look_at_publications(connection), here)
+        aside, published = self._published(connection, LogPosition(), tables.captured, here)
         if aside.tables and not published:
             failure = next(iter(aside.tables.values())).failure
             assert failure is not None
@@ -472,7 +472,8 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         known, looked = start.tables, self._look(connection, here).captured
         tables = {s: t for s, t in looked.items() if _is_new(t, known.get(s)) or known[s].captured}
         start, published = self._published(connection, start, tables, here)
-        passed = {"lsn": wal.server(connection).flushed, "copied": (), "turn": "copy", "slots": start.slots + 1}
+        upto = wal.server(connection).flushed
+        passed = {"lsn": upto, "copied": (), "turn": "copy", "settled": upto, "slots": start.slots + 1}
         if published:
             logger.warning(
                 "log from while there was no publication cannot be read: %s: copied anew", ", ".join(published)
@@ -670,14 +671,20 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
     ) -> tuple[LogPosition, dict[str, Table]]:
         """Publish tables; one that may not be published is set aside, and the others are given back as they are now."""
         lacking = {stream: table for stream, table in tables.items() if not table.published}
+        setup.publish_truncates(connection, self.config, Tables({s: t for s, t in tables.items() if t.published}))
+        now: Mapping[str, Table] = {}
+        if len(lacking) > 1 and self.config.manage:  # all at once, if nothing is wrong with any of them
+            with contextlib.suppress(ConfigError, TableError):
+                self._publish(connection, lacking, here)
+            now = self._look_at_publications(connection)
+            lacking = {stream: table for stream, table in lacking.items() if not now[stream].published}
         failed: dict[str, ConnectorError] = {}
         for stream, table in lacking.items():
             try:
-                with wal.errors(f"cannot publish {stream}"), seed.table_errors(table, "publish"):
-                    setup.publish(connection, self.config, Tables({stream: table}), here.version)
+                self._publish(connection, {stream: table}, here)
             except (ConfigError, TableError) as error:
                 failed[stream] = error
-        now = self._look_at_publications(connection) if lacking else {}
+        now = self._look_at_publications(connection) if lacking else now
         published = {stream: now.get(stream, table) for stream, table in tables.items() if stream not in failed}
         for stream, table in published.items():
             if not table.published:
@@ -685,6 +692,11 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         for stream, why in failed.items():
             start = self._set_aside(start, tables[stream], why)
         return start, {stream: table for stream, table in published.items() if stream not in failed}
+
+    def _publish(self, connection: psycopg.Connection[Any], tables: Mapping[str, Table], here: wal.Server) -> None:
+        first = next(iter(tables.values()))
+        with wal.errors(f"cannot publish {first.stream}"), seed.table_errors(first, "publish"):
+            setup.publish(connection, self.config, Tables(tables), here.version)
 
     def _set_aside(self, start: LogPosition, table: Table, error: ConnectorError) -> LogPosition:
         progress = start.tables.get(table.stream) or Progress(oid=table.oid, state="waiting", copies=0)

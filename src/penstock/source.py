@@ -242,6 +242,9 @@ class Connector(Generic[C]):
 
     config_type: ClassVar[type[Config]]
 
+    checks_refused: ClassVar[bool] = False
+    """True if `check` also works after `open` refused, and lists all that it would refuse for."""
+
     def __init__(self, config: C) -> None:
         self.config = config
 

@@ -584,7 +584,7 @@ class TestSetUp:
         opened = database.source(manage=False)
         opened.open()
         try:
-            with pytest.raises(ConfigError, match=r"PEN-1016 .*does not hold every table") as caught:
+            with pytest.raises(ConfigError, match=r"PEN-1016 .*does not hold all changes of public") as caught:
                 opened.initial()
         finally:
             opened.close()

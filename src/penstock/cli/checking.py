@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.epochs import State
-from penstock.errors import ConnectorError
+from penstock.errors import ConfigError, ConnectorError
 from penstock.pipeline import Pipeline
 from penstock.schema import discover
 from penstock.shape import changes_between
@@ -53,7 +53,14 @@ def check(pipeline: Pipeline, console: Console) -> bool:
 
 def _examine(name: str, connector: Connector[Any], streams: dict[str, Schemas]) -> Iterator[Finding]:
     try:
-        connector.open()
+        try:
+            connector.open()
+        except ConfigError as refused:
+            found = connector.check() if connector.checks_refused else ()
+            yield from found
+            if all(finding.ok for finding in found):
+                raise refused
+            return
         yield from connector.check()
         if isinstance(connector, SourceConnector):
             streams[name] = discover(connector)

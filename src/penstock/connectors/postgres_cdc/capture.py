@@ -25,7 +25,7 @@ from penstock.connectors.postgres_cdc.setup import Table
 from penstock.connectors.postgres_cdc.source import PostgresCdc
 from penstock.connectors.postgres_cdc.types import TypeCatalog, table_schema
 from penstock.durable import Json, canonical, make_directory, write_atomic
-from penstock.errors import DataError, RetryableError
+from penstock.errors import ConfigError, DataError, RetryableError
 from penstock.schema import key_of
 from penstock.source import ConnectorMetrics, Finding, HealthStatus, Note, ReadLimit, Schemas, SourceBatch
 
@@ -67,6 +67,7 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
     """
 
     name = "postgres_capture"
+    checks_refused = True
 
     def __init__(self, config: PostgresCaptureConfig) -> None:
         super().__init__(config)
@@ -196,6 +197,8 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
                     )
                     raise wal.SlotLost(lost.message, hint=hint) from lost
         position = self._log.initial()
+        for failure in (each.failure for each in position.tables.values() if each.failure):
+            raise ConfigError(failure.message, code="PEN-1016", hint=failure.hint)
         self._server = (position.system, position.timeline)
         self._told = position.lsn
         if mark is None:
@@ -293,7 +296,7 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[psycopg.Connection[Any]]:
-        with wal.errors("PostgreSQL does not answer"), contextlib.closing(wal.connect(self._log.config)) as connection:
+        with wal.errors(wal.NO_ANSWER), contextlib.closing(wal.connect(self._log.config)) as connection:
             yield connection
 
     def _look(self, connection: psycopg.Connection[Any]) -> None:

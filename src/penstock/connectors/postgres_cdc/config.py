@@ -42,7 +42,10 @@ class PostgresLogConfig(PostgresConfig):
     """The publication that names the tables; `…_inserts` is used with `insert_only`, `…_truncates` with partitioned tables."""
 
     manage: bool = True
-    """Make the slot and the publication, and add new tables to it; false: only verify that they are there."""
+    """
+    Make the slot and the publication, add new tables to it, and alter one that leaves changes out (options, row filters,
+    column lists); false: only verify that they are there, and set tables aside whose changes are not published.
+    """
 
     max_wal_bytes: PositiveInt = 256 << 20
     """Most log that is read at a time; a transaction is never cut, however large it is."""
@@ -55,6 +58,10 @@ class PostgresLogConfig(PostgresConfig):
 
     decoding_memory_bytes: PositiveInt = 256 << 20
     """Memory in which the server puts transactions together (`logical_decoding_work_mem`) before it goes to disk."""
+
+    def session(self) -> dict[str, str]:
+        """With an error where a policy would hide rows of a table from the copy; the log holds all of them."""
+        return {**super().session(), "row_security": "off"}
 
 
 class PostgresCdcConfig(PostgresLogConfig):

@@ -28,6 +28,7 @@ from penstock.connectors.postgres_cdc.types import (
     arrow_type,
     from_select,
     parse_text,
+    quoted,
     select_native,
     select_text,
 )
@@ -88,6 +89,8 @@ class Progress(_Value):
     """What its columns looked like; see `Table.differs`."""
     key: tuple[str, ...] = ()
     """What told its rows apart; another key is another table."""
+    published: str = ""
+    """How it was published when it was copied, see `Publication.mark`; if that is another now, changes were lost."""
     copies: int = 1
     """The number of its copy, 0 without one; from the second on what the target holds goes together with the first rows."""
     refresh: bool = False
@@ -199,16 +202,25 @@ def table_errors(table: Table, doing: Literal["copy", "publish"] = "copy") -> It
         state = str(getattr(error, "sqlstate", None) or "")
         if state[:2] not in _OF_TABLE and state not in (_LOCKED, _CANCELLED):
             raise
+        text = str(error).strip().partition("\n")[0]
         hints = {
-            "42501": f"GRANT SELECT ON {table.sql} TO the user that reads"
-            if doing == "copy"
+            "42501": _grant(table, text)
+            if doing == "copy" or "for schema" in text
             else f"ALTER TABLE {table.sql} OWNER TO that user, or add it to the publication yourself",
             "42P01": "it was dropped or renamed",
             _CANCELLED: "raise `statement_timeout_secs`, or lower `seed_chunk_rows`",
             _LOCKED: "a session holds a lock on it: see pg_locks",
         }
-        text = str(error).strip().partition("\n")[0]
         raise TableError(f"cannot {doing} {table.stream}: {text}", hint=hints.get(state, "")) from error
+
+
+def _grant(table: Table, refusal: str) -> str:
+    """What lets the rows of a table be read, after what the server said."""
+    if "row-level security" in refusal:
+        return "a policy hides rows: give BYPASSRLS to the user that reads (ALTER ROLE), or let it own the table"
+    if "for schema" in refusal:
+        return f"GRANT USAGE ON SCHEMA {quoted(table.namespace)} TO the user that reads"
+    return f"GRANT SELECT ON {table.sql} TO the user that reads"
 
 
 def failed(stream: str, error: ConnectorError) -> Json:

@@ -30,6 +30,7 @@ COMPARABLE = {
 """Types whose order is the same in Arrow as in the server (text: by `COLLATE "C"`)."""
 
 _TEXT = (25, 1043)
+_PATTERNS = 'patterns are "schema.table", with * for any part'
 _CHANGE_NAMES = {each.name for each in CHANGE_FIELDS}
 _DROPPED = "----"
 _INSERTS = "inserts"
@@ -68,6 +69,10 @@ class Table:
     """Numbers of the columns that have a default, or are generated."""
     estimate: int | None = None
     """About how many rows it has, as far as the server knows."""
+    generated: frozenset[str] = frozenset()
+    """Captured columns that the server computes and stores."""
+    published: str = ""
+    """How it is published, see `Publication.mark`; empty: not at all, or without some of its changes."""
 
     @property
     def stream(self) -> str:
@@ -159,9 +164,18 @@ class Tables:
 
 
 def find_tables(
-    connection: psycopg.Connection[Any], config: PostgresCdcConfig, version: int, required: bool = True
+    connection: psycopg.Connection[Any],
+    config: PostgresCdcConfig,
+    version: int,
+    *,
+    required: bool = True,
+    strict: bool = True,
 ) -> Tables:
-    """The tables that the options choose, as they are now; not `required`: there may be none, since there were some."""
+    """
+    The tables that the options choose, as they are now.
+
+    Not `required`: there may be none, since there were some. `strict`: what is wrong with a new one is an error.
+    """
     rows = connection.execute(_TABLES).fetchall()
     chosen = {row[0]: row for row in rows if _chosen(f"{row[1]}.{row[2]}", config)}
     # A partition whose root is captured comes with it.
@@ -172,6 +186,7 @@ def find_tables(
     shapes = {row[0]: row[1:] for row in connection.execute(_SHAPES, [list(chosen)]).fetchall()}
     members = _members(connection, {row[1] for rows in columns.values() for row in rows})
     (utf8,) = _one(connection, "SELECT current_setting('server_encoding') = 'UTF8'")
+    held = find_publications(connection, publications(config))
     captured: dict[str, Table] = {}
     refused: dict[str, str] = {}
     wrong: dict[str, ConfigError] = {}
@@ -199,6 +214,8 @@ def find_tables(
         shape += ":" + ",".join([*left_out, *([_INSERTS] if insert_only else [])])
         table = replace(table, members=tuple(sorted(made_of.items())))
         table = replace(table, shape=shape, defaults=frozenset(defaults), estimate=estimate if estimate >= 0 else None)
+        table = replace(table, generated=frozenset(row[0] for row in columns[oid] if row[4] and row[0] in names))
+        table = marked(table, config, held)
         if not missing:
             types = {column.type_oid for column in table.key_columns}
             table = replace(table, comparable=types <= {*COMPARABLE} and (utf8 or types.isdisjoint(_TEXT)))
@@ -221,18 +238,18 @@ def find_tables(
                     code="PEN-1016",
                     hint=f"{identity_fix(table)}; or put it into `insert_only`, or into `exclude_tables`",
                 )
+    if not strict:
+        return Tables(captured, refused)
     # What was captured before and cannot be any more is set aside, and does not stop the others.
-    published = _published_streams(connection, publications(config)) if wrong or not captured else set()
-    known = {stream for stream in published if _chosen(stream, config)}
-    for stream in sorted(wrong.keys() - known):
-        raise wrong[stream]
+    known: set[str] = set()
+    if wrong or not captured:
+        streams = {f"{row[1]}.{row[2]}" for row in rows if any(each.entry(row[0], row[1]) for each in held.values())}
+        known = {stream for stream in streams if _chosen(stream, config)}
+    if new := sorted(wrong.keys() - known):
+        first, more = wrong[new[0]], f"; also wrong: {', '.join(new[1:])}" if new[1:] else ""
+        raise ConfigError(first.message + more, code=first.code, hint=first.hint)
     if required and not captured and not known:
-        raise ConfigError(
-            f"no table that can be captured matches tables = {list(config.tables)}"
-            + (f"; {', '.join(refused)}: no replica identity" if refused else ""),
-            code="PEN-1016",
-            hint='patterns are "schema.table", with * for any part',
-        )
+        raise ConfigError(_nothing(config, refused), code="PEN-1016", hint=_PATTERNS)
     return Tables(captured, refused)
 
 
@@ -274,16 +291,112 @@ def truncates(config: PostgresCdcConfig) -> str:
     return f"{config.publication}_truncates"
 
 
+@dataclass(frozen=True)
+class Entry:
+    """By what a publication holds a table: an entry of its own, of its schema, or (0) that of all tables."""
+
+    oid: int = 0
+    filtered: bool = False
+    columns: frozenset[str] | None = None
+    """Those that are published; None: all."""
+
+
+@dataclass(frozen=True)
+class Publication:
+    """A publication as the catalog shows it."""
+
+    oid: int
+    altered: str
+    """The transaction that set its options last."""
+    is_owned: bool
+    all_tables: bool
+    publishes: frozenset[str]
+    via_root: bool
+    generated: bool
+    tables: dict[int, Entry] = field(default_factory=dict)
+    schemas: dict[str, Entry] = field(default_factory=dict)
+
+    def entry(self, oid: int, namespace: str) -> Entry | None:
+        """What holds a table; that of its schema or of all tables goes before one that may be filtered."""
+        if self.all_tables:
+            return Entry()
+        return self.schemas.get(namespace) or self.tables.get(oid)
+
+    def holds(self, table: Table) -> bool:
+        """True if no rows and no captured columns of a table are left out by its entry."""
+        entry = self.entry(table.oid, table.namespace)
+        names = {column.name for column in table.columns}
+        return entry is not None and not entry.filtered and (entry.columns is None or names <= entry.columns)
+
+    def lacking(self, tables: Iterable[Table]) -> dict[str, str]:
+        """The options that must be set for all changes of these tables to be published."""
+        options = {}
+        for table in tables:
+            entry = self.entry(table.oid, table.namespace)
+            if not _OPERATIONS[table.insert_only] <= self.publishes:
+                options["publish"] = _publish(table.insert_only)
+            if table.partitioned and not self.via_root:
+                options["publish_via_partition_root"] = "true"
+            listed = entry is not None and entry.columns is not None and self.holds(table)
+            if table.generated and not self.generated and not listed:
+                options["publish_generated_columns"] = "stored"
+        return options
+
+    def mark(self, table: Table) -> str:
+        """
+        The same at two times only if the table was published whole between them; empty if it is not now.
+
+        Whatever takes changes out of the log, even for a moment, leaves another entry or other options behind.
+        """
+        entry = self.entry(table.oid, table.namespace)
+        if entry is None or not self.holds(table) or self.lacking([table]):
+            return ""
+        return f"{self.oid}.{self.altered}.{entry.oid}"
+
+
+_OPERATIONS = {False: frozenset({"insert", "update", "delete", "truncate"}), True: frozenset({"insert", "truncate"})}
+"""What must be published, by whether only inserts are captured."""
+
+
+def _publish(insert_only: bool) -> str:
+    return "'insert, truncate'" if insert_only else "'insert, update, delete, truncate'"
+
+
+def find_publications(connection: psycopg.Connection[Any], names: Sequence[str]) -> dict[str, Publication]:
+    """Those of the publications that are there, by name."""
+    rows = connection.execute(_PUBLICATIONS, [list(names)]).fetchall()
+    found: dict[str, Publication] = {}
+    for name, oid, altered, is_owned, every, does, via_root, generated, kind, of, entry, filtered, columns in rows:
+        new = Publication(oid, altered, is_owned, every, frozenset(does), via_root, generated)
+        publication = found.setdefault(name, new)
+        if kind == "table":
+            publication.tables[int(of)] = Entry(entry, filtered, None if columns is None else frozenset(columns))
+        elif kind == "schema":
+            publication.schemas[of] = Entry(entry)
+    return found
+
+
+def marked(table: Table, config: PostgresCdcConfig, held: Mapping[str, Publication]) -> Table:
+    """With the mark of how it is published now."""
+    publication = held.get(_publication_of(table, config))
+    return replace(table, published=publication.mark(table) if publication else "")
+
+
+def _publication_of(table: Table, config: PostgresCdcConfig) -> str:
+    return f"{config.publication}_inserts" if table.insert_only else config.publication
+
+
 def publish(connection: psycopg.Connection[Any], config: PostgresCdcConfig, tables: Tables, version: int) -> None:
     """Make the publications and add what they lack, or, with `manage = false`, only see that nothing is missing."""
     for statement in missing(connection, config, tables, version):
         if not config.manage:
+            which = ", ".join(tables.captured) if len(tables.captured) < 4 else "every table"
             raise ConfigError(
-                f"the publication {config.publication!r} does not hold every table, and manage = false",
+                f"the publication {config.publication!r} does not hold all changes of {which}, and manage = false",
                 code="PEN-1016",
                 hint=statement,
             )
-        connection.execute(statement)
+        connection.execute(statement, prepare=False)
     publish_truncates(connection, config, tables)
 
 
@@ -299,11 +412,11 @@ def missing_truncates(connection: psycopg.Connection[Any], config: PostgresCdcCo
     """The statement that makes the publication of truncates complete, if there is a use for it."""
     name = truncates(config)
     wanted = [table for table in tables.captured.values() if table.partitioned and config.snapshot != "never"]
-    held = _published_streams(connection, [name]) if wanted else set()
-    lacking = ", ".join(table.sql for table in wanted if table.stream not in held)
+    held = find_publications(connection, [name]).get(name) if wanted else None
+    lacking = ", ".join(t.sql for t in wanted if held is None or held.entry(t.oid, t.namespace) is None)
     if not lacking:
         return ""
-    if connection.execute("SELECT FROM pg_publication WHERE pubname = %s", [name]).fetchone():
+    if held is not None:
         return f"ALTER PUBLICATION {quoted(name)} ADD TABLE {lacking}"
     settings = "publish = 'truncate', publish_via_partition_root = false"
     return f"CREATE PUBLICATION {quoted(name)} FOR TABLE {lacking} WITH ({settings})"
@@ -313,23 +426,47 @@ def missing(
     connection: psycopg.Connection[Any], config: PostgresCdcConfig, tables: Tables, version: int
 ) -> Iterator[str]:
     """The statements that make the publications complete."""
-    known = {name for (name,) in connection.execute("SELECT pubname FROM pg_publication").fetchall()}
+    known = find_publications(connection, publications(config))
     for publication in publications(config):
         inserts = publication != config.publication
         wanted = [table for table in tables.captured.values() if table.insert_only == inserts]
-        held = _published_streams(connection, [publication])
-        lacking = [table.sql for table in wanted if table.stream not in held]
-        if publication not in known:
+        held, name = known.get(publication), quoted(publication)
+        if held is None:
             options = {
-                "publish": "'insert, truncate'" if inserts else "'insert, update, delete, truncate'",
+                "publish": _publish(inserts),
                 "publish_via_partition_root": "true",
                 **({"publish_generated_columns": "stored"} if version >= 180000 else {}),
             }
-            settings = ", ".join(f"{name} = {value}" for name, value in options.items())
-            of = f" FOR TABLE {', '.join(lacking)}" if lacking else ""
-            yield f"CREATE PUBLICATION {quoted(publication)}{of} WITH ({settings})"
-        elif lacking:
-            yield f"ALTER PUBLICATION {quoted(publication)} ADD TABLE {', '.join(lacking)}"
+            of = f" FOR TABLE {', '.join(table.sql for table in wanted)}" if wanted else ""
+            yield f"CREATE PUBLICATION {name}{of} WITH ({_settings(options)})"
+            continue
+        if lacking := held.lacking(wanted):
+            if "publish" in lacking and not inserts:
+                _refuse_to_break(connection, publication)
+            yield f"ALTER PUBLICATION {name} SET ({_settings(lacking)})"
+        partial = [table for table in wanted if not held.holds(table)]
+        new = [table.sql for table in partial if held.entry(table.oid, table.namespace) is None]
+        for table in partial:
+            if table.sql not in new:  # in one transaction: nobody's changes fall between the two
+                yield f"ALTER PUBLICATION {name} DROP TABLE {table.sql}; ALTER PUBLICATION {name} ADD TABLE {table.sql}"
+        if new:
+            yield f"ALTER PUBLICATION {name} ADD TABLE {', '.join(new)}"
+
+
+def _settings(options: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in options.items())
+
+
+def _refuse_to_break(connection: psycopg.Connection[Any], publication: str) -> None:
+    """Updates of a table without replica identity fail for everyone as soon as they are published."""
+    found = connection.execute(_WITHOUT_IDENTITY, [publication]).fetchone()
+    if found is not None:
+        raise ConfigError(
+            f"the publication {publication!r} does not publish updates and deletes, and must not begin to: "
+            f"{found[0]}, which it holds as well, has no replica identity",
+            code="PEN-1016",
+            hint="name another `publication`; one that does not exist is made",
+        )
 
 
 # -- check -----------------------------------------------------------------------------------------------------------
@@ -338,13 +475,19 @@ def missing(
 def findings(connection: psycopg.Connection[Any], config: PostgresCdcConfig) -> Iterator[Finding]:
     """Everything that would fail later, with the SQL that mends it."""
     here = wal.server(connection)
+    if here.version < wal.OLDEST:
+        fix = f"{wal.OLDEST // 10000} is the oldest that works"
+        yield Finding(False, f"PostgreSQL {here.version // 10000} is too old", fix)
+        return
+    if not here.flushed:
+        yield Finding(False, "the server is a standby", "point `dsn` at the primary")
     yield Finding(
         here.wal_level == "logical",
         f"wal_level is {here.wal_level}",
         "" if here.wal_level == "logical" else "ALTER SYSTEM SET wal_level = 'logical'; then restart the server",
     )
     slot = wal.slot(connection, config.slot)
-    slots, max_slots, senders, max_senders, may_replicate, may_create = _one(connection, _LIMITS)
+    slots, max_slots, senders, max_senders, may_replicate, may_create, user = _one(connection, _LIMITS)
     free = slots < max_slots
     if slot is None and not config.manage:
         fix = f"SELECT pg_create_logical_replication_slot({wal.literal(config.slot)}, '{wal.PLUGIN}')"
@@ -356,22 +499,28 @@ def findings(connection: psycopg.Connection[Any], config: PostgresCdcConfig) -> 
         lost = slot.wal_status == "lost"
         fix = f"SELECT pg_drop_replication_slot({wal.literal(config.slot)})" if lost else ""
         yield Finding(not lost, f"the replication slot {config.slot!r} is {slot.wal_status}", fix)
+        if not lost:
+            try:
+                wal.verify_slot(slot, config.slot, here)
+            except ConfigError as error:
+                yield Finding(False, error.message, error.hint)
     room = senders < max_senders
     fix = "" if room else f"ALTER SYSTEM SET max_wal_senders = {max_senders + 5}; then restart the server"
     yield Finding(room, f"{senders} of {max_senders} senders are in use", fix)
-    fix = "" if may_replicate else "ALTER ROLE CURRENT_USER REPLICATION -- as a superuser"
+    fix = "" if may_replicate else f"ALTER ROLE {quoted(user)} REPLICATION -- as a superuser"
     yield Finding(may_replicate, f"the user {'may' if may_replicate else 'may not'} replicate", fix)
-    tables = find_tables(connection, config, here.version)
-    lacking = list(missing(connection, config, tables, here.version))
-    if lacking and config.manage:
-        fix = "" if may_create else "GRANT CREATE ON DATABASE … TO CURRENT_USER -- or run it yourself: " + lacking[0]
-        yield Finding(bool(may_create), f"the publication {config.publication!r} will be made or completed", fix)
+    tables = find_tables(connection, config, here.version, strict=False)
+    if not tables.captured:
+        yield Finding(False, _nothing(config, tables.refused), _PATTERNS)
+    held = find_publications(connection, publications(config))
+    try:
+        lacking = list(missing(connection, config, tables, here.version))
+    except ConfigError as error:
+        yield Finding(False, error.message, error.hint)
     else:
-        yield Finding(
-            not lacking,
-            f"the publication {config.publication!r} {'lacks tables' if lacking else 'is there'}",
-            *lacking[:1],
-        )
+        grant = "" if may_create else f"GRANT CREATE ON DATABASE {quoted(here.database)} TO {quoted(user)}"
+        owned = all(each.is_owned for each in held.values())
+        yield from _publication_findings(config, lacking, grant, owned)
     truncating = missing_truncates(connection, config, tables)
     if truncating:
         will = config.manage and may_create
@@ -381,18 +530,61 @@ def findings(connection: psycopg.Connection[Any], config: PostgresCdcConfig) -> 
             else "lacks tables: a partition that is rewritten makes its root be copied"
         )
         yield Finding(True, f"the publication {truncates(config)!r} {what}", "" if will else truncating)
-    yield from _table_findings(connection, tables)
+    yield from _table_findings(connection, config, tables, held, quoted(user))
 
 
-def _table_findings(connection: psycopg.Connection[Any], tables: Tables) -> Iterator[Finding]:
+def _publication_findings(
+    config: PostgresCdcConfig, lacking: Sequence[str], grant: str, owned: bool
+) -> Iterator[Finding]:
+    """Whether the publications are whole, or can be made so; `grant`: what it takes to make one."""
+    name = repr(config.publication)
+    if not lacking:
+        yield Finding(True, f"the publication {name} is there")
+    for statement in lacking:
+        makes = statement.startswith("CREATE")
+        if not config.manage:
+            what = "is not there" if makes else "does not hold every table and all of its changes"
+            yield Finding(False, f"the publication {name} {what}, and manage = false", statement)
+        elif makes:
+            fix = f"{grant}; or have it run by a superuser: {statement}" if grant else ""
+            yield Finding(not grant, f"the publication {name} will be made", fix)
+        else:
+            fix = "" if owned else f"have it run by its owner or a superuser: {statement}"
+            what = "will be completed" if owned else "is not complete, and the user does not own it"
+            yield Finding(owned, f"the publication {name} {what}", fix)
+
+
+def _table_findings(
+    connection: psycopg.Connection[Any],
+    config: PostgresCdcConfig,
+    tables: Tables,
+    held: Mapping[str, Publication],
+    user: str,
+) -> Iterator[Finding]:
     for stream, why in tables.refused.items():
         what, _, fix = why.partition(" (")
         yield Finding(False, f"{stream} is left out: {what}", fix.rstrip(")"))
     names = {"d": "default", "f": "full", "i": "index", "n": "nothing"}
+    oids = [table.oid for table in tables.captured.values()]
+    may = {oid: each for oid, *each in connection.execute(_PRIVILEGES, [oids]).fetchall()}
     for table in tables.captured.values():
-        (may_read,) = _one(connection, "SELECT has_table_privilege(%s::oid, 'SELECT')", [table.oid])
-        if not may_read:
-            yield Finding(False, f"{table.stream} may not be read", f"GRANT SELECT ON {table.sql} TO CURRENT_USER")
+        enters, reads, owns, is_hidden, denied = may.get(table.oid, (True, True, True, False, ()))
+        if not enters:
+            fix = f"GRANT USAGE ON SCHEMA {quoted(table.namespace)} TO {user}"
+            yield Finding(False, f"{table.stream} may not be read: no usage of its schema", fix)
+        # By its pages it is read only by who may read all of it.
+        if not reads and (not table.chunked or any(column.name in denied for column in table.columns)):
+            yield Finding(False, f"{table.stream} may not be read", f"GRANT SELECT ON {table.sql} TO {user}")
+        if is_hidden:
+            fix = f"ALTER ROLE {user} BYPASSRLS -- as a superuser; or let {user} own the table"
+            yield Finding(False, f"{table.stream} may not be read whole: it has row-level security", fix)
+        name = _publication_of(table, config)
+        if config.manage and not owns and not (name in held and held[name].holds(table)):
+            fix = (
+                f"ALTER TABLE {table.sql} OWNER TO {user}; or, as a superuser, once there is a publication: "
+                f"ALTER PUBLICATION {quoted(name)} ADD TABLE {table.sql}"
+            )
+            yield Finding(False, f"{table.stream} may not be published: the user does not own it", fix)
         what = f"{table.stream}: replica identity {names[table.replica_identity]}, key {', '.join(table.key) or 'none'}"
         if table.insert_only:
             yield Finding(True, f"{what}; only inserts are captured")
@@ -410,8 +602,9 @@ def _one(connection: psycopg.Connection[Any], query: str, values: Sequence[Any] 
     return connection.execute(query, values or None).fetchone()
 
 
-def _published_streams(connection: psycopg.Connection[Any], names: Sequence[str]) -> set[str]:
-    return {stream for (stream,) in connection.execute(_PUBLISHED, [list(names)]).fetchall()}
+def _nothing(config: PostgresCdcConfig, refused: Mapping[str, str]) -> str:
+    left_out = f"; left out: {', '.join(refused)}" if refused else ""
+    return f"no table that can be captured matches tables = {list(config.tables)}{left_out}"
 
 
 def _chosen(stream: str, config: PostgresCdcConfig) -> bool:
@@ -494,16 +687,45 @@ _MEMBERS = """
       FROM made m JOIN pg_type t ON t.oid = m.kind WHERE t.typtype IN ('e', 'c')"""
 
 # The view pg_publication_tables would wait for whoever has locked one of the tables.
-_PUBLISHED = """
+_PUBLICATIONS = """
+    SELECT p.pubname::text, p.oid::int8, p.xmin::text, pg_has_role(p.pubowner, 'USAGE'), p.puballtables,
+           array_remove(ARRAY[CASE WHEN pubinsert THEN 'insert' END, CASE WHEN pubupdate THEN 'update' END,
+                              CASE WHEN pubdelete THEN 'delete' END, CASE WHEN pubtruncate THEN 'truncate' END], NULL),
+           p.pubviaroot, coalesce(to_jsonb(p) ->> 'pubgencols' = 's', false), held.*
+      FROM pg_publication p LEFT JOIN LATERAL (
+            SELECT 'table' AS kind, r.prrelid::text, r.oid::int8, r.prqual IS NOT NULL,
+                   CASE WHEN r.prattrs IS NOT NULL THEN ARRAY(
+                      SELECT a.attname::text FROM pg_attribute a
+                       WHERE a.attrelid = r.prrelid AND a.attnum = ANY(r.prattrs)) END
+              FROM pg_publication_rel r WHERE r.prpubid = p.oid
+            UNION ALL
+            SELECT 'schema', n.nspname::text, s.oid::int8, false, NULL
+              FROM pg_publication_namespace s JOIN pg_namespace n ON n.oid = s.pnnspid WHERE s.pnpubid = p.oid
+           ) AS held ON true
+     WHERE p.pubname = ANY(%s)"""
+
+_WITHOUT_IDENTITY = """
     SELECT n.nspname || '.' || c.relname
       FROM pg_publication p CROSS JOIN pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-     WHERE p.pubname = ANY(%s) AND c.relkind IN ('r', 'p')
+     WHERE p.pubname = %s AND c.relkind IN ('r', 'p') AND c.relpersistence = 'p' AND c.oid >= 16384
        AND (p.puballtables
             OR EXISTS (SELECT FROM pg_publication_rel r WHERE r.prpubid = p.oid AND r.prrelid = c.oid)
-            OR EXISTS (SELECT FROM pg_publication_namespace s WHERE s.pnpubid = p.oid AND s.pnnspid = c.relnamespace))"""
+            OR EXISTS (SELECT FROM pg_publication_namespace s WHERE s.pnpubid = p.oid AND s.pnnspid = c.relnamespace))
+       AND c.relreplident <> 'f' AND NOT EXISTS (
+            SELECT FROM pg_index i WHERE i.indrelid = c.oid
+               AND CASE c.relreplident WHEN 'd' THEN i.indisprimary WHEN 'i' THEN i.indisreplident END)
+     LIMIT 1"""
 
 _LIMITS = """
     SELECT (SELECT count(*) FROM pg_replication_slots), current_setting('max_replication_slots')::int,
            (SELECT count(*) FROM pg_stat_replication), current_setting('max_wal_senders')::int,
            (SELECT rolreplication OR rolsuper FROM pg_roles WHERE rolname = current_user),
-           has_database_privilege(current_database(), 'CREATE')"""
+           has_database_privilege(current_database(), 'CREATE'), current_user::text"""
+
+_PRIVILEGES = """
+    SELECT c.oid::int8, has_schema_privilege(c.relnamespace, 'USAGE'), has_table_privilege(c.oid, 'SELECT'),
+           pg_has_role(c.relowner, 'USAGE'), row_security_active(c.oid),
+           CASE WHEN has_table_privilege(c.oid, 'SELECT') THEN '{}' ELSE ARRAY(
+              SELECT a.attname::text FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+                 AND NOT has_column_privilege(c.oid, a.attnum, 'SELECT')) END
+      FROM pg_class c WHERE c.oid = ANY(%s::oid[])"""

@@ -95,10 +95,13 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
     Each table has a state of its own: `penstock tables` pauses, resumes, skips and copies single tables again while the
     others stream. A table that fails (no permission, no replica identity, a value or a column that cannot be taken) is
     set aside with its error, and copied again by itself after 10 s, then after twice as long each time, up to 10 min.
+    One that was left out of its publication, or whose publication was altered or made again, has lost changes: within
+    10 s, or at the next start, it is published and copied anew.
     """
 
     name = "postgres_cdc"
     has_tables = True
+    checks_refused = True
 
     def __init__(self, config: PostgresCdcConfig) -> None:
         super().__init__(config)
@@ -116,6 +119,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         self._since = (0, 0.0)
         self._probed = (0, 0)
         self._began: LogPosition | None = None
+        self._unreadable: int | None = None
         self._run = ""
         self._at: LogPosition | None = None
         self._in_task = False
@@ -176,7 +180,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
 
     def _ask(self, question: Callable[[psycopg.Connection[Any]], T]) -> T:
         """Put a question over the driver's connection, which is made again after it broke."""
-        with wal.errors("PostgreSQL does not answer"):
+        with wal.errors(wal.NO_ANSWER):
             if self._connection is None or self._connection.closed:
                 self._connection = wal.take(self.config) if self._in_task else wal.connect(self.config)
                 # Nobody's lock on one table keeps the others waiting for long.
@@ -185,16 +189,24 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
 
     def _apart(self, question: Callable[[psycopg.Connection[Any]], T]) -> T:
         """Put a question over a connection of its own, since another thread asks."""
-        with wal.errors("PostgreSQL does not answer"), contextlib.closing(wal.connect(self.config)) as connection:
+        with wal.errors(wal.NO_ANSWER), contextlib.closing(wal.connect(self.config)) as connection:
             return question(connection)
 
     # -- what is there -------------------------------------------------------------------------------------------
 
     def _look(self, connection: psycopg.Connection[Any], here: wal.Server, required: bool = False) -> Tables:
-        self._tables = setup.find_tables(connection, self.config, here.version, required)
+        self._tables = setup.find_tables(connection, self.config, here.version, required=required)
         self._catalog = TypeCatalog.from_rows(connection.execute(TypeCatalog.SQL).fetchall())
         self._looked = time.monotonic()
         return self._tables
+
+    def _look_at_publications(self, connection: psycopg.Connection[Any]) -> Mapping[str, Table]:
+        """The tables with the marks of how they are published now."""
+        assert self._tables is not None
+        held = setup.find_publications(connection, setup.publications(self.config))
+        captured = {s: setup.marked(table, self.config, held) for s, table in self._tables.captured.items()}
+        self._tables = replace(self._tables, captured=captured)
+        return captured
 
     def _known(self) -> tuple[Mapping[str, Table], TypeCatalog]:
         if self._tables is None or self._catalog is None:
@@ -298,18 +310,26 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
     def _begin(self, connection: psycopg.Connection[Any]) -> LogPosition:
         here = wal.server(connection)
         tables = self._look(connection, here, required=True)
-        setup.publish(connection, self.config, tables, here.version)
+        if not self.config.manage:
+            setup.publish(connection, self.config, tables, here.version)
+        aside, published = self._published(connection, LogPosition(), tables.captured, here)
+        if aside.tables and not published:
+            failure = next(iter(aside.tables.values())).failure
+            assert failure is not None
+            raise ConfigError(f"no table can be published: {failure.message}", code="PEN-1016", hint=failure.hint)
         found, kept = wal.slot(connection, self.config.slot), not self._made_here
         if found is None and self.config.manage:
             self._remember_making()
             found, kept = wal.make_slot(connection, self.config.slot), False
         found = wal.verify_slot(found, self.config.slot, here)
-        start = LogPosition(lsn=found.confirmed, system=here.system, timeline=here.timeline, run=self._run)
-        # A slot that is older than this state has kept every change since the targets were filled.
+        place = {"lsn": found.confirmed, "system": here.system, "timeline": here.timeline, "run": self._run}
+        start = aside.model_copy(update=place)
+        # A slot that is older than this state has kept every published change since the targets were filled.
         kept = kept and self.config.snapshot in ("initial", "when_needed")
-        full = {stream for stream in tables.captured if kept and (held := self.held(stream)) and all(held)}
-        start = self._following(start, {stream: tables.captured[stream] for stream in full})
-        return self._copying(connection, start, {s: t for s, t in tables.captured.items() if s not in full})
+        unbroken = {stream for stream, table in tables.captured.items() if kept and table.published}
+        full = {stream for stream in published if stream in unbroken and (held := self.held(stream)) and all(held)}
+        start = self._following(start, {stream: published[stream] for stream in full})
+        return self._copying(connection, start, {s: t for s, t in published.items() if s not in full})
 
     @property
     def _made_here(self) -> bool:
@@ -329,6 +349,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
                 state="seeded",
                 shape=table.shape,
                 key=table.key,
+                published=table.published,
                 copies=start.tables[stream].copies if stream in start.tables else 0,
             )
             for stream, table in tables.items()
@@ -359,6 +380,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
                 until_xid=until,
                 shape=table.shape,
                 key=table.key,
+                published=table.published,
                 copies=copies,
                 refresh=refresh,
                 from_lsn=end_of_log if refresh else 0,
@@ -375,7 +397,14 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         self._at = start
         asked = (start, limit)
         if self._planned is None or self._planned[0] != asked:
-            end = self._ask(lambda connection: self._next(connection, start, limit))
+            try:
+                if self._unreadable == start.lsn:
+                    raise wal.PublicationLost("a range could not be read")
+                end = self._ask(lambda connection: self._next(connection, start, limit))
+            except wal.PublicationLost:
+                if self.config.snapshot == "never":
+                    raise
+                end = self._ask(lambda connection: self._pass_over(connection, start))
             if end == start:
                 return start
             self._planned = (asked, end)
@@ -443,6 +472,20 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         )
         return self._copying(connection, fresh, published)
 
+    def _pass_over(self, connection: psycopg.Connection[Any], start: LogPosition) -> LogPosition:
+        """The log holds changes from while a publication was not there, which servers before 18 do not decode: leave it."""
+        here = wal.server(connection)
+        known, looked = start.tables, self._look(connection, here).captured
+        tables = {s: t for s, t in looked.items() if _is_new(t, known.get(s)) or known[s].captured}
+        start, published = self._published(connection, start, tables, here)
+        upto = wal.server(connection).flushed
+        passed = {"lsn": upto, "copied": (), "turn": "copy", "settled": upto, "slots": start.slots + 1}
+        if published:
+            logger.warning(
+                "log from while there was no publication cannot be read: %s: copied anew", ", ".join(published)
+            )
+        return self._copying(connection, start.model_copy(update=passed), published)
+
     def _with_requests(self, connection: psycopg.Connection[Any], start: LogPosition, here: wal.Server) -> LogPosition:
         """Apply what was asked for; a request's file goes once a durable position names it."""
         if self.state_dir is None or not (requests := commands.asked(self.state_dir)):
@@ -506,11 +549,19 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
                 kept[stream] = progress.model_copy(update={"failure": None})
             elif progress.shape and not table.differs(progress.shape):
                 kept[stream] = progress.model_copy(update={"shape": table.shape_after(progress.shape)})
+            if table is not None and not progress.published:  # its state is from before there were marks
+                kept[stream] = kept[stream].model_copy(update={"published": table.published})
         copied = tuple(each for each in start.copied if kept[each.stream].captured)
         start = start if kept == start.tables else start.model_copy(update={"tables": kept, "copied": copied})
-        return self._publishing(
-            connection, start, {s: t for s, t in captured.items() if _is_new(t, kept.get(s))}, here, "changed"
-        )
+        new = {s: t for s, t in captured.items() if _is_new(t, kept.get(s))}
+        for stream in [s for s in new if (before := kept.get(s)) and before.captured and _lost(new[s], before)]:
+            what = f"{stream} was left out of its publication, or that was altered: changes may be missing"
+            if self.config.snapshot == "never":
+                hint = f"`penstock tables FILE resync {stream}` copies it, `resume` goes on without them"
+                start = self._set_aside(start, new.pop(stream), TableError(what, hint=hint))
+            else:
+                logger.warning("%s: it is copied anew", what)
+        return self._publishing(connection, start, new, here, "changed")
 
     def _trees(self, connection: psycopg.Connection[Any], tables: Mapping[str, Table]) -> dict[str, Seen]:
         """The partitions of those that have some."""
@@ -624,16 +675,34 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
     def _published(
         self, connection: psycopg.Connection[Any], start: LogPosition, tables: Mapping[str, Table], here: wal.Server
     ) -> tuple[LogPosition, dict[str, Table]]:
-        """Publish tables; one that may not be published is set aside, and the others are given back."""
-        published = dict(tables)
-        for stream, table in tables.items():
+        """Publish tables; one that may not be published is set aside, and the others are given back as they are now."""
+        lacking = {stream: table for stream, table in tables.items() if not table.published}
+        setup.publish_truncates(connection, self.config, Tables({s: t for s, t in tables.items() if t.published}))
+        now: Mapping[str, Table] = {}
+        if len(lacking) > 1 and self.config.manage:  # all at once, if nothing is wrong with any of them
+            with contextlib.suppress(ConfigError, TableError):
+                self._publish(connection, lacking, here)
+            now = self._look_at_publications(connection)
+            lacking = {stream: table for stream, table in lacking.items() if not now[stream].published}
+        failed: dict[str, ConnectorError] = {}
+        for stream, table in lacking.items():
             try:
-                with wal.errors(f"cannot publish {stream}"), seed.table_errors(table, "publish"):
-                    setup.publish(connection, self.config, Tables({stream: table}), here.version)
+                self._publish(connection, {stream: table}, here)
             except (ConfigError, TableError) as error:
-                del published[stream]
-                start = self._set_aside(start, table, error)
-        return start, published
+                failed[stream] = error
+        now = self._look_at_publications(connection) if lacking else now
+        published = {stream: now.get(stream, table) for stream, table in tables.items() if stream not in failed}
+        for stream, table in published.items():
+            if not table.published:
+                failed[stream] = TableError(f"{stream} was taken out of its publication at once")
+        for stream, why in failed.items():
+            start = self._set_aside(start, tables[stream], why)
+        return start, {stream: table for stream, table in published.items() if stream not in failed}
+
+    def _publish(self, connection: psycopg.Connection[Any], tables: Mapping[str, Table], here: wal.Server) -> None:
+        first = next(iter(tables.values()))
+        with wal.errors(f"cannot publish {first.stream}"), seed.table_errors(first, "publish"):
+            setup.publish(connection, self.config, Tables(tables), here.version)
 
     def _set_aside(self, start: LogPosition, table: Table, error: ConnectorError) -> LogPosition:
         progress = start.tables.get(table.stream) or Progress(oid=table.oid, state="waiting", copies=0)
@@ -789,7 +858,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
     def _hold(self, tables: Sequence[Table]) -> wal.Held:
         """The snapshot that an epoch copies under, held until the next one is planned."""
         self._let_go()
-        with wal.errors("PostgreSQL does not answer"):
+        with wal.errors(wal.NO_ANSWER):
             self._exporter = wal.connect(self.config)
             self._exporter.execute(f"SET lock_timeout = '{seed.LOCK_SECS}s'")
             return wal.hold(self._exporter, [table.oid for table in tables])
@@ -886,10 +955,18 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         return [*notes, *([{"again": sorted(chunks)}] if chunks else []), *failed]
 
     def withdraw(self, start: LogPosition, end: LogPosition) -> bool:
-        """A range of log that went with its slot, when everything is copied again anyway."""
-        if not self._may_begin_again:
+        """A range of log that went with its slot or its publication, when everything is copied again anyway."""
+        if end.slots != start.slots or end.lsn <= start.lsn or self.config.snapshot == "never":
             return False
-        if end.slots != start.slots or end.lsn <= start.lsn:
+        try:
+            names = setup.publications(self.config)
+            self._ask(lambda connection: wal.verify_decoded(connection, self.config.slot, names, end.lsn))
+        except wal.PublicationLost:
+            self._unreadable, self._planned = start.lsn, None
+            return True
+        except (wal.SlotLost, ConfigError):
+            pass
+        if not self._may_begin_again:
             return False
         try:
             self._ask(lambda connection: self._verify(connection, wal.server(connection), start))
@@ -940,7 +1017,13 @@ def _is_new(table: Table, progress: Progress | None) -> bool:
         progress.oid != table.oid
         or (bool(progress.key) and progress.key != table.key)
         or (bool(progress.shape) and table.differs(progress.shape))
+        or _lost(table, progress)
     )
+
+
+def _lost(table: Table, progress: Progress) -> bool:
+    """True if changes of a table may be missing from the log."""
+    return not table.published or progress.published != table.published
 
 
 def _unbroken(table: Table, progress: Progress, behind: bool) -> bool:
@@ -951,7 +1034,8 @@ def _unbroken(table: Table, progress: Progress, behind: bool) -> bool:
     """
     followed = progress.refresh if behind else progress.state == "seeded" or progress.refresh
     followed = followed and (table.insert_only or not setup.was_insert_only(progress.shape))
-    return table.chunked and progress.oid == table.oid and progress.key == table.key and progress.captured and followed
+    same = progress.oid == table.oid and progress.key == table.key and not _lost(table, progress)
+    return table.chunked and same and progress.captured and followed
 
 
 def _not_left_out(position: LogPosition, tables: Mapping[str, Table]) -> dict[str, Table]:

@@ -36,6 +36,8 @@ _handed_on: dict[tuple[int, bytes], tuple[psycopg.Connection[Any], float]] = {}
 _arrows: dict[tuple[int, bytes], tuple[Any, int, float]] = {}
 """With the process that serves it."""
 
+NO_ANSWER = "PostgreSQL does not answer"
+
 _LOST = (
     "start over with `penstock offsets reset FILE` (empty the targets first), "
     'or set snapshot = "when_needed" to have everything copied again'
@@ -75,6 +77,12 @@ class SlotLost(FatalError):
     default_code = "PEN-5011"
 
 
+class PublicationLost(FatalError):
+    """The log holds changes from while a publication was not there; servers before 18 do not decode them."""
+
+    default_code = "PEN-5011"
+
+
 # -- connections -----------------------------------------------------------------------------------------------------
 
 
@@ -110,7 +118,7 @@ def hand_on(config: PostgresConfig, connection: psycopg.Connection[Any], arrow: 
         del _arrows[_whose(config)]
         old.close()
     if arrow is not None:
-        with _closing_on_error(arrow), errors("PostgreSQL does not answer"):
+        with _closing_on_error(arrow), errors(NO_ANSWER):
             pid = run(arrow, "SELECT pg_backend_pid() AS pid")["pid"][0].as_py()
         _arrows[_whose(config)] = (arrow, pid, time.monotonic())
     if connection.info.transaction_status is not TransactionStatus.IDLE:
@@ -163,11 +171,13 @@ def errors(what: str) -> Iterator[None]:
     except (psycopg.Error, adbc_dbapi.Error) as error:
         state = str(getattr(error, "sqlstate", None) or "")
         text = str(error).strip().partition("\n")[0]
-        message = f"{what}: {text}"
+        message = f"{'PostgreSQL refuses' if state == '42501' and what == NO_ANSWER else what}: {text}"
         if state == "55006":  # object in use
             raise RetryableError(message, hint="another session reads the slot; it is tried again") from error
         if state == "55000" and "can no longer" in text:
             raise SlotLost(message, hint=_LOST) from error
+        if state == "42704" and 'publication "' in text:
+            raise PublicationLost(message, hint=_LOST) from error
         if state == "57014":
             raise RetryableError(message, code="PEN-2003", hint="raise `statement_timeout_secs`") from error
         if state[:2] in ("28", "3D") or state in ("42501", "42704") or _is_refusal(text):
@@ -370,6 +380,12 @@ def truncates(
             (count,) = struct.unpack_from(">I", data, 1)
             found.update((xid, oid) for oid in struct.unpack_from(f">{count}I", data, 6))
     return found
+
+
+def verify_decoded(connection: psycopg.Connection[Any], slot_name: str, publications: Sequence[str], end: int) -> None:
+    """Have a server that refuses changes from before there was a publication go through a range, and nothing more."""
+    if connection.info.server_version < 180000:
+        connection.execute(f"SELECT count(*) FROM {_changes(slot_name, publications, end)}")
 
 
 def peek(connection: Any, slot_name: str, publications: Sequence[str], end: int) -> Iterator[pa.RecordBatch]:

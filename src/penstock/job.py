@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import pyarrow as pa
 
 from penstock import failpoints
 from penstock.durable import Json
-from penstock.errors import DataError, SchemaError
+from penstock.errors import ConnectorError, DataError, is_of_stream
 from penstock.routing import Route, Router, Target
 from penstock.sink import Epoch, Receipt, SinkConnector, Task, Topic, WriteResult
 from penstock.source import Note, RangeSource, Schemas
@@ -183,11 +184,18 @@ class Writer:
 
 
 def write(writer: Writer, target: Target, rows: pa.RecordBatch, tally: Tally, job: Job) -> None:
-    """Write rows of the stream in hand; what a sink refuses is left out from there on if its source can begin it anew."""
-    try:
+    """Write rows of the stream in hand."""
+    with leaving_out(tally, job):
         writer.write(target, rows)
-    except (DataError, SchemaError) as error:
-        note = job.sources[tally.source].set_aside(tally.stream, error)
+
+
+@contextlib.contextmanager
+def leaving_out(tally: Tally, job: Job) -> Iterator[None]:
+    """Leave the stream in hand out from here on if its rows are refused and its source can begin it anew."""
+    try:
+        yield
+    except ConnectorError as error:
+        note = job.sources[tally.source].set_aside(tally.stream, error) if is_of_stream(error) else None
         if note is None:
             raise
         tally.aside.add(tally.stream)

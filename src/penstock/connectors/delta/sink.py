@@ -61,6 +61,7 @@ TRIES = 20
 DELETED = pa.field("_deleted", pa.bool_())
 """Marks rows that are gone, for `soft_delete`; null in rows from before it was set, which are there."""
 
+_MISREAD = re.compile(r"%[0-9A-Fa-f]{2}|\\")
 _WITH_ROW = [Op.SEEDED.value, Op.INSERT.value, Op.UPDATE.value]
 
 
@@ -133,6 +134,9 @@ class Delta(StagingSink[DeltaConfig]):
                 what = f'`{option}` has no meaning for mode = "{self.config.mode}"'
                 raise ConfigError(what, code="PEN-1003", hint='use mode = "upsert"')
         super().open()
+        if _MISREAD.search(str(self._targets.root)):
+            what = f"the Delta client reads the %-code or backslash in `path` as another character: {self.config.path}"
+            raise ConfigError(what, code="PEN-1003", hint="choose another path")
 
     def close(self) -> None:
         super().close()
@@ -164,6 +168,7 @@ class Delta(StagingSink[DeltaConfig]):
 
     def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
         assert self._stage is not None
+        self._claim(topic)  # what is staged can only go forward
         rows, discarded = self._as_changes(topic, batch) if self._upserts else self._as_rows(topic, batch)
         if rows.num_rows:
             self._refuse_values(topic, rows)
@@ -423,7 +428,7 @@ class Delta(StagingSink[DeltaConfig]):
 
     def is_seeded(self, topic: Topic) -> bool:
         try:
-            seeded = json.loads((self._targets.claim(topic) / HIDDEN / ".seeded").read_bytes())["table"]
+            seeded = json.loads((self._claim(topic) / HIDDEN / ".seeded").read_bytes())["table"]
         except FileNotFoundError:
             return False
         table = self._table(topic)
@@ -461,16 +466,21 @@ class Delta(StagingSink[DeltaConfig]):
             while table is not None and not self._evolve(topic, table, [delta_schema(topic, new)]):
                 pass
 
-    def _table(self, topic: Topic) -> Table | None:
-        """The topic's table at its newest version, or None."""
-        known = self._tables.get(topic)
+    def _claim(self, topic: Topic) -> Path:
+        """The topic's directory; refused when the client would look for another."""
         path = self._targets.claim(topic)
-        if re.search("%[0-9A-Fa-f]{2}", str(path)):
+        if _MISREAD.search(str(path)):
             raise ConfigError(
-                f"the Delta client reads the %-code in {path} as another character, and would not find the table",
+                f"the Delta client reads the %-code or backslash in {path} as another character, and would not find the table",
                 code="PEN-1010",
                 hint="route to another name, or choose another path",
             )
+        return path
+
+    def _table(self, topic: Topic) -> Table | None:
+        """The topic's table at its newest version, or None."""
+        known = self._tables.get(topic)
+        path = self._claim(topic)
         if known is not None and known.is_the_same():
             with delta_errors(path):
                 known.refresh()

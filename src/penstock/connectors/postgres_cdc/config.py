@@ -26,6 +26,13 @@ class PostgresLogConfig(PostgresConfig):
     exclude_columns: tuple[str, ...] = ()
     """Columns to leave out, as `schema.table.column` with `*`; not those of a key."""
 
+    text_columns: tuple[str, ...] = ()
+    """
+    Columns whose values are brought as the server prints them, by the same patterns: the way to take in what their types
+    have no place for (NaN in numeric(p, s), arrays of two dimensions, timestamps behind the year 294246), and arrays as
+    keys. A table whose columns are named later is copied anew; a target that holds them in another type must be a new one.
+    """
+
     insert_only: tuple[str, ...] = ()
     """Tables of which only inserts are captured: the way to take in those without a replica identity."""
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from penstock.change import CHANGE_FIELDS
 from penstock.connectors.postgres_cdc import wal
-from penstock.connectors.postgres_cdc.types import Column, TypeCatalog, quoted, table_schema
+from penstock.connectors.postgres_cdc.types import Column, TypeCatalog, arrow_type, quoted, table_schema
 from penstock.errors import ConfigError
 from penstock.source import Finding
 
@@ -158,7 +158,7 @@ def find_tables(connection: psycopg.Connection[Any], config: PostgresCdcConfig, 
         index = tuple(identity_key if identity == "i" else primary_key)
         key = index if identity in "di" else ()
         found = [
-            (Column(column, type_oid, typmod, column in key, not required), plain)
+            (Column(column, type_oid, typmod, column in key, not required, as_text(stream, column, config)), plain)
             for column, type_oid, typmod, required, generated, plain in columns[oid]
             if _published(generated, version) and not excluded(stream, column, config)
         ]
@@ -170,10 +170,12 @@ def find_tables(connection: psycopg.Connection[Any], config: PostgresCdcConfig, 
             insert_only, all(plain for column, plain in found if column.name in index),
         )  # fmt: skip
         shape, defaults = shapes.get(oid, ("", []))
-        shape = f"{shape}:{hashlib.md5(repr(index).encode(), usedforsecurity=False).hexdigest()[:8]}"
+        as_texts = [column.name for column, _ in found if column.as_text]
+        rest = repr((index, as_texts) if as_texts else index)
+        shape = f"{shape}:{hashlib.md5(rest.encode(), usedforsecurity=False).hexdigest()[:8]}"
         table = replace(table, shape=shape, defaults=frozenset(defaults), estimate=estimate if estimate >= 0 else None)
         if not missing:
-            types = {column.type_oid for column in table.key_columns}
+            types = {0 if column.as_text else column.type_oid for column in table.key_columns}
             table = replace(table, comparable=types <= {*COMPARABLE} and (utf8 or types.isdisjoint(_TEXT)))
         if missing:
             refused[stream] = f"exclude_columns leaves out {missing[0]!r}, which is part of its key (keep the key)"
@@ -344,12 +346,17 @@ def _table_findings(connection: psycopg.Connection[Any], tables: Tables) -> Iter
         what, _, fix = why.partition(" (")
         yield Finding(False, f"{stream} is left out: {what}", fix.rstrip(")"))
     names = {"d": "default", "f": "full", "i": "index", "n": "nothing"}
+    catalog = TypeCatalog.from_rows(connection.execute(TypeCatalog.SQL).fetchall())
     for table in tables.captured.values():
         (may_read,) = _one(connection, "SELECT has_table_privilege(%s::oid, 'SELECT')", [table.oid])
         if not may_read:
             yield Finding(False, f"{table.stream} may not be read", f"GRANT SELECT ON {table.sql} TO CURRENT_USER")
         what = f"{table.stream}: replica identity {names[table.replica_identity]}, key {', '.join(table.key) or 'none'}"
-        if table.insert_only:
+        kinds = {c.name: arrow_type(*c.held, catalog) for c in table.columns if c.name in table.key}
+        if nested := [name for name, kind in kinds.items() if pa.types.is_nested(kind)]:
+            fix = f'text_columns = ["{table.stream}.{nested[0]}"]; or use it with sinks that append only'
+            yield Finding(False, f"{what}; it cannot be upserted by the array {nested[0]!r}", fix)
+        elif table.insert_only:
             yield Finding(True, f"{what}; only inserts are captured")
         elif table.key:
             yield Finding(True, what)
@@ -375,6 +382,10 @@ def _chosen(stream: str, config: PostgresCdcConfig) -> bool:
 
 def excluded(stream: str, column: str, config: PostgresCdcConfig) -> bool:
     return _matches(f"{stream}.{column}", config.exclude_columns)
+
+
+def as_text(stream: str, column: str, config: PostgresCdcConfig) -> bool:
+    return _matches(f"{stream}.{column}", config.text_columns)
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

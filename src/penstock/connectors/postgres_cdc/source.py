@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
@@ -834,6 +835,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             split.end,
             wanted=rules.wants,
             exclude=lambda stream, column: setup.excluded(stream, column, self.config),
+            as_text=partial(setup.as_text, config=self.config) if self.config.text_columns else None,
             keys={stream: known[stream].primary_key for stream in rules.by_stream},
             current_xid=self._ask(wal.current_xid),
             on_bad=rules.set_aside,

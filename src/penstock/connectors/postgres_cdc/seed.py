@@ -519,7 +519,7 @@ class Rules:
 
     def rows(self, item: Rows) -> Iterator[SourceBatch]:
         stream = item.relation.stream
-        if not self.wants(stream):
+        if not self.wants(stream) or item.relation.namespace != self.by_stream[stream].table.namespace:
             return
         try:
             for batch in self.by_stream[stream].rows(item):

@@ -165,6 +165,7 @@ def find_tables(connection: psycopg.Connection[Any], config: PostgresCdcConfig, 
         insert_only = _matches(stream, config.insert_only)
         names = {column.name for column, _ in found}
         missing = [column for column in (*primary_key, *index) if column not in names]
+        unsent = {row[0] for row in columns[oid] if not _published(row[4], version)}.intersection(missing)
         table = Table(
             oid, namespace, name, kind == "p", identity, tuple(primary_key), index, tuple(column for column, _ in found),
             insert_only, all(plain for column, plain in found if column.name in index),
@@ -177,7 +178,17 @@ def find_tables(connection: psycopg.Connection[Any], config: PostgresCdcConfig, 
         if not missing:
             types = {0 if column.as_text else column.type_oid for column in table.key_columns}
             table = replace(table, comparable=types <= {*COMPARABLE} and (utf8 or types.isdisjoint(_TEXT)))
-        if missing:
+        if stream in captured:
+            refused[table.sql] = (
+                f"it has the same name as {captured[stream].sql} where a dot stands between (rename one)"
+            )
+        elif unsent:
+            column = quoted(min(unsent))
+            refused[stream] = (
+                f"its key has the generated column {column}, which servers before 18 do not send "
+                f"(ALTER TABLE {table.sql} ALTER {column} DROP EXPRESSION; or put it into `exclude_tables`)"
+            )
+        elif missing:
             refused[stream] = f"exclude_columns leaves out {missing[0]!r}, which is part of its key (keep the key)"
             wrong[stream] = ConfigError(
                 f"exclude_columns leaves out {missing[0]!r}, which is part of the key of {stream}",
@@ -204,7 +215,7 @@ def find_tables(connection: psycopg.Connection[Any], config: PostgresCdcConfig, 
     if not captured and not known:
         raise ConfigError(
             f"no table that can be captured matches tables = {list(config.tables)}"
-            + (f"; {', '.join(refused)}: no replica identity" if refused else ""),
+            + "".join(f"; {stream}: {why}" for stream, why in refused.items()),
             code="PEN-1016",
             hint='patterns are "schema.table", with * for any part',
         )

@@ -14,7 +14,7 @@ import pickle
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -662,13 +662,16 @@ class EpochLoop:
         self.on_phase(manifest.number, "stage")
         parts: list[Part] = []
         schemas: dict[str, Schemas] = {}
+        cleared: set[tuple[str, str]] = set()
         for name, span in manifest.ranges.items():
             source = self.sources[name]
             start, end = (source.position_type.model_validate(edge) for edge in (span.start, span.end))
             if start != end:
                 parts += [Part(len(parts) + i, name, split) for i, split in enumerate(source.split(start, end))]
                 schemas[name] = source.schema()
-        aside = self._follow(schemas, manifest)
+                cleared |= {(name, stream) for stream in source.cleared(start, end)}
+        renewed: set[tuple[str, Topic]] = set()
+        aside = self._follow(schemas, manifest, cleared, renewed)
         job = Job(
             epoch=self._epoch(manifest),
             parts=parts,
@@ -679,12 +682,23 @@ class EpochLoop:
             skip_bad=self.skip_bad,
             only=None if only is None else frozenset((sink, topic) for sink, topic in only),
             aside=frozenset(aside),
+            renewed=frozenset(renewed),
         )
         told = {-number: Tally(source, notes=[note]) for number, ((source, _), note) in enumerate(aside.items(), 1)}
         return [*(self.engine.run(job) if parts else ()), *([TaskResult(tallies=told)] if told else [])]
 
-    def _follow(self, schemas: Mapping[str, Schemas], manifest: Manifest) -> dict[tuple[str, str], Json]:
-        """Let the sinks follow every stream; gives those that are left out since one cannot, with the notes that say so."""
+    def _follow(
+        self,
+        schemas: Mapping[str, Schemas],
+        manifest: Manifest,
+        cleared: Collection[tuple[str, str]],
+        renewed: set[tuple[str, Topic]],
+    ) -> dict[tuple[str, str], Json]:
+        """
+        Let the sinks follow every stream; gives those that are left out since one cannot, with the notes that say so.
+
+        Targets of `cleared` streams whose types are replaced with the rows go into `renewed`.
+        """
         aside = {}
         owners = self._owners(manifest)
         for name, streams in schemas.items():
@@ -692,7 +706,8 @@ class EpochLoop:
                 try:
                     if self.sources[name].has_tables:
                         self._claim(name, stream, owners)
-                    self._evolve({name: {stream: schema}})
+                    found = self._evolve({name: {stream: schema}}, (name, stream) in cleared)
+                    renewed.update(found)
                 except ConnectorError as error:
                     note = self.sources[name].set_aside(stream, error) if is_of_stream(error) else None
                     if note is None:
@@ -724,8 +739,9 @@ class EpochLoop:
                     owners.setdefault(pair, f"{name}/{stream}")
         return owners
 
-    def _evolve(self, schemas: Mapping[str, Schemas]) -> None:
-        """Let sinks that can follow a schema do so before the rows that need it are staged."""
+    def _evolve(self, schemas: Mapping[str, Schemas], cleared: bool = False) -> list[tuple[str, Topic]]:
+        """Let sinks that can follow a schema do so before the rows that need it are staged; gives those that do it later."""
+        later: list[tuple[str, Topic]] = []
         for source, streams in schemas.items():
             for stream, new in streams.items():
                 for target in self.router.targets(source, stream):
@@ -736,9 +752,13 @@ class EpochLoop:
                         # Of SQL only the tasks know the schema, and what is discarded is known there row by row.
                         if not is_plain(target.route) or policy.discards or known == new:
                             continue
-                        if isinstance(sink, SchemaEvolvable):
-                            self._evolve_one(sink, target.topic, policy, new)
-                        self._evolved[name, target.topic] = new
+                        if isinstance(sink, SchemaEvolvable) and self._evolve_one(
+                            sink, target.topic, policy, new, cleared
+                        ):
+                            later.append((name, target.topic))
+                        else:
+                            self._evolved[name, target.topic] = new
+        return later
 
     def _pairs(self, source: str, stream: str) -> list[tuple[str, Topic]]:
         try:
@@ -784,9 +804,12 @@ class EpochLoop:
                 continue  # told again after the next epoch
             self._seeded[name] = seeded
 
-    def _evolve_one(self, sink: Any, topic: Topic, policy: Policy, new: pa.Schema) -> None:
+    def _evolve_one(self, sink: Any, topic: Topic, policy: Policy, new: pa.Schema, cleared: bool) -> bool:
+        """True if the target changes only with the rows, since it cannot follow, and is cleared."""
         old = sink.schema(topic)
         changes = sink.diff_schemas(old, new) if old is not None else ()
+        if cleared and policy is Policy.EVOLVE and not sink.evaluate_evolution(changes) and sink.renews(topic, changes):
+            return True
         for change in changes:
             added = change.kind is ChangeKind.ADDED
             wider = change.kind is ChangeKind.RETYPED and not widens(change.new, change.old)
@@ -794,6 +817,7 @@ class EpochLoop:
                 raise refusal(topic, change.column, change.old, change.new, policy)
         if changes:
             sink.apply_evolution(topic, changes)
+        return False
 
     def _sweep(self) -> None:
         """Remove what failed tries left behind, once no task of theirs can still write."""

@@ -46,6 +46,9 @@ class Job:
     aside: frozenset[tuple[str, str]] = frozenset()
     """Sources and streams that are left out, each with a note that says so."""
 
+    renewed: frozenset[tuple[str, Topic]] = frozenset()
+    """Sinks and topics whose targets are cleared and take the types of the rows."""
+
     def wants(self, sink: str, topic: Topic) -> bool:
         return sink in self.sinks and (self.only is None or (sink, topic) in self.only)
 
@@ -178,6 +181,7 @@ class Writer:
     def _begin(self, name: str) -> SinkConnector[Any, Any]:
         sink = self._job.sinks[name]
         self._open[name] = sink
+        sink.cleared = frozenset(topic for other, topic in self._job.renewed if other == name)
         sink.open()
         sink.begin_epoch(self._job.epoch, self._task)
         return sink

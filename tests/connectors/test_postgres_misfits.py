@@ -111,6 +111,42 @@ def try_again(lake, stream):
     lake.catch_up()
 
 
+RETYPED = {
+    "int": ("text USING 'x' || v", "float8", "numeric(12, 0)", "bool USING v > 0", "int8[] USING ARRAY[v]"),
+    "text": ("int USING v::int", "bytea USING v::bytea"),
+    "timestamp": ("timestamptz", "text"),
+    "timestamptz": ("timestamp",),
+    "numeric(10, 2)": ("numeric",),
+    "int[]": ("int8[]",),
+}
+
+
+@pytest.mark.parametrize(("old", "new"), [(old, new) for old, many in RETYPED.items() for new in many])
+def test_a_column_that_gets_any_other_type_has_its_table_copied_anew_into_the_same_target(database, tmp_path, old, new):
+    value = {"int[]": "'{1}'", "timestamp": "'2024-01-01'", "timestamptz": "'2024-01-01'"}.get(old, "'1'")
+    database.run(
+        f"CREATE TABLE changed (id int PRIMARY KEY, v {old})", f"INSERT INTO changed VALUES (1, {value}), (2, NULL)"
+    )
+    opened = database.source()
+    with Lake(tmp_path, opened) as lake:
+        opened.state_dir = tmp_path / "commands"
+        lake.catch_up()
+        again = "INSERT INTO changed SELECT {}, v FROM changed WHERE id = 1"
+        database.run(again.format(3), f"ALTER TABLE changed ALTER v TYPE {new}", again.format(4))
+        lake.catch_up()
+        assert failure(lake, "public.changed").code == "PEN-4001"
+        assert [row["id"] for row in lake.table("public.changed")] == [1, 2]
+        try_again(lake, "public.changed")
+        database.run(again.format(5))
+        lake.catch_up()
+        found = lake.table("public.changed")
+        assert [row["id"] for row in found] == [1, 2, 3, 4, 5]
+        expected = database.table("changed")
+        if new == "numeric":
+            expected = [{**row, "v": row["v"] and str(row["v"])} for row in expected]
+        assert found == sorted(expected, key=repr)
+
+
 def test_columns_that_are_named_as_text_later_have_their_table_copied_anew(database, tmp_path):
     database.run("CREATE TABLE texts (k int PRIMARY KEY, v text)", "INSERT INTO texts VALUES (1, 'a')")
     with Lake(tmp_path, database.source()) as lake:

@@ -30,7 +30,7 @@ class PostgresLogConfig(PostgresConfig):
     """
     Columns whose values are brought as the server prints them, by the same patterns: the way to take in what their types
     have no place for (NaN in numeric(p, s), arrays of two dimensions, timestamps behind the year 294246), and arrays as
-    keys. A table whose columns are named later is copied anew; a target that holds them in another type must be a new one.
+    keys. A table whose columns are named later is copied anew, if its target can take other types.
     """
 
     insert_only: tuple[str, ...] = ()

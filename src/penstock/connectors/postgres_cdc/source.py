@@ -753,6 +753,16 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             part for stream, table in tables.items() for part in self._parts(table, *moving[stream], held, start.lsn)
         ]
 
+    def cleared(self, start: LogPosition, end: LogPosition) -> frozenset[str]:
+        if end.slots != start.slots or end.lsn > start.lsn:
+            return frozenset()
+        return frozenset(
+            stream
+            for stream, after in end.tables.items()
+            if after.state in ("seeding", "seeded") and after.copies > 1 and not after.refresh
+            if (was := start.tables.get(stream)) is None or was.copies != after.copies or was.state == "waiting"
+        )
+
     def _parts(self, table: Table, before: Progress, after: Progress, held: wal.Held, lsn: int) -> Sequence[Split]:
         _, catalog = self._known()
         stream = table.stream

@@ -502,6 +502,13 @@ class _Log:
 
 def check_changes(rows: pa.Table, key: Sequence[str]) -> None:
     """Refuse changes that could not be applied; in tasks, since what is staged can only go forward."""
+    for name in key:
+        if types.is_nested(kind := rows.schema.field(name).type) or types.is_null(kind):
+            raise SchemaError(
+                f"the key column {name!r} is {kind}, by which rows cannot be told apart",
+                code="PEN-4002",
+                hint="set `key` in the sink to other columns; or bring it as text: `text_columns` in the source, or SQL",
+            )
     if not is_changelog(rows.schema):
         if "_op" in rows.column_names:
             raise SchemaError(

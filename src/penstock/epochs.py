@@ -14,7 +14,7 @@ import pickle
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock import failpoints
 from penstock.durable import Json, canonical, disk_errors, make_directory, write_atomic
-from penstock.errors import ConfigError, ConnectorError, DataError, FatalError, RetryableError, SchemaError, StagingLost
+from penstock.errors import (
+    ConfigError,
+    ConnectorError,
+    DataError,
+    FatalError,
+    RetryableError,
+    StagingLost,
+    is_of_stream,
+)
 from penstock.job import Engine, Job, Part, Tally, TaskResult, is_plain
 from penstock.routing import Router
 from penstock.schema import ChangeKind, SchemaEvolvable
@@ -292,8 +300,13 @@ class EpochLoop:
 
     def _foreign(self, sink: str, topic: Topic) -> CommittedEpoch | None:
         """The marker of a topic if it is not one that this state knows."""
+        try:
+            marker = self.sinks[sink].committed_epoch(self.state.pipeline, topic)
+        except ConnectorError as error:
+            if not self._is_told_later(error):
+                raise
+            return None
         self._checked.add((sink, topic))
-        marker = self.sinks[sink].committed_epoch(self.state.pipeline, topic)
         if marker is None:
             return None
         identity, newest = self.state.identity, self.state.newest
@@ -649,43 +662,86 @@ class EpochLoop:
         self.on_phase(manifest.number, "stage")
         parts: list[Part] = []
         schemas: dict[str, Schemas] = {}
+        cleared: set[tuple[str, str]] = set()
         for name, span in manifest.ranges.items():
             source = self.sources[name]
             start, end = (source.position_type.model_validate(edge) for edge in (span.start, span.end))
             if start != end:
                 parts += [Part(len(parts) + i, name, split) for i, split in enumerate(source.split(start, end))]
                 schemas[name] = source.schema()
-        aside = self._follow(schemas)
+                cleared |= {(name, stream) for stream in source.cleared(start, end)}
+        renewed: set[tuple[str, Topic]] = set()
+        aside = self._follow(schemas, manifest, cleared, renewed)
         job = Job(
             epoch=self._epoch(manifest),
             parts=parts,
             sources={name: pickle.loads(self._values["source"][name]) for name in schemas},
             sinks={name: pickle.loads(self._values["sink"][name]) for name in sinks},
             router=self.router,
-            schemas=schemas,
+            schemas={n: {s: each for s, each in found.items() if (n, s) not in aside} for n, found in schemas.items()},
             skip_bad=self.skip_bad,
             only=None if only is None else frozenset((sink, topic) for sink, topic in only),
             aside=frozenset(aside),
+            renewed=frozenset(renewed),
         )
         told = {-number: Tally(source, notes=[note]) for number, ((source, _), note) in enumerate(aside.items(), 1)}
         return [*(self.engine.run(job) if parts else ()), *([TaskResult(tallies=told)] if told else [])]
 
-    def _follow(self, schemas: Mapping[str, Schemas]) -> dict[tuple[str, str], Json]:
-        """Let the sinks follow every stream; gives those that are left out since one cannot, with the notes that say so."""
+    def _follow(
+        self,
+        schemas: Mapping[str, Schemas],
+        manifest: Manifest,
+        cleared: Collection[tuple[str, str]],
+        renewed: set[tuple[str, Topic]],
+    ) -> dict[tuple[str, str], Json]:
+        """
+        Let the sinks follow every stream; gives those that are left out since one cannot, with the notes that say so.
+
+        Targets of `cleared` streams whose types are replaced with the rows go into `renewed`.
+        """
         aside = {}
+        owners = self._owners(manifest)
         for name, streams in schemas.items():
             for stream, schema in streams.items():
                 try:
-                    self._evolve({name: {stream: schema}})
-                except (DataError, SchemaError) as error:
-                    note = self.sources[name].set_aside(stream, error)
+                    if self.sources[name].has_tables:
+                        self._claim(name, stream, owners)
+                    found = self._evolve({name: {stream: schema}}, (name, stream) in cleared)
+                    renewed.update(found)
+                except ConnectorError as error:
+                    note = self.sources[name].set_aside(stream, error) if is_of_stream(error) else None
                     if note is None:
                         raise
                     aside[name, stream] = note
         return aside
 
-    def _evolve(self, schemas: Mapping[str, Schemas]) -> None:
-        """Let sinks that can follow a schema do so before the rows that need it are staged."""
+    def _claim(self, source: str, stream: str, owners: dict[tuple[str, Topic], str]) -> None:
+        """Refuse a table without a route, and one that would go where another goes."""
+        targets = self.router.targets(source, stream)
+        if not targets and self.router.unrouted == "stop":
+            raise self.router.no_route(source, stream)
+        mine = f"{source}/{stream}"
+        for sink, topic in [(sink, target.topic) for target in targets for sink in target.sinks]:
+            if (first := owners.setdefault((sink, topic), mine)) != mine:
+                raise ConfigError(
+                    f"the streams {first} and {mine} meet in topic {topic} of sink {sink!r}",
+                    code="PEN-1011",
+                    hint="put {schema}, {stream} or {source} into `to` of the route; or leave the table out",
+                )
+
+    def _owners(self, manifest: Manifest) -> dict[tuple[str, Topic], str]:
+        """The tables that were there before the epoch, by where they go."""
+        owners: dict[tuple[str, Topic], str] = {}
+        for name, span in manifest.ranges.items():
+            source = self.sources[name]
+            for stream in followed(source, source.position_type.model_validate(span.start)):
+                for pair in self._pairs(name, stream):
+                    owners.setdefault(pair, f"{name}/{stream}")
+        return owners
+
+    def _evolve(self, schemas: Mapping[str, Schemas], cleared: bool = False) -> list[tuple[str, Topic]]:
+        """Let sinks that can follow a schema do so before the rows that need it are staged; gives those that do it later."""
+        later: list[tuple[str, Topic]] = []
         for source, streams in schemas.items():
             for stream, new in streams.items():
                 for target in self.router.targets(source, stream):
@@ -696,15 +752,37 @@ class EpochLoop:
                         # Of SQL only the tasks know the schema, and what is discarded is known there row by row.
                         if not is_plain(target.route) or policy.discards or known == new:
                             continue
-                        if isinstance(sink, SchemaEvolvable):
-                            self._evolve_one(sink, target.topic, policy, new)
-                        self._evolved[name, target.topic] = new
+                        if isinstance(sink, SchemaEvolvable) and self._evolve_one(
+                            sink, target.topic, policy, new, cleared
+                        ):
+                            later.append((name, target.topic))
+                        else:
+                            self._evolved[name, target.topic] = new
+        return later
 
     def _pairs(self, source: str, stream: str) -> list[tuple[str, Topic]]:
-        return [(sink, target.topic) for target in self.router.targets(source, stream) for sink in target.sinks]
+        try:
+            return [(sink, target.topic) for target in self.router.targets(source, stream) for sink in target.sinks]
+        except ConfigError as error:
+            if not self._is_told_later(error):
+                raise
+            return []
+
+    def _is_told_later(self, error: ConnectorError) -> bool:
+        """True if `_follow` tells it of each stream that it is about, and goes on with the others."""
+        return is_of_stream(error) and all(source.has_tables for source in self.sources.values())
+
+    def _is_seeded(self, sink: str, topic: Topic) -> bool | None:
+        """None: the sink has no place for the topic."""
+        try:
+            return self.sinks[sink].is_seeded(topic)
+        except ConnectorError as error:
+            if not self._is_told_later(error):
+                raise
+            return None
 
     def _held(self, source: str, stream: str) -> list[bool]:
-        held = [self.sinks[sink].is_seeded(topic) for sink, topic in self._pairs(source, stream)]
+        held = [bool(self._is_seeded(sink, topic)) for sink, topic in self._pairs(source, stream)]
         # Who starts over has asked for everything again, whatever the targets hold.
         return [*held, False] if self.state.identity.replaces else held
 
@@ -720,15 +798,18 @@ class EpochLoop:
             try:
                 for stream in sorted(seeded - self._seeded.get(name, frozenset())):
                     for sink, topic in self._pairs(name, stream):
-                        if not self.sinks[sink].is_seeded(topic):
+                        if self._is_seeded(sink, topic) is False:
                             self.sinks[sink].mark_seeded(topic)
             except RetryableError:
                 continue  # told again after the next epoch
             self._seeded[name] = seeded
 
-    def _evolve_one(self, sink: Any, topic: Topic, policy: Policy, new: pa.Schema) -> None:
+    def _evolve_one(self, sink: Any, topic: Topic, policy: Policy, new: pa.Schema, cleared: bool) -> bool:
+        """True if the target changes only with the rows, since it cannot follow, and is cleared."""
         old = sink.schema(topic)
         changes = sink.diff_schemas(old, new) if old is not None else ()
+        if cleared and policy is Policy.EVOLVE and not sink.evaluate_evolution(changes) and sink.renews(topic, changes):
+            return True
         for change in changes:
             added = change.kind is ChangeKind.ADDED
             wider = change.kind is ChangeKind.RETYPED and not widens(change.new, change.old)
@@ -736,6 +817,7 @@ class EpochLoop:
                 raise refusal(topic, change.column, change.old, change.new, policy)
         if changes:
             sink.apply_evolution(topic, changes)
+        return False
 
     def _sweep(self) -> None:
         """Remove what failed tries left behind, once no task of theirs can still write."""
@@ -783,6 +865,12 @@ class EpochLoop:
             for name, span in manifest.ranges.items()
             if name in self.sources
         }
+
+
+def followed(source: RangeSource[Any, Any], position: Any) -> list[str]:
+    """The tables whose targets are theirs at a position; not those that have met another there."""
+    left = ("gone", "skipped")
+    return [each.stream for each in source.streams(position) if each.state not in left and each.code != "PEN-1011"]
 
 
 def _pickled(kind: str, name: str, connector: Any) -> bytes:

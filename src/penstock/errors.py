@@ -183,6 +183,11 @@ def action(error: BaseException) -> Action:
     return next((ACTIONS[kind] for kind in type(error).__mro__ if kind in ACTIONS), Action.STOP)
 
 
+def is_of_stream(error: ConnectorError) -> bool:
+    """True for what is wrong with one stream's rows, name or place: who can leave that stream out goes on with the others."""
+    return isinstance(error, DataError | SchemaError) or error.code in ("PEN-1010", "PEN-1011", "PEN-1018")
+
+
 def from_text(text: str) -> ConnectorError | None:
     """The error whose code stands in a worker's traceback, or None if there is none."""
     codes = [match for match in _CODE.finditer(text) if match.group() in CODES]

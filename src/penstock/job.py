@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import pyarrow as pa
 
 from penstock import failpoints
 from penstock.durable import Json
-from penstock.errors import DataError, SchemaError
+from penstock.errors import ConnectorError, DataError, is_of_stream
 from penstock.routing import Route, Router, Target
 from penstock.sink import Epoch, Receipt, SinkConnector, Task, Topic, WriteResult
 from penstock.source import Note, RangeSource, Schemas
@@ -44,6 +45,9 @@ class Job:
     """Stage for these sinks and topics alone; None: for all."""
     aside: frozenset[tuple[str, str]] = frozenset()
     """Sources and streams that are left out, each with a note that says so."""
+
+    renewed: frozenset[tuple[str, Topic]] = frozenset()
+    """Sinks and topics whose targets are cleared and take the types of the rows."""
 
     def wants(self, sink: str, topic: Topic) -> bool:
         return sink in self.sinks and (self.only is None or (sink, topic) in self.only)
@@ -177,17 +181,25 @@ class Writer:
     def _begin(self, name: str) -> SinkConnector[Any, Any]:
         sink = self._job.sinks[name]
         self._open[name] = sink
+        sink.cleared = frozenset(topic for other, topic in self._job.renewed if other == name)
         sink.open()
         sink.begin_epoch(self._job.epoch, self._task)
         return sink
 
 
 def write(writer: Writer, target: Target, rows: pa.RecordBatch, tally: Tally, job: Job) -> None:
-    """Write rows of the stream in hand; what a sink refuses is left out from there on if its source can begin it anew."""
-    try:
+    """Write rows of the stream in hand."""
+    with leaving_out(tally, job):
         writer.write(target, rows)
-    except (DataError, SchemaError) as error:
-        note = job.sources[tally.source].set_aside(tally.stream, error)
+
+
+@contextlib.contextmanager
+def leaving_out(tally: Tally, job: Job) -> Iterator[None]:
+    """Leave the stream in hand out from here on if its rows are refused and its source can begin it anew."""
+    try:
+        yield
+    except ConnectorError as error:
+        note = job.sources[tally.source].set_aside(tally.stream, error) if is_of_stream(error) else None
         if note is None:
             raise
         tally.aside.add(tally.stream)

@@ -199,10 +199,14 @@ class Router:
     def _unrouted(self, source: str, stream: str, rows: pa.RecordBatch) -> pa.RecordBatch:
         if self.unrouted == "skip":
             return rows
+        raise self.no_route(source, stream)
+
+    def no_route(self, source: str, stream: str) -> ConfigError:
+        """The error for rows of a stream that no route takes."""
         patterns = {route.stream: route for route in self.effective}
         nearest = difflib.get_close_matches(stream, patterns, n=1, cutoff=0)
         attributes = any(target.route.match for target in self.targets(source, stream))
-        raise ConfigError(
+        return ConfigError(
             f"no route takes {'some rows' if attributes else 'rows'} of stream {stream!r} of source {source!r}"
             + (f"; the nearest is from = {nearest[0]!r}" if nearest else ""),
             code="PEN-1018",

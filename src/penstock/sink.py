@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from penstock import failpoints
 from penstock.durable import Json
 from penstock.errors import Fenced, StagingLost
+from penstock.schema import SchemaChange
 from penstock.schema.evolution import EvolutionConfig, Policy
 from penstock.source import C, Connector, type_argument
 
@@ -171,6 +172,13 @@ class SinkConnector(Connector[C], Generic[C, R]):
 
     current: Mapping[Topic, pa.Schema] = MappingProxyType({})
     """The columns that topics have now, as far as their sources tell; set by the runtime, on the driver."""
+
+    cleared: frozenset[Topic] = frozenset()
+    """Topics whose rows in this epoch follow a clear, and for which the sink has said `renews`; set in tasks."""
+
+    def renews(self, topic: Topic, changes: Sequence[SchemaChange]) -> bool:
+        """Driver: True if a target that is cleared can change like this together with its rows, in their commit."""
+        return False
 
     def policy(self, topic: Topic) -> Policy:
         """What the topic's route, else the sink's own option says about rows that the target has no place for."""

@@ -362,6 +362,10 @@ class RangeSource(SourceConnector[C], Generic[C, P]):
         """
         return None
 
+    def cleared(self, start: P, end: P) -> frozenset[str]:
+        """Streams whose rows in the range follow a clear, so that a target may take other types with it; on the driver."""
+        return frozenset()
+
     def reread(self, notes: Sequence[Json], again: Sequence[Json], streams: frozenset[str]) -> Sequence[Json]:
         """
         The notes that count when a range was read a second time for a sink that had lost it, while others keep the first.

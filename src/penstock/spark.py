@@ -26,9 +26,18 @@ import pyarrow as pa
 import penstock
 from penstock.change import Fates, is_changelog
 from penstock.durable import canonical, disk_errors
-from penstock.errors import ConfigError, ConnectorError, DataError, FatalError, RetryableError, SchemaError, from_text
+from penstock.errors import (
+    ConfigError,
+    ConnectorError,
+    DataError,
+    FatalError,
+    RetryableError,
+    SchemaError,
+    from_text,
+    is_of_stream,
+)
 from penstock.java import java_problem
-from penstock.job import Job, Part, Tally, TaskResult, Writer, is_plain, read_parts, run_task, write
+from penstock.job import Job, Part, Tally, TaskResult, Writer, is_plain, leaving_out, read_parts, run_task, write
 from penstock.routing import Route, Target, partition_of, split_by
 from penstock.schema import key_of, with_key
 from penstock.sink import Task, Topic
@@ -252,9 +261,9 @@ class SparkEngine:
                 try:
                     with _driver_errors(), _row_errors(target):
                         results += self._sql(job, target, merged(schemas, target.topic))
-                except (ConfigError, DataError, SchemaError) as error:
-                    if isinstance(error, ConfigError) and error.code != _BAD_SQL:
-                        raise  # of a connector that could not be opened
+                except ConnectorError as error:
+                    if not is_of_stream(error) and error.code != _BAD_SQL:
+                        raise  # such as of a connector that could not be opened
                     results.append(_without(job, target, number, error))
         return results
 
@@ -374,7 +383,10 @@ def _scatter_task(
                     continue
                 count = target.route.partitions
                 key = target.route.key_columns(batch.schema)
-                for lane, rows in enumerate(split_by(batch, partition_of(batch, key, count), count)):
+                split: list[pa.RecordBatch | None] = []
+                with leaving_out(tally, job):
+                    split = split_by(batch, partition_of(batch, key, count), count)
+                for lane, rows in enumerate(split):
                     if rows is not None and rows.num_rows:
                         sequence += 1
                         yield (

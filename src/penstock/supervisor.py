@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from penstock.capture import ChangeCapture, SnapshotTable
 from penstock.durable import Json
-from penstock.epochs import EpochLoop, State
+from penstock.epochs import EpochLoop, State, followed
 from penstock.errors import Action, ConnectorError, FatalError, RetryableError, action, without_secrets
 from penstock.ingest import Ingest
 from penstock.job import Engine, is_plain
@@ -26,7 +26,15 @@ from penstock.pipeline import Pipeline, compare_shapes
 from penstock.routing import Router, Target
 from penstock.schema import discover
 from penstock.sink import SinkConnector, Topic
-from penstock.source import HealthState, HealthStatus, PollingSource, ProducerConfig, RangeSource, SourceConnector
+from penstock.source import (
+    HealthState,
+    HealthStatus,
+    PollingSource,
+    ProducerConfig,
+    RangeSource,
+    Schemas,
+    SourceConnector,
+)
 from penstock.telemetry import EpochReport, Telemetry
 
 HEALTH_SECS = 5.0
@@ -290,8 +298,7 @@ class _Supervisor:
         )
         routes: list[tuple[Target, pa.Schema]] = []
         pairs: set[tuple[str, Topic]] = set()
-        known = {name: discover(source) for name, source in self.ranges.items()}
-        self.pipeline.require_streams(known)
+        known = self._placed({name: discover(source) for name, source in self.ranges.items()}, state)
         for name, schemas in known.items():
             for stream, schema in schemas.items():
                 for target in self.router.targets(name, stream):
@@ -303,6 +310,18 @@ class _Supervisor:
         engine.check(routes, keyed)
         loop.start(sorted(pairs), self.lost_state)
         return loop
+
+    def _placed(self, known: dict[str, Schemas], state: State) -> dict[str, Schemas]:
+        """Refuse streams without a place of their own; a table that came after the first start is set aside in its epoch."""
+        if not self.pipeline.check_streams(known):
+            return known
+        newest, placed = state.newest, dict(known)
+        for name, source in self.ranges.items():
+            if source.has_tables and newest is not None and name in newest.ranges:
+                start = source.position_type.model_validate(newest.ranges[name].start)
+                placed[name] = {s: known[name][s] for s in followed(source, start) if s in known[name]}
+        self.pipeline.require_streams(placed)
+        return placed
 
     # -- epochs --------------------------------------------------------------------------------------------------
 

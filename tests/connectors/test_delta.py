@@ -548,4 +548,8 @@ def test_a_topic_that_the_client_would_read_as_another_is_refused(make):
     sink = make(path="{topic}")
     with pytest.raises(ConfigError, match=r"PEN-1010 .*%20"):
         sink.committed_epoch("shop", "/a%20b")
+    with pytest.raises(ConfigError, match=r"PEN-1010 .*backslash"):
+        stage(make(), epoch(1), rows(1), topic="/a\\b")
     assert sink.committed_epoch("shop", "/50%") is None
+    with pytest.raises(ConfigError, match=r"PEN-1003 .*`path`"):
+        make(path="lake%20/{topic}")

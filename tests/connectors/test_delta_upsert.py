@@ -23,8 +23,8 @@ from penstock.change import CHANGE_FIELDS, collapse_parts
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.delta import rewrite as rewriting
 from penstock.errors import ConfigError, DataError, Fenced, RetryableError, SchemaError, StagingLost
-from penstock.schema import with_key
-from penstock.sink import Epoch
+from penstock.schema import ChangeKind, SchemaChange, with_key
+from penstock.sink import Epoch, Task
 
 PLAIN = pa.schema([("id", pa.int64()), ("name", pa.string()), ("doc", pa.string())])
 
@@ -553,3 +553,67 @@ def test_two_million_changes_are_applied_in_little_memory(make, target):
     receipts = [stage(sink, e, *batches())]
     assert peak_of_commit(sink, e, receipts) < 350 << 20
     assert DeltaTable(str(target)).to_pyarrow_dataset().count_rows() == count
+
+
+class TestRenewed:
+    """A table that is cleared takes other types in the commit that clears it."""
+
+    RETYPED = pa.schema([("id", pa.string()), ("name", pa.timestamp("us")), ("more", pa.list_(pa.int64()))])
+
+    def stage(self, sink, e, *events, cleared=True):
+        worker = pickle.loads(pickle.dumps(sink))
+        worker.cleared = frozenset({ORDERS} if cleared else ())
+        worker.open()
+        worker.begin_epoch(e, Task(0))
+        worker.write_batch(ORDERS, changes(*events, schema=self.RETYPED))
+        receipt = worker.pre_commit(e)
+        worker.close()
+        return sink.receipt_type.model_validate_json(receipt.model_dump_json())
+
+    def test_types_are_replaced_together_with_the_rows(self, make, target):
+        sink = make()
+        commit(sink, 1, insert(1, 2))
+        before = DeltaTable(str(target))
+        row = {"_op": "r", "id": "a", "name": datetime.datetime(2024, 1, 1), "more": [1]}
+        e = epoch(2)
+        receipt = self.stage(sink, e, {"_op": "t"}, row)
+        for _ in range(2):  # the answer may have been lost
+            sink.commit_epoch(e, [receipt], END)
+        assert read(target) == [{"id": "a", "name": row["name"], "doc": None, "more": [1]}]
+        after = DeltaTable(str(target))
+        assert after.metadata().id == before.metadata().id
+        assert removed(target) == {os.path.basename(uri) for uri in before.file_uris()}
+        assert sink.committed_epoch("shop", ORDERS).number == 2
+        e = epoch(3)
+        sink.commit_epoch(e, [self.stage(sink, e, {**row, "id": "b"}, cleared=False)], END)
+        assert [row["id"] for row in read(target)] == ["a", "b"]
+
+    def test_rows_without_their_clear_are_not_applied_since_they_come_again(self, make, target):
+        sink = make()
+        commit(sink, 1, insert(1, 2))
+        e = epoch(2)
+        sink.commit_epoch(e, [self.stage(sink, e, {"_op": "r", "id": "a"})], END)
+        assert names(target) == {1: "new", 2: "new"}
+        assert sink.committed_epoch("shop", ORDERS).number == 2
+
+    def test_a_clear_with_types_that_the_table_can_follow_changes_as_ever(self, make, target):
+        sink = make()
+        commit(sink, 1, changes({"_op": "c", "id": 1}, schema=pa.schema([("id", pa.int32())])))
+        worker = pickle.loads(pickle.dumps(sink))
+        worker.cleared = frozenset({ORDERS})
+        worker.open()
+        e = epoch(2)
+        worker.begin_epoch(e, Task(0))
+        worker.write_batch(ORDERS, insert(2**40))
+        sink.commit_epoch(e, [worker.pre_commit(e)], END)
+        assert names(target) == {1: None, 2**40: "new"}
+
+    def test_a_partition_column_a_rule_and_marked_rows_forbid_it(self, make, target):
+        retyped = [SchemaChange(ChangeKind.RETYPED, "name", pa.string(), pa.int64())]
+        for options in ({"partition_by": ["name"]}, {"soft_delete": True}):
+            sink = make(path=str(target.parent / next(iter(options)) / "{topic}"), **options)
+            commit(sink, 1, insert(1))
+            assert not sink.renews(ORDERS, retyped)
+        sink = make()
+        commit(sink, 1, insert(1))
+        assert sink.renews(ORDERS, retyped)

@@ -244,10 +244,14 @@ class TestWhenItIsNoticed:
             lake.catch_up()
             try:
                 database.run("ALTER SYSTEM SET synchronous_standby_names = 'nobody'", "SELECT pg_reload_conf()")
-                wait_until(
-                    lambda: other.execute("SHOW synchronous_standby_names").fetchone() == ("nobody",), "it is set"
-                )
-                database.run("CHECKPOINT")  # who writes it is who makes the others wait for a standby
+                while not waits():  # not every process of the server has heard of it at the same time
+                    writing = threading.Thread(
+                        target=other.execute, args=["SELECT pg_logical_emit_message(true, '', '')"]
+                    )
+                    writing.start()
+                    wait_until(lambda writing=writing: waits() or not writing.is_alive(), "a write waits or ends")
+                database.run(f"SELECT pg_cancel_backend({other.info.backend_pid})")
+                writing.join()
                 truncating = threading.Thread(target=other.execute, args=["TRUNCATE parts_1"])
                 truncating.start()
                 wait_until(waits, "the truncate is in the log")

@@ -9,10 +9,12 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.epochs import State
-from penstock.errors import ConfigError, ConnectorError
+from penstock.errors import ConfigError, ConnectorError, is_of_stream
 from penstock.pipeline import Pipeline
+from penstock.routing import Target
 from penstock.schema import discover
 from penstock.shape import changes_between
+from penstock.sink import SinkConnector
 from penstock.source import Connector, Finding, Schemas, SourceConnector
 
 
@@ -28,7 +30,7 @@ def check(pipeline: Pipeline, console: Console) -> bool:
     faults = 0
     for kind, connectors in (("source", pipeline.sources), ("sink", pipeline.sinks)):
         for name, connector in connectors.items():
-            findings = list(_examine(name, connector, streams))
+            findings = list(_examine(name, connector, streams, pipeline))
             faults += sum(not finding.ok for finding in findings)
             _show(kind, name, connector, findings, console)
     _routes(pipeline, streams, console)
@@ -51,7 +53,9 @@ def check(pipeline: Pipeline, console: Console) -> bool:
     return not faults
 
 
-def _examine(name: str, connector: Connector[Any], streams: dict[str, Schemas]) -> Iterator[Finding]:
+def _examine(
+    name: str, connector: Connector[Any], streams: dict[str, Schemas], pipeline: Pipeline
+) -> Iterator[Finding]:
     try:
         try:
             connector.open()
@@ -64,10 +68,35 @@ def _examine(name: str, connector: Connector[Any], streams: dict[str, Schemas]) 
         yield from connector.check()
         if isinstance(connector, SourceConnector):
             streams[name] = discover(connector)
+        if isinstance(connector, SinkConnector):
+            yield from _places(name, connector, streams, pipeline)
     except ConnectorError as error:
         yield Finding(False, f"{error.code} {error.message}", error.hint)
     finally:
         connector.close()
+
+
+def _places(
+    name: str, sink: SinkConnector[Any, Any], streams: dict[str, Schemas], pipeline: Pipeline
+) -> Iterator[Finding]:
+    """Topics that the sink has no place for."""
+    found = [
+        target for source, known in streams.items() for stream in known for target in _targets(pipeline, source, stream)
+    ]
+    for topic in sorted({target.topic for target in found if name in target.sinks}):
+        try:
+            sink.schema(topic)
+        except ConnectorError as error:
+            if not is_of_stream(error):
+                raise
+            yield Finding(False, f"{topic} is left out: {error.code} {error.message}", error.hint)
+
+
+def _targets(pipeline: Pipeline, source: str, stream: str) -> tuple[Target, ...]:
+    try:
+        return pipeline.router.targets(source, stream)
+    except ConfigError:  # `check_streams` tells it
+        return ()
 
 
 def _since_the_last_run(pipeline: Pipeline) -> Iterator[Finding]:
@@ -102,7 +131,7 @@ def _routes(pipeline: Pipeline, streams: dict[str, Schemas], console: Console) -
             console.print(
                 Text.assemble(("  ", ""), (f"{source}:", "dim"), stream, (f" ({columns})", "dim")), soft_wrap=True
             )
-            targets = pipeline.router.targets(source, stream)
+            targets = _targets(pipeline, source, stream)
             if not targets and pipeline.processing.unrouted == "skip":
                 console.print(Text("    → nowhere: no route takes it, and its rows are skipped", style="yellow"))
             for target in targets:

@@ -63,6 +63,8 @@ class StagedTopic(BaseModel):
     columns: str
     """The schema of the topic's rows, partition columns included, as `pack_schema` writes it."""
     files: list[StagedFile] = []
+    renews: bool = False
+    """The rows follow a clear and may have other types than the target."""
 
 
 class StagedFiles(Receipt):

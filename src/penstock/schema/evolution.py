@@ -161,7 +161,7 @@ def refusal(
 ) -> SchemaError:
     """The error for a column that the target does not take."""
     what = "is not in the target" if old is None else f"is {old} in the target"
-    hint = f"cast it to {old} in the route's SQL, or write to a new target"
+    hint = f"cast it to {old} in the route's SQL, change the column in the target, or write to a new one"
     if policy.discards:
         hint = f"{hint}: a value of the key is never discarded"
     elif old is None:

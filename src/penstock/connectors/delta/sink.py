@@ -61,6 +61,7 @@ TRIES = 20
 DELETED = pa.field("_deleted", pa.bool_())
 """Marks rows that are gone, for `soft_delete`; null in rows from before it was set, which are there."""
 
+_MISREAD = re.compile(r"%[0-9A-Fa-f]{2}|\\")
 _WITH_ROW = [Op.SEEDED.value, Op.INSERT.value, Op.UPDATE.value]
 
 
@@ -109,7 +110,9 @@ class Delta(StagingSink[DeltaConfig]):
 
     Numbers get wider types, and dates become timestamps, without a rewrite: the metadata changes, and older files keep
     their types, which the Delta client, pyarrow, DuckDB and Spark 4 read as the wider ones. The client knows no table
-    feature for it, so that none is declared. Partition columns and nested types keep theirs.
+    feature for it, so that none is declared. Partition columns and nested types keep theirs. With `upsert`, a table that is
+    copied anew from a clear on takes any other type in the commit that clears it (not with `soft_delete`, and not where the
+    table forbids nulls).
     """
 
     name = "delta"
@@ -133,6 +136,9 @@ class Delta(StagingSink[DeltaConfig]):
                 what = f'`{option}` has no meaning for mode = "{self.config.mode}"'
                 raise ConfigError(what, code="PEN-1003", hint='use mode = "upsert"')
         super().open()
+        if _MISREAD.search(str(self._targets.root)):
+            what = f"the Delta client reads the %-code or backslash in `path` as another character: {self.config.path}"
+            raise ConfigError(what, code="PEN-1003", hint="choose another path")
 
     def close(self) -> None:
         super().close()
@@ -164,6 +170,7 @@ class Delta(StagingSink[DeltaConfig]):
 
     def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
         assert self._stage is not None
+        self._claim(topic)  # what is staged can only go forward
         rows, discarded = self._as_changes(topic, batch) if self._upserts else self._as_rows(topic, batch)
         if rows.num_rows:
             self._refuse_values(topic, rows)
@@ -194,7 +201,10 @@ class Delta(StagingSink[DeltaConfig]):
             return receipt
         staged = {
             topic: each.model_copy(
-                update={"columns": pack_schema(with_key(unpack_schema(each.columns), self._keys[topic]))}
+                update={
+                    "columns": pack_schema(with_key(unpack_schema(each.columns), self._keys[topic])),
+                    "renews": topic in self.cleared,
+                }
             )
             for topic, each in receipt.staged.items()
         }
@@ -246,7 +256,7 @@ class Delta(StagingSink[DeltaConfig]):
 
     def accept(self, topic: Topic, rows: pa.Schema, policy: Policy) -> pa.Schema:
         assert self._stage is not None
-        stored, staged = self.stored(topic), self._stage.schema(topic)
+        stored, staged = self.stored(topic) if topic not in self.cleared else None, self._stage.schema(topic)
         columns = stored or self._own(staged or rows)
         if stored is not None and staged is not None:
             columns = self._follow(topic, stored, self._own(staged))
@@ -307,6 +317,10 @@ class Delta(StagingSink[DeltaConfig]):
                 with durable.disk_errors():
                     if table is None:
                         self._create(topic, schemas)
+                    elif self._renewed(topic, table, parts) is not None:
+                        if table.may_hold(schemas):
+                            self._commit(epoch, topic, table, parts, end)
+                            break
                     elif self._evolve(topic, table, schemas):
                         self._commit(epoch, topic, table, parts, end)
                         break
@@ -350,7 +364,8 @@ class Delta(StagingSink[DeltaConfig]):
         if not self._upserts:
             table.commit(epoch, end, [file for part in parts for file in part.files])
             return
-        below, schema = _changes(table.path, epoch.pipeline), delta_schema(topic, table.columns())
+        renewed = self._renewed(topic, table, parts)
+        below, schema = _changes(table.path, epoch.pipeline), renewed or delta_schema(topic, table.columns())
         marker = table.marker(epoch.pipeline)
         sent = {name for part in parts for name in self._own(unpack_schema(part.columns)).names}
         sent.update(marker.columns if marker else ())
@@ -360,9 +375,31 @@ class Delta(StagingSink[DeltaConfig]):
         own = pa.schema([each for each in schema if not self.config.soft_delete or each.name != DELETED.name])
         collapsed = collapse_parts(changes, _one_key(topic, parts), own)
         begin = partial(self.begin_stage, epoch, REWRITER, partition_by=self.config.partition_by)
+        if renewed and not collapsed.truncated:  # the part that clears has failed, and the source begins anew
+            table.commit(epoch, end, [], columns=sorted(sent))
+            return
         files = rewrite(topic, table, schema, collapsed, begin, DELETED.name if self.config.soft_delete else None)
-        table.commit(epoch, end, files.adds, files.removes, columns=sorted(sent))
+        table.commit(epoch, end, files.adds, files.removes, columns=sorted(sent), schema=renewed)
         staging.drop_lists(self._targets.root, epoch.pipeline, files.staged)
+
+    def _renewed(self, topic: Topic, table: Table, parts: Sequence[StagedTopic]) -> pa.Schema | None:
+        """The columns of a table that is cleared if rows come with types that its own cannot follow; else None."""
+        old = delta_schema(topic, table.columns())
+        if not any(part.renews for part in parts):
+            return None
+        new = delta_schema(topic, self._own(unpack_schema(parts[0].columns)))
+        for part in parts:
+            new = self._follow(topic, new, delta_schema(topic, self._own(unpack_schema(part.columns))))
+        if self.evaluate_evolution(diff(old, new)):
+            return None
+        kept = [new.field(each.name) if each.name in new.names else each for each in old]
+        return pa.schema([*kept, *(each for each in new if each.name not in old.names)])
+
+    def renews(self, topic: Topic, changes: Sequence[SchemaChange]) -> bool:
+        table = self._table(topic)
+        fixed = [change for change in changes if change.column in self.config.partition_by]
+        plain = table is not None and all(each.nullable for each in table.columns())
+        return self._upserts and not self.config.soft_delete and plain and not fixed
 
     def _tidy(self, epoch: Epoch, topic: Topic, parts: Sequence[StagedTopic]) -> None:
         """Drop the changes that are applied, and files that a commit which failed or died has written for them."""
@@ -423,7 +460,7 @@ class Delta(StagingSink[DeltaConfig]):
 
     def is_seeded(self, topic: Topic) -> bool:
         try:
-            seeded = json.loads((self._targets.claim(topic) / HIDDEN / ".seeded").read_bytes())["table"]
+            seeded = json.loads((self._claim(topic) / HIDDEN / ".seeded").read_bytes())["table"]
         except FileNotFoundError:
             return False
         table = self._table(topic)
@@ -461,16 +498,21 @@ class Delta(StagingSink[DeltaConfig]):
             while table is not None and not self._evolve(topic, table, [delta_schema(topic, new)]):
                 pass
 
-    def _table(self, topic: Topic) -> Table | None:
-        """The topic's table at its newest version, or None."""
-        known = self._tables.get(topic)
+    def _claim(self, topic: Topic) -> Path:
+        """The topic's directory; refused when the client would look for another."""
         path = self._targets.claim(topic)
-        if re.search("%[0-9A-Fa-f]{2}", str(path)):
+        if _MISREAD.search(str(path)):
             raise ConfigError(
-                f"the Delta client reads the %-code in {path} as another character, and would not find the table",
+                f"the Delta client reads the %-code or backslash in {path} as another character, and would not find the table",
                 code="PEN-1010",
                 hint="route to another name, or choose another path",
             )
+        return path
+
+    def _table(self, topic: Topic) -> Table | None:
+        """The topic's table at its newest version, or None."""
+        known = self._tables.get(topic)
+        path = self._claim(topic)
         if known is not None and known.is_the_same():
             with delta_errors(path):
                 known.refresh()

@@ -115,8 +115,9 @@ class Table:
         files: Sequence[StagedFile],
         removed: Sequence[StagedFile] = (),
         columns: Sequence[str] = (),
+        schema: pa.Schema | None = None,
     ) -> None:
-        """Make the version after the one that is loaded, or raise `CommitFailedError`."""
+        """Make the version after the one that is loaded, or raise `CommitFailedError`; a new `schema` drops all old files."""
         version = self.delta.version() + 1
         sequence = (self.delta.transaction_version(_app(epoch.pipeline)) or 0) + 1
         sidecar = Sidecar(
@@ -135,10 +136,10 @@ class Table:
         self.delta.create_write_transaction(
             [
                 *(AddAction(f.path, f.bytes, f.partition, now, True, f.stats or "") for f in files),
-                *(RemoveAction(f.path, True, now, f.bytes, f.partition) for f in removed),
+                *(RemoveAction(f.path, True, now, f.bytes, f.partition) for f in (removed if schema is None else ())),
             ],
-            "append",
-            self.delta.schema(),
+            "append" if schema is None else "overwrite",
+            self.delta.schema() if schema is None else DeltaSchema.from_arrow(schema),
             self.partition_by(),
             commit_properties=CommitProperties(
                 custom_metadata={"penstock": {"pipeline": epoch.pipeline, "epoch": epoch.number}},
@@ -188,21 +189,28 @@ class Table:
         self.refresh()
         self.sync(self.delta.version())
 
+    def may_hold(self, schemas: Sequence[pa.Schema]) -> bool:
+        """False if the table first had to be told that it may hold such types, and its marker is to be looked at again."""
+        features = self.delta.protocol().writer_features or ()
+        kinds = [each.type for schema in schemas for each in schema]
+        if "timestampNtz" in features or not any(types.is_timestamp(kind) and kind.tz is None for kind in kinds):
+            return True
+        self.delta.alter.add_feature(
+            TableFeatures.TimestampWithoutTimezone,
+            allow_protocol_versions_increase=True,
+            commit_properties=CommitProperties(max_commit_retries=_NO_RETRIES),
+            post_commithook_properties=_HOOKS,
+        )
+        self.refresh()
+        return False
+
     def widen_columns(self, columns: pa.Schema) -> None:
         """
         Give columns wider types: an entry of metadata alone, since readers take narrower files for wider columns.
 
         The client has no call for it. The entry is made as the client makes its own: whole, or not at all.
         """
-        features = self.delta.protocol().writer_features or ()
-        if "timestampNtz" not in features and any(types.is_timestamp(each.type) for each in columns):
-            self.delta.alter.add_feature(
-                TableFeatures.TimestampWithoutTimezone,
-                allow_protocol_versions_increase=True,
-                commit_properties=CommitProperties(max_commit_retries=_NO_RETRIES),
-                post_commithook_properties=_HOOKS,
-            )
-            self.refresh()
+        self.may_hold([columns])
         metadata, schema = self.delta.metadata(), json.loads(self.delta.schema().to_json())
         wider = {each["name"]: each["type"] for each in json.loads(DeltaSchema.from_arrow(columns).to_json())["fields"]}
         for each in schema["fields"]:

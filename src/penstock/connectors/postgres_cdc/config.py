@@ -29,6 +29,13 @@ class PostgresLogConfig(PostgresConfig):
     target as it is; of one that is left out no more, `postgres_cdc` copies the values.
     """
 
+    text_columns: tuple[str, ...] = ()
+    """
+    Columns whose values are brought as the server prints them, by the same patterns: the way to take in what their types
+    have no place for (NaN in numeric(p, s), arrays of two dimensions, timestamps behind the year 294246), and arrays as
+    keys. A table whose columns are named later is copied anew, if its target can take other types.
+    """
+
     insert_only: tuple[str, ...] = ()
     """
     Tables of which only inserts (and TRUNCATE) are captured: the way to take in those without a replica identity. With

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -106,16 +106,18 @@ class Decoder:
         *,
         wanted: Callable[[str], bool] | None = None,
         exclude: Callable[[str, str], bool] | None = None,
+        as_text: Callable[[str, str], bool] | None = None,
         keys: Mapping[str, Sequence[str]] | None = None,
         relations: Mapping[int, Relation] | None = None,
         current_xid: int | None = None,
         on_bad: Callable[[str, ConnectorError], None] | None = None,
     ) -> None:
         """
-        `wanted(stream)` chooses tables, `exclude(stream, column)` leaves out columns that are not of the key, `keys` are
-        the keys of tables whose replica identity does not name one (full, nothing), `relations` is what an earlier
-        range knew of the tables (for `RelationChange.old`), `current_xid` a `pg_current_xact_id()` that widens `_txid`,
-        `on_bad(stream, error)` is told of rows that cannot be decoded instead of an error that ends everything.
+        `wanted(stream)` chooses tables, `exclude(stream, column)` leaves out columns that are not of the key,
+        `as_text(stream, column)` names those whose values are held as the server prints them, `keys` are the keys of
+        tables whose replica identity does not name one (full, nothing), `relations` is what an earlier range knew of the
+        tables (for `RelationChange.old`), `current_xid` a `pg_current_xact_id()` that widens `_txid`, `on_bad(stream,
+        error)` is told of rows that cannot be decoded instead of an error that ends everything.
         """
         self.last_commit_lsn: int | None = None
         """BEGIN's final LSN of the last transaction in the range."""
@@ -127,6 +129,7 @@ class Decoder:
         """Relations that were described right behind another: so come those whose rows are shown as those of their root."""
         self._catalog, self._start, self._end = catalog, start_lsn, end_lsn
         self._wanted, self._exclude, self._keys = wanted, exclude, dict(keys or {})
+        self._as_text = as_text
         self._current_xid = current_xid
         self._on_bad = on_bad
         self._wire: dict[int, Relation] = {}
@@ -255,6 +258,9 @@ class Decoder:
                 f"{relation.stream} has a column {clash[0]!r}, which is the name of a column that describes a change",
                 hint="rename it, or leave the table out",
             )
+        if (as_text := self._as_text) is not None:
+            flagged = (replace(each, as_text=as_text(relation.stream, each.name)) for each in relation.columns)
+            relation = replace(relation, columns=tuple(flagged))
         key = relation.key(self._keys.get(relation.stream, ()))
         exclude = self._exclude
         kept = [
@@ -282,7 +288,7 @@ class Decoder:
         yield Rows(relation, pa.RecordBatch.from_arrays([*columns, *described], schema=schema))
 
     def _column(self, cells: _Cells, piece: _Piece, column: Column) -> pa.Array:
-        return parse_text(piece.texts(cells), column.type_oid, column.typmod, self._catalog, name=column.name)
+        return parse_text(piece.texts(cells), *column.held, self._catalog, name=column.name)
 
     def _old_keys(self, changes: _Changes, piece: _Piece, relation: Relation, key: Sequence[str]) -> pa.Array:
         """For rows whose key changed, the old one; for rows of a table without a key, the old row."""

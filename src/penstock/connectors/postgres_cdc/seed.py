@@ -379,8 +379,8 @@ def _clear(table: Table, catalog: TypeCatalog, part: Chunk | Pages) -> SourceBat
 
 def _seeded(batch: pa.RecordBatch, table: Table, catalog: TypeCatalog, part: Chunk | Pages) -> pa.RecordBatch:
     rows = batch.num_rows
-    columns = [
-        from_select(values, column, catalog) for values, column in zip(batch.columns, table.columns, strict=True)
+    columns = [  # of a table without columns a number is read for each row
+        from_select(values, column, catalog) for values, column in zip(batch.columns, table.columns, strict=False)
     ]
     # No commit record starts at an odd place, so this sorts behind all that was read and before all that comes.
     fixed = {"_op": str(Op.SEEDED), "_position": position_text(part.lsn - 1, 2 * part.copy + 1)}
@@ -553,7 +553,7 @@ class Rules:
 
     def rows(self, item: Rows) -> Iterator[SourceBatch]:
         stream = item.relation.stream
-        if not self.wants(stream):
+        if not self.wants(stream) or item.relation.namespace != self.by_stream[stream].table.namespace:
             return
         try:
             for batch in self.by_stream[stream].rows(item):

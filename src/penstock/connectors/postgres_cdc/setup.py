@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from penstock.change import CHANGE_FIELDS
 from penstock.connectors.postgres_cdc import wal
-from penstock.connectors.postgres_cdc.types import Column, TypeCatalog, quoted, table_schema
+from penstock.connectors.postgres_cdc.types import Column, TypeCatalog, arrow_type, quoted, table_schema
 from penstock.errors import ConfigError
 from penstock.source import Finding
 
@@ -195,19 +195,22 @@ def find_tables(
         index = tuple(identity_key if identity == "i" else primary_key)
         key = index if identity in "di" else ()
         found = [
-            (Column(column, type_oid, typmod, column in key, not required), plain)
+            (Column(column, type_oid, typmod, column in key, not required, as_text(stream, column, config)), plain)
             for column, type_oid, typmod, required, generated, plain in columns[oid]
             if _published(generated, version) and not excluded(stream, column, config)
         ]
         insert_only = _matches(stream, config.insert_only)
         names = {column.name for column, _ in found}
         missing = [column for column in (*primary_key, *index) if column not in names]
+        unsent = {row[0] for row in columns[oid] if not _published(row[4], version)}.intersection(missing)
         table = Table(
             oid, namespace, name, kind == "p", identity, tuple(primary_key), index, tuple(column for column, _ in found),
             insert_only, all(plain for column, plain in found if column.name in index),
         )  # fmt: skip
         shape, defaults = shapes.get(oid, ("", []))
-        shape = f"{shape}:{hashlib.md5(repr(index).encode(), usedforsecurity=False).hexdigest()[:8]}"
+        as_texts = [column.name for column, _ in found if column.as_text]
+        rest = repr((index, as_texts) if as_texts else index)
+        shape = f"{shape}:{hashlib.md5(rest.encode(), usedforsecurity=False).hexdigest()[:8]}"
         made_of = {kind: parts for column, _ in found for kind, parts in members.get(column.type_oid, {}).items()}
         shape += ":" + ",".join(f"{kind}.{len(parts)}.{_digest(*parts)}" for kind, parts in sorted(made_of.items()))
         left_out = [_digest(row[0]) for row in columns[oid] if excluded(stream, row[0], config)]
@@ -217,9 +220,19 @@ def find_tables(
         table = replace(table, generated=frozenset(row[0] for row in columns[oid] if row[4] and row[0] in names))
         table = marked(table, config, held)
         if not missing:
-            types = {column.type_oid for column in table.key_columns}
+            types = {0 if column.as_text else column.type_oid for column in table.key_columns}
             table = replace(table, comparable=types <= {*COMPARABLE} and (utf8 or types.isdisjoint(_TEXT)))
-        if missing:
+        if stream in captured:
+            refused[table.sql] = (
+                f"it has the same name as {captured[stream].sql} where a dot stands between (rename one)"
+            )
+        elif unsent:
+            column = quoted(min(unsent))
+            refused[stream] = (
+                f"its key has the generated column {column}, which servers before 18 do not send "
+                f"(ALTER TABLE {table.sql} ALTER {column} DROP EXPRESSION; or put it into `exclude_tables`)"
+            )
+        elif missing:
             refused[stream] = f"exclude_columns leaves out {missing[0]!r}, which is part of its key (keep the key)"
             wrong[stream] = ConfigError(
                 f"exclude_columns leaves out {missing[0]!r}, which is part of the key of {stream}",
@@ -567,6 +580,7 @@ def _table_findings(
     names = {"d": "default", "f": "full", "i": "index", "n": "nothing"}
     oids = [table.oid for table in tables.captured.values()]
     may = {oid: each for oid, *each in connection.execute(_PRIVILEGES, [oids]).fetchall()}
+    catalog = TypeCatalog.from_rows(connection.execute(TypeCatalog.SQL).fetchall())
     for table in tables.captured.values():
         enters, reads, owns, is_hidden, denied = may.get(table.oid, (True, True, True, False, ()))
         if not enters:
@@ -586,7 +600,11 @@ def _table_findings(
             )
             yield Finding(False, f"{table.stream} may not be published: the user does not own it", fix)
         what = f"{table.stream}: replica identity {names[table.replica_identity]}, key {', '.join(table.key) or 'none'}"
-        if table.insert_only:
+        kinds = {c.name: arrow_type(*c.held, catalog) for c in table.columns if c.name in table.key}
+        if nested := [name for name, kind in kinds.items() if pa.types.is_nested(kind)]:
+            fix = f'text_columns = ["{table.stream}.{nested[0]}"]; or use it with sinks that append only'
+            yield Finding(False, f"{what}; it cannot be upserted by the array {nested[0]!r}", fix)
+        elif table.insert_only:
             yield Finding(True, f"{what}; only inserts are captured")
         elif table.key:
             yield Finding(True, what)
@@ -603,7 +621,7 @@ def _one(connection: psycopg.Connection[Any], query: str, values: Sequence[Any] 
 
 
 def _nothing(config: PostgresCdcConfig, refused: Mapping[str, str]) -> str:
-    left_out = f"; left out: {', '.join(refused)}" if refused else ""
+    left_out = "".join(f"; {stream}: {why}" for stream, why in refused.items())
     return f"no table that can be captured matches tables = {list(config.tables)}{left_out}"
 
 
@@ -613,6 +631,10 @@ def _chosen(stream: str, config: PostgresCdcConfig) -> bool:
 
 def excluded(stream: str, column: str, config: PostgresCdcConfig) -> bool:
     return _matches(f"{stream}.{column}", config.exclude_columns)
+
+
+def as_text(stream: str, column: str, config: PostgresCdcConfig) -> bool:
+    return _matches(f"{stream}.{column}", config.text_columns)
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
@@ -831,6 +832,16 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             part for stream, table in tables.items() for part in self._parts(table, *moving[stream], held, start.lsn)
         ]
 
+    def cleared(self, start: LogPosition, end: LogPosition) -> frozenset[str]:
+        if end.slots != start.slots or end.lsn > start.lsn:
+            return frozenset()
+        return frozenset(
+            stream
+            for stream, after in end.tables.items()
+            if after.state in ("seeding", "seeded") and after.copies > 1 and not after.refresh
+            if (was := start.tables.get(stream)) is None or was.copies != after.copies or was.state == "waiting"
+        )
+
     def _parts(self, table: Table, before: Progress, after: Progress, held: wal.Held, lsn: int) -> Sequence[Split]:
         _, catalog = self._known()
         stream = table.stream
@@ -919,6 +930,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             split.end,
             wanted=rules.wants,
             exclude=lambda stream, column: setup.excluded(stream, column, self.config),
+            as_text=partial(setup.as_text, config=self.config) if self.config.text_columns else None,
             keys={stream: known[stream].primary_key for stream in rules.by_stream},
             current_xid=self._ask(wal.current_xid),
             on_bad=rules.set_aside,

@@ -7,13 +7,16 @@ Both sides start from the same text, that of the type's output function, so the 
 |---|---|
 | bool · int2 int4 int8 · oid | bool · int16 int32 int64 · int64 |
 | float4 float8 | float32 float64, with NaN and the infinities |
-| numeric(p, s) up to 38 digits | decimal128; NaN has no place there and is an error that names `numeric = "text"` |
+| numeric(p, s) up to 38 digits | decimal128; NaN has no place there |
 | numeric otherwise | string: the exact text, with NaN and the infinities |
 | bytea | binary |
 | date, timestamp, timestamptz | date32, timestamp[us], timestamp[us, UTC], BC too; the infinities are the far ends |
-| arrays | list of the element's type; subscripts that do not start at 1 are not kept; more dimensions than one are an error |
+| arrays | list of the element's type; subscripts that do not start at 1 are not kept; more dimensions have no place |
 | domains | as the type below them |
 | time, timetz, interval, uuid, json, enums, ranges, composites and all others | string: the exact text |
+| any type, in a column of `text_columns` | string: the exact text |
+
+A value without a place is an error that names `text_columns`: NaN, a second dimension, a timestamp behind the year 294246.
 
 `infinity` and `-infinity` become the largest integer of the Arrow type and its negative. Every finite value lies between
 them, so nothing is lost, comparisons stay true, and DuckDB shows them as infinities again.
@@ -87,6 +90,13 @@ class Column:
     typmod: int = -1
     is_key: bool = False
     nullable: bool = True
+    as_text: bool = False
+    """Its values are held as the server prints them, whatever their type."""
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """The type and modifier that its values are held as."""
+        return (TEXT, -1) if self.as_text else (self.type_oid, self.typmod)
 
 
 @dataclass(frozen=True)
@@ -121,10 +131,6 @@ class TypeCatalog:
 
     types: Mapping[int, PgType] = field(default_factory=dict)
 
-    numeric: Literal["decimal", "text"] = "decimal"
-    """`text`: also numeric(p, s) as exact text, which can hold NaN."""
-    arrays: Literal["list", "text"] = "list"
-    """`text`: arrays as PostgreSQL prints them, which can hold more dimensions than one."""
     infinity: Literal["extreme", "null", "error"] = "extreme"
     """What becomes of the infinities of date and timestamps."""
 
@@ -151,9 +157,9 @@ def arrow_type(oid: int, typmod: int, catalog: TypeCatalog) -> pa.DataType:
     """The Arrow type that holds every value of a PostgreSQL type, or its text."""
     oid, typmod = catalog.base(oid, typmod)
     if oid == NUMERIC:
-        return _decimal(typmod) if catalog.numeric == "decimal" else pa.string()
+        return _decimal(typmod)
     array = catalog.element(oid)
-    if array and catalog.arrays == "list":
+    if array:
         return pa.list_(arrow_type(array[0], typmod, catalog))
     return _SCALARS.get(oid, pa.string())
 
@@ -161,9 +167,7 @@ def arrow_type(oid: int, typmod: int, catalog: TypeCatalog) -> pa.DataType:
 def table_schema(columns: Sequence[Column], catalog: TypeCatalog, key: Sequence[str] | None = None) -> pa.Schema:
     """The columns as an Arrow schema with its key; all are nullable, since a delete may know its key only."""
     fields = [
-        pa.field(
-            column.name, arrow_type(column.type_oid, column.typmod, catalog), metadata=type_metadata(column, catalog)
-        )
+        pa.field(column.name, arrow_type(*column.held, catalog), metadata=type_metadata(column, catalog))
         for column in columns
     ]
     return with_key(
@@ -173,7 +177,7 @@ def table_schema(columns: Sequence[Column], catalog: TypeCatalog, key: Sequence[
 
 def type_metadata(column: Column, catalog: TypeCatalog) -> dict[bytes, bytes] | None:
     """What a field keeps of its PostgreSQL type: its name and modifier, behind a domain's the type below, as JSON."""
-    oid, typmod = column.type_oid, column.typmod
+    oid, typmod = column.held
     found: list[tuple[str, int]] = []
     while known := catalog.types.get(oid):
         found.append((known.name, typmod if not known.base else -1))
@@ -205,7 +209,7 @@ def select_text(column: Column, catalog: TypeCatalog) -> str:
     oid, _ = catalog.base(column.type_oid, column.typmod)
     known = catalog.types.get(oid)
     name = quoted(column.name)
-    if known is None:
+    if known is None or known.output == "pg_catalog.textout":  # which takes no refcursor
         return f"{name}::pg_catalog.text"
     # Through the base type, as functions of any enum, range or array do not all take domains.
     return f"{known.output}({name}::{known.name})::pg_catalog.text"
@@ -214,6 +218,8 @@ def select_text(column: Column, catalog: TypeCatalog) -> str:
 def select_native(column: Column, catalog: TypeCatalog) -> str:
     """The fastest SQL for the column over ADBC; `from_select` makes the values of the WAL from its result."""
     oid, typmod = catalog.base(column.type_oid, column.typmod)
+    if column.as_text:
+        return select_text(column, catalog)
     native = oid in _NATIVE or pa.types.is_decimal(arrow_type(oid, typmod, catalog))
     return quoted(column.name) if native else select_text(column, catalog)
 
@@ -223,12 +229,12 @@ def from_select(values: pa.Array, column: Column, catalog: TypeCatalog) -> pa.Ar
     values = _combined(values)
     if isinstance(values, pa.ExtensionArray):
         values = values.storage
-    target = arrow_type(column.type_oid, column.typmod, catalog)
+    target = arrow_type(*column.held, catalog)
     if pa.types.is_date(values.type) or pa.types.is_timestamp(values.type):
         return _wrapped(values, target, catalog, column.name)
     if values.type == target:
         return values
-    return parse_text(values, column.type_oid, column.typmod, catalog, name=column.name)
+    return parse_text(values, *column.held, catalog, name=column.name)
 
 
 def quoted(name: str) -> str:
@@ -250,10 +256,9 @@ def _combined(values: pa.Array | pa.ChunkedArray) -> pa.Array:
     return values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()
 
 
-def _unheld(name: str, target: pa.DataType, why: str, hint: str = "") -> DataError:
+def _unheld(name: str, target: pa.DataType, why: str) -> DataError:
     column = f"column {name!r}" if name else "a column"
-    if pa.types.is_decimal(target) and "nan" in why.lower():
-        hint = 'a decimal has no NaN: set numeric = "text"'
+    hint = "name the column in `text_columns` to have its values as the server prints them, or in `exclude_columns`"
     return DataError(f"a value of {column} does not fit {target}: {why}", code="PEN-3001", hint=hint)
 
 
@@ -386,9 +391,7 @@ def _lists(text: pa.Array, oid: int, typmod: int, catalog: TypeCatalog, name: st
     opened = np.flatnonzero(opening)
     # Subscripts that start elsewhere than at 1 stand in front: [0:1]={7,8}
     if len(opened) != len(first):
-        raise pa.ArrowInvalid(
-            f'an array of more than one dimension; set arrays = "text": {_first_nested(text, opened, offsets)!r}'
-        )
+        raise pa.ArrowInvalid(f"an array of more than one dimension: {_first_nested(text, opened, offsets)!r}")
     if not closing[last].all() or closing.sum() != len(last) or (opened < first).any() or (opened > last).any():
         raise pa.ArrowInvalid("not the text of an array")
     commas = plain & (data == ord(delimiter))

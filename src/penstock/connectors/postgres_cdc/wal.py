@@ -43,6 +43,12 @@ _LOST = (
     'or set snapshot = "when_needed" to have everything copied again'
 )
 
+_TOO_LARGE = (
+    "the server prints no value of 1 GB, which a bytea of 512 MB comes to. Put its column into `exclude_columns`, and take it "
+    "out of the publication: ALTER PUBLICATION … DROP TABLE t; ALTER PUBLICATION … ADD TABLE t (the other columns). The log "
+    'cannot be read behind it: drop the slot, and run with snapshot = "when_needed" to have everything copied again'
+)
+
 
 @dataclass(frozen=True)
 class Server:
@@ -185,6 +191,8 @@ def errors(what: str) -> Iterator[None]:
             raise ConfigError(message, code="PEN-1016", hint=hint) from error
         if not state or state in ("42P01", "25P03") or state[:2] in ("08", "40", "53", "55", "57", "58"):
             raise RetryableError(message, code="PEN-2001") from error
+        if "invalid memory alloc request size" in text:
+            raise FatalError(f"{message} (a value is too large for the server to print)", hint=_TOO_LARGE) from error
         raise FatalError(message) from error
 
 

@@ -353,8 +353,10 @@ def read_part(
         edges = {"after": part.after, "upto": part.upto}
     with wal.errors(f"cannot copy {part.stream}"), table_errors(table) if apart else contextlib.nullcontext():
         part.held.take(connection)
-        # Page by page, for which the server takes 7 % less than for going through the index row by row.
+        # Page by page, for which the server takes 7 % less than for going through the index row by row; and only the pages
+        # of the chunk: one that is a third of its table would be filtered out of all of them.
         wal.run(connection, "SET LOCAL enable_indexscan = off")
+        wal.run(connection, "SET LOCAL enable_seqscan = off")
         columns = ", ".join(select_native(column, catalog) for column in table.columns) or "1"
         for batch in wal.batches(connection, f"SELECT {columns} FROM {_from(table)}{where}"):
             if batch.num_rows:

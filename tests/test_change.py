@@ -101,7 +101,7 @@ STATEMENTS = st.lists(
 NOTHING = {"n": 0, "doc": None, "img": None}
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(STATEMENTS, st.lists(st.integers(0, 40), max_size=3), st.randoms(use_true_random=False))
 @example(
     [("c", k, 0, {**NOTHING, "doc": str(k)}) for k in (1, 2)]
@@ -148,7 +148,7 @@ def with_two_columns_as_key(event):
     return event
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     statements=STATEMENTS,
     two_columns=st.booleans(),

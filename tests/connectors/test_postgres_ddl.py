@@ -475,14 +475,14 @@ def test_a_table_that_moves_into_insert_only_keeps_its_rows_and_is_copied_when_i
 @pytest.mark.parametrize("restarted", [False, True])
 def test_the_only_table_may_go_and_come_back(database, tmp_path, look_always, restarted):
     make(database, "orders")
-    with Lake(tmp_path, database.source()) as lake:
+    with Lake(tmp_path, database.source(heartbeat_secs=0.5)) as lake:
         lake.catch_up()
         database.run("ALTER TABLE orders RENAME TO aside")
         database.run("CREATE SCHEMA elsewhere", "ALTER TABLE aside SET SCHEMA elsewhere")
         if not restarted:
             lake.catch_up()
             assert lake.position.tables["public.orders"].state == "gone"
-    with Lake(tmp_path, database.source()) as lake:
+    with Lake(tmp_path, database.source(heartbeat_secs=0.5)) as lake:
         lake.catch_up()
         assert lake.position.tables["public.orders"].state == "gone"
         database.run("DELETE FROM elsewhere.aside WHERE id = 1")

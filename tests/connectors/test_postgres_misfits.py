@@ -188,7 +188,7 @@ def test_a_generated_key_that_the_server_does_not_send_leaves_its_table_out_alon
             "DROP TABLE good", "DROP TABLE bad", "CREATE TABLE bad (a int PRIMARY KEY GENERATED ALWAYS AS (1) STORED)"
         )
         with pytest.raises(ConfigError, match="generated"):
-            made.source().open()
+            made.source(slot="new").open()
 
 
 def test_of_two_tables_with_one_name_the_second_is_left_out(database, tmp_path):

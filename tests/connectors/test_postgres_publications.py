@@ -10,6 +10,8 @@ from mirrored import Lake, database_on
 from penstock.cli.checking import _examine
 from penstock.connectors.postgres_cdc import seed, source
 from penstock.errors import ConfigError
+from penstock.pipeline import Pipeline
+from penstock.routing import Route, Router
 from penstock.testing.postgres import PostgresServer, binaries
 
 _NUMBERS = itertools.count()
@@ -343,7 +345,9 @@ def test_what_makes_a_source_refuse_to_open_is_listed_with_the_rest(need):
     settings = {"fsync": "off", "wal_level": "replica"}
     with PostgresServer(18, settings=settings) as replica, database_on(replica, "plain") as database:
         database.run("CREATE TABLE orders (id int PRIMARY KEY)", "CREATE TABLE keyless (id int)")
-        found = list(_examine("shop", database.source(tables=["public.orders", "public.keyless"]), {}))
+        opened = database.source(tables=["public.orders", "public.keyless"])
+        pipeline = Pipeline("shop", {"shop": opened}, {}, Router((Route(),), ()))
+        found = list(_examine("shop", opened, {}, pipeline))
     assert [finding.what for finding in found if not finding.ok] == [
         "wal_level is replica",
         "public.keyless is left out: no replica identity",

@@ -13,7 +13,6 @@ import pytest
 
 from mirrored import Database, database_on
 from penstock import commands, supervisor
-from penstock.cli import main
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.postgres_cdc import seed, source, wal
 from penstock.connectors.postgres_cdc.position import LogPosition
@@ -460,16 +459,6 @@ class TestCommandLine:
         path = tmp_path / "pipeline.toml"
         path.write_text(PIPELINE.format(dsn=database.dsn, slot=database.name))
         return path
-
-    @pytest.fixture
-    def cli(self, capfd):
-        def run(*words):
-            with pytest.raises(SystemExit) as exit:
-                main([str(word) for word in words])
-            out, err = capfd.readouterr()
-            return int(exit.value.code or 0), out, err
-
-        return run
 
     def test_tables_are_shown_and_changed_with_nothing_running(self, database, file, cli):
         assert cli("tables", file, "show")[1].startswith("shop has not read any table yet")

@@ -69,10 +69,10 @@ $(SET_UP_DEV): pyproject.toml constraints.txt | $(BIN)/python
 	@touch $(SET_UP) $@
 
 java:
-	@$(BIN)/python -m penstock.java >/dev/null 2>&1 || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	@$(BIN)/python -m penstock.spark.java >/dev/null 2>&1 || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 		echo "installing Java; only this once" && apt-get -qq update && \
 		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y default-jre-headless >/dev/null; } || true
-	@$(BIN)/python -m penstock.java
+	@$(BIN)/python -m penstock.spark.java
 
 servers:  # what single tests need; a test whose server is not there says so
 	@command -v strace >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \

@@ -309,9 +309,10 @@ def keep_writing(dsn: str, stop: threading.Event, written: list[int]) -> None:
 
 def latency_run(file: str) -> None:
     """The pipeline as `penstock run` runs it; says when an epoch is committed."""
-    from penstock import supervisor
     from penstock.pipeline import Pipeline
-    from penstock.telemetry import EpochReport, Telemetry
+    from penstock.runtime import supervisor
+    from penstock.runtime.telemetry import EpochReport, Telemetry
+    from penstock.spark import engine_for
 
     class Told(Telemetry):
         def epoch(self, report: EpochReport) -> None:
@@ -328,7 +329,7 @@ def latency_run(file: str) -> None:
 
     threading.Thread(target=wait, daemon=True).start()
     pipeline = Pipeline.from_toml(file)
-    supervisor.run(pipeline, master="local[2]", telemetry=Told.of(pipeline), stop=stop)
+    supervisor.run(pipeline, engine_for(pipeline, master="local[2]"), telemetry=Told.of(pipeline), stop=stop)
     print("{}", flush=True)
 
 

@@ -22,12 +22,12 @@ import pyarrow.parquet as pq
 from measure import Bench
 from modules import one_row
 
-from penstock.connectors.files_sink import FilesSink, FilesSinkConfig
-from penstock.connectors.files_source import Files, FilesConfig
+from penstock.connectors.files import Files, FilesConfig
+from penstock.connectors.files.sink import FilesSink, FilesSinkConfig
 from penstock.connectors.generator import Generator, GeneratorConfig
 from penstock.durable import fsync
-from penstock.epochs import EpochLoop, State
-from penstock.routing import Route, Router
+from penstock.pipeline.routing import Route, Router
+from penstock.runtime.epochs import EpochLoop, State
 from penstock.sink import Epoch
 from penstock.spark import SparkEngine
 
@@ -260,13 +260,14 @@ path = "rows"
 FIRST = """
 import sys, time
 from penstock.pipeline import Pipeline
-from penstock import supervisor
-from penstock.telemetry import Telemetry
+from penstock.runtime import supervisor
+from penstock.spark import engine_for
+from penstock.runtime.telemetry import Telemetry
 class Timed(Telemetry):
     def epoch(self, report):
         print(time.time(), flush=True)
 pipeline = Pipeline.from_toml(sys.argv[1])
-supervisor.run(pipeline, master="local[2]", drain=True, telemetry=Timed.of(pipeline))
+supervisor.run(pipeline, engine_for(pipeline, master="local[2]"), drain=True, telemetry=Timed.of(pipeline))
 """
 
 

@@ -25,8 +25,8 @@ from deltalake import DeltaTable
 
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig
-from penstock.epochs import EpochLoop, State
-from penstock.routing import Route, Router
+from penstock.pipeline.routing import Route, Router
+from penstock.runtime.epochs import EpochLoop, State
 from penstock.spark import SparkEngine
 from penstock.testing.postgres import PostgresServer
 

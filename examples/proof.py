@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from penstock.epochs import State
 from penstock.pipeline import Pipeline
+from penstock.runtime.epochs import State
 
 
 def start_fresh(pipeline: Pipeline) -> Path:

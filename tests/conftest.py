@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.java import java_problem
+from penstock.spark.java import java_problem
 from penstock.testing.postgres import PostgresServer, binaries
 
 TESTS = Path(__file__).parent

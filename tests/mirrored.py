@@ -12,9 +12,9 @@ from deltalake import DeltaTable
 
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig
-from penstock.epochs import EpochLoop, State
 from penstock.errors import RetryableError
-from penstock.routing import Router
+from penstock.pipeline.routing import Router
+from penstock.runtime.epochs import EpochLoop, State
 from penstock.source import Note, ReadLimit
 from penstock.testing.engine import ForkEngine
 

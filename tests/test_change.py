@@ -15,8 +15,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock import change
-from penstock.change import CHANGE_FIELDS, Keys, check_changes, collapse, collapse_parts, moment_texts, unpack_keys
+from penstock import changes as change
+from penstock.changes import CHANGE_FIELDS, Keys, check_changes, collapse, collapse_parts, moment_texts, unpack_keys
 from penstock.errors import DataError, SchemaError
 
 SCHEMA = pa.schema([("k", pa.int64()), ("n", pa.int64()), ("doc", pa.string()), ("img", pa.string())])

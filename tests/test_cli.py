@@ -13,15 +13,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from penstock import __version__, supervisor
+from penstock import __version__
 from penstock.cli import main, running
 from penstock.cli.view import closing, duration, panel, size, sparkline
-from penstock.epochs import Manifest, Range, State
 from penstock.errors import FatalError, RetryableError
 from penstock.pipeline import Pipeline
+from penstock.runtime import supervisor
+from penstock.runtime.epochs import Manifest, Range, State
+from penstock.runtime.telemetry import STATUS_FILE, EpochReport, Telemetry
 from penstock.sink import WriteResult
 from penstock.source import HealthStatus
-from penstock.telemetry import STATUS_FILE, EpochReport, Telemetry
 
 PIPELINE = """
 connector_name = "orders"
@@ -145,7 +146,7 @@ class TestErrors:
 
 class TestRun:
     def test_each_epoch_is_one_line_and_the_end_is_told(self, cli, file, monkeypatch):
-        def work(pipeline, *, telemetry, stop, drain, **_):
+        def work(pipeline, engine, *, telemetry, stop, drain, **_):
             assert drain
             for number in (1, 2, 3):
                 telemetry.epoch(report(number))
@@ -164,9 +165,9 @@ class TestRun:
 
     def test_options_reach_the_supervisor(self, cli, file, monkeypatch):
         seen = {}
-        monkeypatch.setattr(supervisor, "run", lambda pipeline, **options: seen.update(options))
+        monkeypatch.setattr(supervisor, "run", lambda pipeline, engine, **options: seen.update(options, engine=engine))
         cli("run", file, "--master", "local[1]", "--lost-state", "resume")
-        assert (seen["master"], seen["lost_state"], seen["drain"]) == ("local[1]", "resume", False)
+        assert (seen["engine"].master, seen["lost_state"], seen["drain"]) == ("local[1]", "resume", False)
         assert cli("run", file, "--lost-state", "guess")[0] == 2
 
     def test_the_telemetry_has_ended_when_the_run_has(self, file, monkeypatch):
@@ -177,12 +178,13 @@ class TestRun:
 # A pipeline that commits one epoch, says so, and then waits to be stopped; it lets itself be stopped or not.
 WAITING = """
     import sys, threading
-    from penstock import __version__, supervisor
+    from penstock import __version__
+    from penstock.runtime import supervisor
     from penstock.cli import main
     from penstock.source import HealthStatus
-    from penstock.telemetry import EpochReport
+    from penstock.runtime.telemetry import EpochReport
 
-    def run(pipeline, *, telemetry, stop, **_):
+    def run(pipeline, engine, *, telemetry, stop, **_):
         telemetry.engine("Fake 1.0")
         telemetry.state("pipeline", HealthStatus.healthy())
         telemetry.epoch(EpochReport(1, {"generator": 4321}))

@@ -13,7 +13,7 @@ import typer
 from penstock.cli import app
 from penstock.errors import CODES
 from penstock.pipeline import Pipeline
-from penstock.telemetry import Telemetry
+from penstock.runtime.telemetry import Telemetry
 
 ROOT = Path(__file__).parent.parent
 PAGES = {

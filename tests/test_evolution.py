@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pyarrow import types
 
-from penstock.change import CHANGE_FIELDS
+from penstock.changes import CHANGE_FIELDS
 from penstock.errors import DataError, SchemaError
 from penstock.schema import with_key
 from penstock.schema.evolution import Policy, diff, fit, follow, widened, widens

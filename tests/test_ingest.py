@@ -20,9 +20,9 @@ from penstock.capture import AckSink, Change, ChangeCapture, ChangeEvent, Delete
 from penstock.config import Config
 from penstock.durable import Json
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError
-from penstock.ingest import Ingest
-from penstock.journal import JournalConfig, JournalPosition, JournalSource
 from penstock.pipeline import Processing
+from penstock.runtime.ingest import Ingest
+from penstock.runtime.journal import JournalConfig, JournalPosition, JournalSource
 from penstock.source import (
     BufferedBridge,
     HealthState,

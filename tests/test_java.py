@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.java import Java, find_java, java_problem
+from penstock.spark.java import Java, find_java, java_problem
 
 
 def fake_java(home: Path, version: str, *, release: bool = True) -> None:

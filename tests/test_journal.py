@@ -19,9 +19,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock import failpoints, journal
+from penstock import failpoints
 from penstock.errors import DataError, FatalError, RetryableError
-from penstock.journal import ENVELOPE_SCHEMA, Journal, JournalConfig, JournalPosition, JournalSource, JournalSplit
+from penstock.runtime import journal
+from penstock.runtime.journal import (
+    ENVELOPE_SCHEMA,
+    Journal,
+    JournalConfig,
+    JournalPosition,
+    JournalSource,
+    JournalSplit,
+)
 from penstock.schema import key_of, with_key
 from penstock.source import ReadLimit, SourceBatch, SourceEnvelope, SourceRecord
 

@@ -22,8 +22,8 @@ from pydantic import ConfigDict, Field
 from penstock import failpoints
 from penstock.config import Config
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError
-from penstock.job import Job, Part, TaskResult
-from penstock.routing import Route, Router, Target
+from penstock.pipeline.routing import Route, Router, Target
+from penstock.runtime.job import Job, Part, TaskResult
 from penstock.schema.evolution import Policy
 from penstock.sink import CommittedEpoch, Epoch, Receipt, SinkConnectorCapabilities, WriteResult
 from penstock.source import (

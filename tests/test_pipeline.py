@@ -5,7 +5,6 @@ import os
 import pickle
 import sys
 import traceback
-import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ from typing import Any
 import pytest
 from pydantic import PositiveInt, model_validator
 
-import penstock
 from penstock.config import Config, FilePath, Secret
 from penstock.errors import ConfigError, FatalError
 from penstock.pipeline import Pipeline, PipelineError, Processing, compare_shapes
-from penstock.routing import Route, Router
+from penstock.pipeline.routing import Route, Router
+from penstock.pipeline.shape import changes_between
+from penstock.runtime import supervisor
 from penstock.schema.evolution import EvolutionConfig, Policy
-from penstock.shape import changes_between
 from penstock.sink import DeliveryGuarantee, Receipt, SinkConnector, SinkConnectorCapabilities
 from penstock.source import PollingSource, Position, RangeSource, SourceConnector, StreamingSource
 
@@ -537,11 +536,11 @@ class TestObjects:
 
     @pytest.fixture
     def ran(self, monkeypatch):
-        """What the supervisor was asked to run; it is not imported, since it brings the whole runtime."""
+        """What the supervisor was asked to run."""
         ran: list[tuple[Any, ...]] = []
-        fake = types.SimpleNamespace(run=lambda pipeline, spark, drain: ran.append((pipeline, spark, drain)))
-        monkeypatch.setitem(sys.modules, "penstock.supervisor", fake)
-        monkeypatch.setattr(penstock, "supervisor", fake, raising=False)
+        monkeypatch.setattr(
+            supervisor, "run", lambda pipeline, engine, drain, serve: ran.append((pipeline, engine.session, drain))
+        )
         return ran
 
     def test_running_checks_first(self, ran):

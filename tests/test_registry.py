@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock import registry
 from penstock.config import Config
 from penstock.connectors.console import Console
 from penstock.connectors.generator import Generator
 from penstock.errors import ConfigError
+from penstock.pipeline import registry
 from penstock.sink import SinkConnector
 from penstock.source import SourceConnector
 

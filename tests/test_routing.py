@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.routing import Route, Router, Target, partition_of, split_by, topic_name
+from penstock.pipeline.routing import Route, Router, Target, partition_of, split_by, topic_name
 from penstock.schema import with_key
 from penstock.source import SourceBatch
 

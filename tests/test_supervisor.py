@@ -16,16 +16,17 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from penstock import supervisor
-from penstock.change import CHANGE_FIELDS
+from penstock.changes import CHANGE_FIELDS
 from penstock.config import Config, Secret
 from penstock.connectors.delta import Delta, DeltaConfig
-from penstock.connectors.files_sink import FilesSink, FilesSinkConfig, read_published
+from penstock.connectors.files.sink import FilesSink, FilesSinkConfig, read_published
 from penstock.connectors.generator import Generator, GeneratorConfig
-from penstock.epochs import State, reset
 from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError
 from penstock.pipeline import Pipeline, Processing
-from penstock.routing import Route, Router
+from penstock.pipeline.routing import Route, Router
+from penstock.runtime import supervisor
+from penstock.runtime.epochs import State, reset
+from penstock.runtime.telemetry import Telemetry
 from penstock.schema import with_key
 from penstock.sink import DeliveryGuarantee
 from penstock.source import (
@@ -41,7 +42,7 @@ from penstock.source import (
     SourceEnvelope,
     SourceRecord,
 )
-from penstock.telemetry import Telemetry
+from penstock.spark import engine_for
 from penstock.testing import ForkEngine
 
 
@@ -506,7 +507,7 @@ def test_drain_reads_a_backlog_that_is_larger_than_the_journal(build: Any, rows:
 IDLE = """
 import sys, threading
 from pathlib import Path
-from penstock import supervisor
+from penstock.runtime import supervisor
 from penstock.pipeline import Pipeline
 from penstock.testing import ForkEngine
 supervisor.run(Pipeline.from_toml(sys.argv[1]), engine=ForkEngine(2))
@@ -702,5 +703,5 @@ def test_only_a_process_that_runs_nothing_but_passthrough_has_a_jvm_for_nothing_
     pipeline = build(Tap())
     pipeline = replace(pipeline, router=replace(pipeline.router, routes=routes))
     with pytest.raises(FatalError, match="not here"):
-        supervisor.run(pipeline, alone=alone)
+        engine_for(pipeline, alone=alone)
     assert started["plain"] is plain

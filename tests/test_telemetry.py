@@ -12,9 +12,9 @@ import pytest
 
 from penstock import web
 from penstock.errors import ConfigError, FatalError, RetryableError
+from penstock.runtime.telemetry import STATUS_FILE, EpochReport, Telemetry, judge, read_status, ready
 from penstock.sink import WriteResult
 from penstock.source import ConnectorMetrics, HealthStatus
-from penstock.telemetry import STATUS_FILE, EpochReport, Telemetry, judge, read_status, ready
 
 
 class Clock:
@@ -246,7 +246,8 @@ class TestStatusFile:
 
     def test_a_killed_process_is_dead_and_not_running(self, tmp_path):
         code = (
-            "import sys, os, signal, pathlib; from penstock.telemetry import *; from penstock.source import HealthStatus\n"
+            "import sys, os, signal, pathlib\n"
+            "from penstock.runtime.telemetry import *; from penstock.source import HealthStatus\n"
             "t = Telemetry('x', sources=['s']); t.state('pipeline', HealthStatus.healthy())\n"
             "t.publish(pathlib.Path(sys.argv[1])); print('up', flush=True); sys.stdin.read()\n"
         )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.tomlfile import key_lines, read, without_password
+from penstock.pipeline.toml import key_lines, read, without_password
 
 DOCUMENT = '''\
 # a comment = "with an equals sign"

@@ -36,7 +36,7 @@ from penstock.connectors.postgres_cdc import PostgresCdcConfig, wal
 from penstock.connectors.postgres_cdc.decode import lsn_int
 from penstock.connectors.postgres_cdc.position import LogPosition
 from penstock.connectors.postgres_cdc.setup import find_tables
-from penstock.epochs import Manifest, State
+from penstock.runtime.epochs import Manifest, State
 from penstock.testing.postgres import PostgresServer
 
 SCALE = float(os.environ.get("SOAK_SCALE", 1))

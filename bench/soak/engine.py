@@ -24,7 +24,7 @@ from deltalake import DeltaTable
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from measure import PAGE, RESULTS, commit, machine, page
 
-from penstock.epochs import State
+from penstock.runtime.epochs import State
 
 KILLS = int(os.environ.get("SOAK_KILLS", 50))
 SEED = int(os.environ.get("SOAK_SEED", time.time_ns() % 1_000_000))

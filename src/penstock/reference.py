@@ -17,10 +17,11 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from penstock import errors, registry
+from penstock import errors
 from penstock.config import Config, Secret, type_text
-from penstock.pipeline import Processing, RouteEntry, SchemaEntry
-from penstock.registry import BUILT_IN, Entry
+from penstock.pipeline import registry
+from penstock.pipeline.options import Processing, RouteEntry, SchemaEntry
+from penstock.pipeline.registry import BUILT_IN, Entry
 from penstock.sink import DeliveryGuarantee, SinkConnector
 from penstock.source import Connector
 

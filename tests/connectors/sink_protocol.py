@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from penstock.connectors.staging import StagedFiles
+from penstock.connectors.lake.staging import StagedFiles
 from penstock.errors import ConfigError, SchemaError, StagingLost
 from penstock.sink import Epoch, SinkConnector, Task, Topic
 
@@ -25,9 +25,10 @@ END = {"source": {"offset": 7}}
 _COMMIT = """
 import json, os, pickle, signal, sys
 from penstock import durable
-from penstock.connectors import files_sink, staging
+from penstock.connectors.files import sink as files_sink
+from penstock.connectors.lake import staging
 from penstock.connectors.delta import table
-from penstock.connectors.staging import StagedFiles
+from penstock.connectors.lake.staging import StagedFiles
 sink, epoch, receipts, end = pickle.loads(bytes.fromhex(sys.stdin.read()))
 exec(sys.argv[1])
 sink.open()

@@ -10,11 +10,11 @@ import pytest
 
 from mirrored import Database, database_on
 from penstock.capture import Delete, Upsert
-from penstock.change import Op
+from penstock.changes import Op
+from penstock.connectors.postgres_capture.source import PostgresCapture, PostgresCaptureConfig
 from penstock.connectors.postgres_cdc import PostgresCdc, wal
-from penstock.connectors.postgres_cdc.capture import PostgresCapture, PostgresCaptureConfig
 from penstock.errors import DataError, FatalError
-from penstock.ingest import _batch
+from penstock.runtime.ingest import _batch
 from penstock.source import ReadLimit, SourceBatch
 from penstock.testing import CaptureContract
 from penstock.testing.postgres import PostgresServer, binaries

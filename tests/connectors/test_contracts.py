@@ -11,8 +11,8 @@ from deltalake.exceptions import TableNotFoundError
 
 from penstock.connectors.console import Console, ConsoleConfig
 from penstock.connectors.delta import Delta, DeltaConfig
-from penstock.connectors.files_sink import FilesSink, FilesSinkConfig, read_published
-from penstock.connectors.files_source import Files, FilesConfig
+from penstock.connectors.files import Files, FilesConfig
+from penstock.connectors.files.sink import FilesSink, FilesSinkConfig, read_published
 from penstock.connectors.generator import Generator, GeneratorConfig
 from penstock.testing import SinkContract, SourceContract
 

@@ -19,7 +19,7 @@ from deltalake.exceptions import CommitFailedError
 from deltalake.transaction import AddAction
 from sink_protocol import END, ORDERS, SinkProtocol, commit_in_a_process, epoch, rows, stage
 
-from penstock.change import CHANGE_FIELDS
+from penstock.changes import CHANGE_FIELDS
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError, SchemaError
 from penstock.schema import ChangeKind, SchemaEvolvable

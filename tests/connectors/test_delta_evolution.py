@@ -12,12 +12,12 @@ import pytest
 from deltalake import DeltaTable, QueryBuilder, write_deltalake
 from sink_protocol import END, ORDERS, commit_in_a_process, epoch, stage
 
-from penstock.change import CHANGE_FIELDS
+from penstock.changes import CHANGE_FIELDS
 from penstock.connectors.delta import Delta, DeltaConfig
-from penstock.epochs import EpochLoop, State
 from penstock.errors import ConfigError, SchemaError
-from penstock.job import run_task
-from penstock.routing import Route, Router
+from penstock.pipeline.routing import Route, Router
+from penstock.runtime.epochs import EpochLoop, State
+from penstock.runtime.job import run_task
 from penstock.schema import with_key
 from penstock.schema.evolution import Policy
 from penstock.sink import Task

@@ -16,7 +16,7 @@ import pytest
 from sink_protocol import END, ORDERS, SinkProtocol, commit_in_a_process, epoch, rows, stage
 
 from penstock import durable
-from penstock.connectors.files_sink import FilesSink, FilesSinkConfig, read_published
+from penstock.connectors.files.sink import FilesSink, FilesSinkConfig, read_published
 from penstock.errors import FatalError, SchemaError
 
 

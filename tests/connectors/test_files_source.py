@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from penstock.connectors.files_source import Files, FilesConfig, Inventoried, readers
-from penstock.connectors.files_source.types import arrow_type, csv_misfits
+from penstock.connectors.files import Files, FilesConfig, Inventoried, readers
+from penstock.connectors.files.types import arrow_type, csv_misfits
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError
 from penstock.schema import SchemaInferable, SchemaProvider
 from penstock.source import HealthState, Note, ReadLimit, SourceBatch

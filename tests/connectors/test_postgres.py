@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from psycopg.rows import dict_row
 
-from penstock.change import CHANGE_FIELDS
+from penstock.changes import CHANGE_FIELDS
 from penstock.connectors.postgres import Postgres, PostgresSinkConfig
 from penstock.connectors.postgres.target import Names
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError, SchemaError, StagingLost

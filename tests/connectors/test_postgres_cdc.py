@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from mirrored import Database, Lake, Reading, database_on
 from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, seed, source, wal
+from penstock.connectors.postgresql import connections
 from penstock.errors import ConfigError, FatalError, RetryableError
 from penstock.source import Note, ReadLimit
 from penstock.testing import SourceContract
@@ -610,7 +611,7 @@ class TestSetUp:
         with pytest.raises(ConfigError, match=r"PEN-1016 .*SSL"):
             database.source(sslmode="require").open()
         with pytest.raises(ConfigError, match=r"PEN-1016 .*SSL"):
-            wal.connect_arrow(database.source(sslmode="require").config)
+            connections.connect_arrow(database.source(sslmode="require").config)
 
     def test_health_tells_of_the_slot(self, database):
         database.run(ORDERS)

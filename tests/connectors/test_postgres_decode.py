@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pgoutput import UNCHANGED, Naive, Table, begin, commit, delete, insert, relation, truncate, update
 
-from penstock.change import CHANGE_FIELDS
+from penstock.changes import CHANGE_FIELDS
 from penstock.connectors.postgres_cdc import decode
 from penstock.connectors.postgres_cdc.decode import (
     Decoder,
@@ -30,7 +30,7 @@ from penstock.connectors.postgres_cdc.decode import (
     lsn_text,
     position_text,
 )
-from penstock.connectors.postgres_cdc.types import SESSION, TypeCatalog
+from penstock.connectors.postgresql.types import SESSION, TypeCatalog
 from penstock.errors import DataError, FatalError, SchemaError
 from penstock.schema import key_of
 from penstock.testing.postgres import PostgresServer, binaries

@@ -11,11 +11,13 @@ from deltalake import DeltaTable
 
 import mirrored
 from mirrored import Lake, database_on
-from penstock import commands, supervisor
-from penstock.connectors.postgres_cdc import source, wal
+from penstock import commands
+from penstock.connectors.postgres_cdc import source
+from penstock.connectors.postgresql import failures
 from penstock.errors import ConfigError, FatalError
 from penstock.pipeline import Pipeline
-from penstock.routing import Route, Router
+from penstock.pipeline.routing import Route, Router
+from penstock.runtime import supervisor
 from penstock.testing.engine import ForkEngine
 from penstock.testing.postgres import PostgresServer, binaries
 
@@ -255,7 +257,10 @@ def test_a_table_that_no_route_takes_is_set_aside_when_it_appears(database, tmp_
 
 
 def test_a_value_that_the_server_cannot_print_is_told_with_a_way_out():
-    with pytest.raises(FatalError, match=r"too large for the server to print[\s\S]*exclude_columns"), wal.errors("no"):
+    with (
+        pytest.raises(FatalError, match=r"too large for the server to print[\s\S]*exclude_columns"),
+        failures.errors("no"),
+    ):
         raise psycopg.errors.InternalError_("invalid memory alloc request size 1132462083")
 
 

@@ -11,7 +11,7 @@ from penstock.cli.checking import _examine
 from penstock.connectors.postgres_cdc import seed, source
 from penstock.errors import ConfigError
 from penstock.pipeline import Pipeline
-from penstock.routing import Route, Router
+from penstock.pipeline.routing import Route, Router
 from penstock.testing.postgres import PostgresServer, binaries
 
 _NUMBERS = itertools.count()

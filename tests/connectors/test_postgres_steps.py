@@ -18,6 +18,7 @@ import pytest
 from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, steps, wal
 from penstock.connectors.postgres_cdc.seed import Chunk
 from penstock.connectors.postgres_cdc.steps import Ahead
+from penstock.connectors.postgresql import connections
 from penstock.errors import RetryableError
 from penstock.source import Note, ReadLimit
 from penstock.testing.crash import wait_until
@@ -309,10 +310,10 @@ class TestConnectionsOfTasks:
     @pytest.fixture(autouse=True)
     def nothing_handed_on(self):
         yield
-        for connection, *_ in [*wal._handed_on.values(), *wal._arrows.values()]:
+        for connection, *_ in [*connections._handed_on.values(), *connections._arrows.values()]:
             connection.close()
-        wal._handed_on.clear()
-        wal._arrows.clear()
+        connections._handed_on.clear()
+        connections._arrows.clear()
 
     def backend(self, opened):
         """The server's process for the next task of this process."""
@@ -334,7 +335,7 @@ class TestConnectionsOfTasks:
         task.open()
         list(task.read(Chunk("public.orders", None, None, held, held.lsn, 1)))
         task.close()
-        ((_, pid, _),) = wal._arrows.values()
+        ((_, pid, _),) = connections._arrows.values()
         return pid
 
     def test_rows_come_over_the_connection_of_the_last_task(self, connection, opened):
@@ -346,10 +347,10 @@ class TestConnectionsOfTasks:
     def test_the_one_for_rows_is_closed_when_nothing_was_copied_for_a_while(self, connection, opened, monkeypatch):
         pid = self.copying(opened)
         self.backend(opened)
-        assert wal._arrows
-        monkeypatch.setattr(wal, "HANDED_ON_SECS", 0.0)
+        assert connections._arrows
+        monkeypatch.setattr(connections, "HANDED_ON_SECS", 0.0)
         self.backend(opened)
-        assert not wal._arrows
+        assert not connections._arrows
         there = "SELECT FROM pg_stat_activity WHERE pid = %s"
         wait_until(lambda: not connection.execute(there, [pid]).fetchall(), "the server's process to go")
 
@@ -360,7 +361,7 @@ class TestConnectionsOfTasks:
 
     def test_one_that_waited_for_long_is_made_anew(self, opened, monkeypatch):
         pid = self.backend(opened)
-        monkeypatch.setattr(wal, "HANDED_ON_SECS", 0.0)
+        monkeypatch.setattr(connections, "HANDED_ON_SECS", 0.0)
         assert self.backend(opened) != pid
 
     def test_one_with_a_transaction_open_is_not_handed_on(self, opened):
@@ -368,7 +369,7 @@ class TestConnectionsOfTasks:
         task.open()
         task._ask(lambda connection: connection.execute("BEGIN"))
         task.close()
-        assert not wal._handed_on
+        assert not connections._handed_on
 
     def test_a_forked_process_makes_its_own(self, opened):
         pid = self.backend(opened)

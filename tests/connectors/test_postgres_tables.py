@@ -12,14 +12,16 @@ import psycopg.rows
 import pytest
 
 from mirrored import Database, database_on
-from penstock import commands, supervisor
+from penstock import commands
 from penstock.connectors.delta import Delta, DeltaConfig
-from penstock.connectors.postgres_cdc import seed, source, wal
+from penstock.connectors.postgres_cdc import seed, source
 from penstock.connectors.postgres_cdc.position import LogPosition
-from penstock.epochs import EpochLoop, State
+from penstock.connectors.postgresql import failures
 from penstock.errors import SchemaError
 from penstock.pipeline import Pipeline
-from penstock.routing import Router
+from penstock.pipeline.routing import Router
+from penstock.runtime import supervisor
+from penstock.runtime.epochs import EpochLoop, State
 from penstock.source import Note, ReadLimit
 from penstock.testing.crash import wait_until
 from penstock.testing.engine import ForkEngine
@@ -589,7 +591,7 @@ class TestRecovery:
         database.run("INSERT INTO orders VALUES (11)")
         assert mirror.killed("plan.after=kill")
         database.run(f"SELECT pg_drop_replication_slot('{database.name}')")
-        with pytest.raises(wal.SlotLost):
+        with pytest.raises(failures.SlotLost):
             mirror.run()
 
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.connectors.postgres_cdc.decode import Decoder, Rows
-from penstock.connectors.postgres_cdc.types import (
+from penstock.connectors.postgresql.types import (
     SESSION,
     Column,
     TypeCatalog,

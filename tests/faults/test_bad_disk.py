@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from penstock import supervisor
 from penstock.connectors.delta import Delta
 from penstock.connectors.delta.sink import DeltaConfig
-from penstock.connectors.files_sink import FilesSink, FilesSinkConfig, read_published
+from penstock.connectors.files.sink import FilesSink, FilesSinkConfig, read_published
 from penstock.connectors.generator import Generator, GeneratorConfig
-from penstock.epochs import State
 from penstock.errors import FatalError
 from penstock.pipeline import Pipeline, Processing
-from penstock.routing import Router
+from penstock.pipeline.routing import Router
+from penstock.runtime import supervisor
+from penstock.runtime.epochs import State
 from penstock.sink import DeliveryGuarantee
 from penstock.testing.engine import Forked, ForkEngine
 

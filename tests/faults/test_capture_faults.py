@@ -14,12 +14,13 @@ import psycopg
 import pytest
 from deltalake import DeltaTable
 
-from penstock import failpoints, supervisor
+from penstock import failpoints
 from penstock.connectors.delta import Delta, DeltaConfig
-from penstock.connectors.postgres_cdc.capture import PostgresCapture, PostgresCaptureConfig
+from penstock.connectors.postgres_capture.source import PostgresCapture, PostgresCaptureConfig
 from penstock.connectors.sql_poll import SqlPoll, SqlPollConfig
 from penstock.pipeline import Pipeline, Processing
-from penstock.routing import Router
+from penstock.pipeline.routing import Router
+from penstock.runtime import supervisor
 from penstock.sink import DeliveryGuarantee
 from penstock.testing import ForkEngine, MemorySink, MemorySinkConfig
 from penstock.testing.crash import wait_until

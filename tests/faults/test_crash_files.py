@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pytest
 
-from penstock.connectors.files_sink import FilesSink, FilesSinkConfig, read_published
+from penstock.connectors.files.sink import FilesSink, FilesSinkConfig, read_published
 from penstock.sink import Epoch, Task
 from penstock.testing import CrashContract
 

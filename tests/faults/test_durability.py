@@ -12,22 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from penstock.epochs import State
+from penstock.runtime.epochs import State
 
 EPOCHS = 2
 
 RUN = """
 import sys
 from pathlib import Path
-from penstock.epochs import EpochLoop, State
-from penstock.routing import Router
+from penstock.runtime.epochs import EpochLoop, State
+from penstock.pipeline.routing import Router
 from penstock.testing import ForkEngine, MemorySink, MemorySinkConfig, MemorySource
 
 path, kind = Path(sys.argv[1]), sys.argv[2]
 if kind == "memory":
     sink = MemorySink(MemorySinkConfig(path=path / "sink"))
 elif kind == "files":
-    from penstock.connectors.files_sink import FilesSink, FilesSinkConfig
+    from penstock.connectors.files.sink import FilesSink, FilesSinkConfig
     sink = FilesSink(FilesSinkConfig(path=f"{path}/sink/{{topic}}", partition_by=("part",)))
 else:
     from penstock.connectors.delta import Delta, DeltaConfig

@@ -13,7 +13,8 @@ from contextlib import closing
 import psycopg
 import pytest
 
-from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, wal
+from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig
+from penstock.connectors.postgresql import connections
 from penstock.errors import ConfigError, RetryableError
 from penstock.source import Note, ReadLimit
 from penstock.testing.crash import wait_until
@@ -222,7 +223,7 @@ def test_a_server_of_another_authority_is_not_connected_to(need, tmp_path_factor
     if server._user is not None:
         os.chown(place / "right.key", server._user.pw_uid, server._user.pw_gid)
     with server:
-        for connect in (wal.connect, wal.connect_arrow):
+        for connect in (connections.connect, connections.connect_arrow):
             options = {"dsn": server.dsn, "tables": ["*"], "sslmode": "verify-full"}
             connect(PostgresCdcConfig(**options, sslrootcert=place / "right.crt")).close()
             with pytest.raises(ConfigError, match=r"PEN-1016 .*certificate"):

@@ -12,7 +12,8 @@ import psycopg
 import pytest
 
 from mirrored import database_on
-from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, wal
+from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig
+from penstock.connectors.postgresql import connections
 from penstock.errors import FatalError, RetryableError
 from penstock.source import ReadLimit
 from penstock.testing.crash import wait_until
@@ -139,7 +140,7 @@ def test_a_connection_that_stalls_in_an_answer_holds_nothing_up_for_good(server,
 def test_a_peer_that_is_silently_gone_is_noticed_within_a_minute_or_as_the_dsn_says(server):
     for dsn, idle in ((server.dsn, 30), (server.dsn + "?keepalives_idle=7", 7)):
         with (
-            contextlib.closing(wal.connect(PostgresCdcConfig(dsn=dsn, tables=["*"]))) as connection,
+            contextlib.closing(connections.connect(PostgresCdcConfig(dsn=dsn, tables=["*"]))) as connection,
             socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as connected,
         ):
             assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

@@ -10,7 +10,7 @@ import pytest
 
 from penstock import commands
 from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, source
-from penstock.epochs import State
+from penstock.runtime.epochs import State
 from penstock.testing.crash import wait_until
 from penstock.testing.mirror import Mirror, replayed
 from penstock.testing.postgres import PostgresServer, binaries

@@ -9,11 +9,12 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from penstock import epochs, failpoints
-from penstock.epochs import EpochLoop, State
+from penstock import failpoints
 from penstock.errors import ConnectorError, FatalError, Fenced, RetryableError
-from penstock.job import run_task
-from penstock.routing import Router
+from penstock.pipeline.routing import Router
+from penstock.runtime import epochs
+from penstock.runtime.epochs import EpochLoop, State
+from penstock.runtime.job import run_task
 from penstock.sink import SinkConnectorCapabilities, Task
 from penstock.source import Note, SourceBatch
 from penstock.testing import MemorySink, MemorySinkConfig, MemorySource

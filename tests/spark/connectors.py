@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from penstock.change import CHANGE_FIELDS
+from penstock.changes import CHANGE_FIELDS
 from penstock.config import Config
-from penstock.connectors.files_sink import FilesSink
+from penstock.connectors.files.sink import FilesSink
 from penstock.durable import Json
 from penstock.errors import ConnectorError, DataError, SchemaError
 from penstock.schema import with_key

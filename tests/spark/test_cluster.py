@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.connectors.files_sink import read_published
+from penstock.connectors.files.sink import read_published
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

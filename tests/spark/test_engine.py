@@ -14,14 +14,14 @@ import pytest
 
 import penstock
 from connectors import Apart, Keyed, KeyedConfig, Picky, Wide
-from penstock.connectors.files_sink import FilesSink, FilesSinkConfig, read_published
+from penstock.connectors.files.sink import FilesSink, FilesSinkConfig, read_published
 from penstock.connectors.generator import Generator, GeneratorConfig
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError, SchemaError
 from penstock.pipeline import Pipeline, Processing
-from penstock.routing import Route, Router
+from penstock.pipeline.routing import Route, Router
+from penstock.runtime.supervisor import Summary
 from penstock.sink import DeliveryGuarantee
 from penstock.spark import SparkEngine, _range_source
-from penstock.supervisor import Summary
 
 
 @pytest.fixture

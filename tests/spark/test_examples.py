@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from deltalake import DeltaTable
 
-from penstock.connectors.files_sink import read_published
+from penstock.connectors.files.sink import read_published
 from penstock.pipeline import Pipeline
 from penstock.testing.postgres import binaries
 

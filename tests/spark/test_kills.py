@@ -14,7 +14,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from penstock.connectors.files_sink import read_published
+from penstock.connectors.files.sink import read_published
 
 ROWS = 20_000
 KILLS = 3

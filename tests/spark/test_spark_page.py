@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock import Pipeline
-from penstock.connectors.files_sink import read_published
+from penstock.connectors.files.sink import read_published
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = (ROOT / "docs" / "spark.md").read_text()

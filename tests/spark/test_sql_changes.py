@@ -12,7 +12,7 @@ from connectors import Scripted, ScriptedConfig
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.errors import ConfigError, SchemaError
 from penstock.pipeline import Pipeline, Processing
-from penstock.routing import Route, Router
+from penstock.pipeline.routing import Route, Router
 from penstock.sink import DeliveryGuarantee
 
 ADULTS = "SELECT id, upper(name) AS name, age, _op, _position, _unchanged, _old_key FROM input WHERE age >= 18"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_sql_changes import change, run, table
 
-from penstock.epochs import State
+from penstock.runtime.epochs import State
 from penstock.schema.evolution import Policy
 
 REST = "_op, _position, _unchanged, _old_key FROM input"

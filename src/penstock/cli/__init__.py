@@ -17,8 +17,8 @@ from penstock import __version__
 from penstock.errors import CODES, ConfigError, ConnectorError, FatalError
 
 if TYPE_CHECKING:
-    from penstock.epochs import State
     from penstock.pipeline import Pipeline
+    from penstock.runtime.epochs import State
 
 app = typer.Typer(
     help="Connectors that feed Apache Spark, exactly once.",
@@ -118,7 +118,7 @@ def run(
 ) -> None:
     """Run a pipeline until it is stopped."""
     from penstock.cli import running
-    from penstock.java import java_problem
+    from penstock.spark.java import java_problem
 
     if lost_state not in ("stop", "resume", "start-over"):
         raise ConfigError(f"--lost-state is {lost_state}", hint="it is stop, resume or start-over")
@@ -167,7 +167,7 @@ def status(
     import json as codec
 
     from penstock.cli.view import panel
-    from penstock.telemetry import ENDED, judge, read_status
+    from penstock.runtime.telemetry import ENDED, judge, read_status
 
     pipeline = load(file)
     port = pipeline.processing.metrics_port
@@ -201,7 +201,7 @@ def offsets(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before a reset.")] = False,
 ) -> None:
     """Show where the sources stand, or have the next run start over."""
-    from penstock import epochs
+    from penstock.runtime import epochs
 
     actions = [word for word in words if word in ("show", "reset")]
     files = [word for word in words if word not in actions]

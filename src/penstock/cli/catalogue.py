@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock import reference, registry
+from penstock import reference
 from penstock.config import type_text
 from penstock.errors import ConfigError, ConnectorError
+from penstock.pipeline import registry
 from penstock.sink import SinkConnector
 
 

@@ -8,12 +8,12 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from penstock.epochs import State
 from penstock.errors import ConfigError, ConnectorError, is_of_stream
 from penstock.pipeline import Pipeline
-from penstock.routing import Target
+from penstock.pipeline.routing import Target
+from penstock.pipeline.shape import changes_between
+from penstock.runtime.epochs import State
 from penstock.schema import discover
-from penstock.shape import changes_between
 from penstock.sink import SinkConnector
 from penstock.source import Connector, Finding, Schemas, SourceConnector
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from penstock import registry
 from penstock.durable import fsync
 from penstock.errors import FatalError
-from penstock.java import find_java, java_problem
+from penstock.pipeline import registry
 from penstock.source import Finding
+from penstock.spark.java import find_java, java_problem
 
 _LEAST_FREE_BYTES = 2_000_000_000
 

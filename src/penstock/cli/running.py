@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from penstock.cli.view import LiveView, closing
-from penstock.telemetry import Telemetry
+from penstock.runtime.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
@@ -36,7 +36,9 @@ def run(
     closing_line: bool = True,
 ) -> Telemetry:
     """Run until stopped, by a signal or the caller, or drained; the telemetry that is handed back has ended."""
-    from penstock import supervisor
+    from penstock.runtime import supervisor
+    from penstock.spark import engine_for
+    from penstock.web import serve
 
     telemetry = Telemetry.of(pipeline)
     stop = stop or threading.Event()
@@ -45,12 +47,12 @@ def run(
             aside(
                 lambda: supervisor.run(
                     pipeline,
-                    master=master,
+                    engine_for(pipeline, master=master, alone=True),
                     drain=drain,
                     telemetry=telemetry,
                     stop=stop,
                     lost_state=lost_state,
-                    alone=True,
+                    serve=serve,
                 )
             )
         except BaseException as error:

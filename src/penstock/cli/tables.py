@@ -18,11 +18,11 @@ from rich.text import Text
 from penstock import commands
 from penstock.cli.view import duration
 from penstock.commands import Request, Verb
-from penstock.epochs import State
 from penstock.errors import ConfigError
 from penstock.pipeline import Pipeline
+from penstock.runtime.epochs import State
+from penstock.runtime.telemetry import ENDED, read_status
 from penstock.source import RangeSource, StreamState
-from penstock.telemetry import ENDED, read_status
 
 ACTIONS = ("show", *get_args(Verb))
 

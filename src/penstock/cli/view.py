@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from penstock.telemetry import ENDED, Telemetry
+from penstock.runtime.telemetry import ENDED, Telemetry
 
 Status = Mapping[str, Any]
 

@@ -100,5 +100,5 @@ class Format(Generic[O]):
         raise NotImplementedError
 
     def encode(self, rows: pa.RecordBatch) -> pa.Array:
-        """A binary array of payloads, one per row, in a task. Raises `SchemaError` for columns that the format has no place for."""
+        """A binary array of payloads, one per row, in a task; `SchemaError` for columns that the format has no place for."""
         raise NotImplementedError

@@ -22,11 +22,11 @@ import pyarrow as pa
 import pytest
 
 from penstock import failpoints
-from penstock.change import CHANGE_FIELDS
+from penstock.changes import CHANGE_FIELDS
 from penstock.durable import canonical
-from penstock.epochs import EpochLoop, State
 from penstock.errors import FatalError, Fenced, RetryableError
-from penstock.routing import Router
+from penstock.pipeline.routing import Router
+from penstock.runtime.epochs import EpochLoop, State
 from penstock.schema import with_key
 from penstock.sink import SinkConnector, Topic, TopicSink
 from penstock.source import SourceBatch

@@ -18,8 +18,8 @@ import pyarrow as pa
 
 from penstock import failpoints
 from penstock.errors import ConfigError, FatalError, RetryableError
-from penstock.job import Job, Tally, TaskResult, Writer, is_plain, read_parts, run_task, write
-from penstock.routing import Route, Target, partition_of
+from penstock.pipeline.routing import Route, Target, partition_of
+from penstock.runtime.job import Job, Tally, TaskResult, Writer, is_plain, read_parts, run_task, write
 from penstock.sink import Task, Topic
 
 T = TypeVar("T")

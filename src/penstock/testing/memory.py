@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from pydantic import Field
 
 from penstock import failpoints
-from penstock.change import Op
+from penstock.changes import Op
 from penstock.config import Config
 from penstock.durable import canonical, disk_errors, fsync, make_directory, publish_once, write_atomic
 from penstock.errors import ConfigError, FatalError, StagingLost

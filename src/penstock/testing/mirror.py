@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock import failpoints
-from penstock.change import CHANGE_FIELDS, Op
-from penstock.epochs import EpochLoop, State
+from penstock.changes import CHANGE_FIELDS, Op
 from penstock.errors import RetryableError
-from penstock.routing import Router
+from penstock.pipeline.routing import Router
+from penstock.runtime.epochs import EpochLoop, State
 from penstock.source import RangeSource
 from penstock.testing.crash import PATIENCE_SECS, _open_when_free
 from penstock.testing.engine import Forked, ForkEngine, Killed

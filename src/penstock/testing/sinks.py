@@ -17,7 +17,7 @@ import pytest
 from pydantic import ValidationError
 
 from penstock import failpoints
-from penstock.change import CHANGE_FIELDS
+from penstock.changes import CHANGE_FIELDS
 from penstock.durable import canonical
 from penstock.errors import Fenced, RetryableError, SchemaError, StagingLost
 from penstock.schema import with_key

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from penstock import durable
-from penstock.connectors.staging import ParquetPart
+from penstock.connectors.lake.staging import ParquetPart
 from penstock.errors import DataError, SchemaError
 from penstock.sink import Topic
 

@@ -19,10 +19,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import types
 
-from penstock.change import Collapsed, Ints, Keys, Mask
+from penstock.changes import Collapsed, Ints, Keys, Mask
 from penstock.connectors.delta.table import Table
-from penstock.connectors.partitions import partition_text
-from penstock.connectors.staging import HIDDEN, ROW_GROUP_ROWS, Stage, StagedFile, StagedTopic
+from penstock.connectors.lake.partitions import partition_text
+from penstock.connectors.lake.staging import HIDDEN, ROW_GROUP_ROWS, Stage, StagedFile, StagedTopic
 from penstock.errors import FatalError, SchemaError
 from penstock.schema.evolution import widened
 from penstock.sink import Topic

@@ -25,14 +25,14 @@ from pyarrow import types
 from pydantic import Field, NonNegativeInt
 
 from penstock import durable
-from penstock.change import Op, check_changes, collapse_parts, is_changelog, own_columns
+from penstock.changes import Op, check_changes, collapse_parts, is_changelog, own_columns
 from penstock.config import Secret
-from penstock.connectors import staging
 from penstock.connectors.delta.columns import StatsPart, as_delta, delta_schema, has_empty_text
 from penstock.connectors.delta.rewrite import StagedChanges, rewrite
 from penstock.connectors.delta.table import Table, delta_errors, read_metadata, unknown_feature
 from penstock.connectors.delta.upkeep import join_small_files, remove_dead_files
-from penstock.connectors.staging import (
+from penstock.connectors.lake import staging
+from penstock.connectors.lake.staging import (
     HIDDEN,
     ParquetPart,
     StagedFiles,

@@ -24,7 +24,7 @@ from pyarrow import types
 from pydantic import ValidationError
 
 from penstock import durable, failpoints
-from penstock.connectors.staging import HIDDEN, StagedFile
+from penstock.connectors.lake.staging import HIDDEN, StagedFile
 from penstock.errors import FatalError, SchemaError
 from penstock.sink import CommittedEpoch, Epoch, Positions
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from penstock.connectors.delta.rewrite import File, Rewrite, file_of, write
 from penstock.connectors.delta.table import Table
-from penstock.connectors.staging import HIDDEN, Stage
+from penstock.connectors.lake.staging import HIDDEN, Stage
 from penstock.sink import Topic
 
 FAN = 8

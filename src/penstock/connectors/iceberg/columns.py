@@ -22,7 +22,7 @@ from pyiceberg.io.pyarrow import (
 from pyiceberg.schema import Schema
 
 from penstock import durable
-from penstock.connectors.staging import ParquetPart, StagedFile, pack_schema, unpack_schema
+from penstock.connectors.lake.staging import ParquetPart, StagedFile, pack_schema, unpack_schema
 from penstock.errors import DataError, SchemaError
 from penstock.sink import Topic
 

@@ -16,8 +16,8 @@ from pyiceberg.transforms import DayTransform, IdentityTransform
 from pyiceberg.typedef import Record
 
 from penstock import durable
-from penstock.connectors.partitions import partition_text, split
-from penstock.connectors.staging import Stage
+from penstock.connectors.lake.partitions import partition_text, split
+from penstock.connectors.lake.staging import Stage
 from penstock.errors import ConfigError, SchemaError
 from penstock.sink import Topic
 

@@ -26,7 +26,6 @@ from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from penstock import durable
 from penstock.config import Secret
-from penstock.connectors import staging
 from penstock.connectors.iceberg.columns import (
     Columns,
     StatsPart,
@@ -39,7 +38,8 @@ from penstock.connectors.iceberg.columns import (
 )
 from penstock.connectors.iceberg.layout import IcebergStage, Layout
 from penstock.connectors.iceberg.table import PROPERTIES, SEEDED, Catalog, Table, catalog_errors
-from penstock.connectors.staging import HIDDEN, StagedFile, StagedFiles, StagedTopic, StagingConfig, StagingSink
+from penstock.connectors.lake import staging
+from penstock.connectors.lake.staging import HIDDEN, StagedFile, StagedFiles, StagedTopic, StagingConfig, StagingSink
 from penstock.errors import ConfigError, FatalError, RetryableError, SchemaError, StagingLost
 from penstock.schema import ChangeKind, SchemaChange, key_of
 from penstock.schema.evolution import Policy, diff, follow, refusal, widened

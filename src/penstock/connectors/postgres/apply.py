@@ -16,10 +16,10 @@ import pyarrow.compute as pc
 import pyarrow.csv
 from pydantic import BaseModel, ConfigDict
 
-from penstock.change import Op, collapse, is_changelog, own_columns
+from penstock.changes import Op, collapse, is_changelog, own_columns
+from penstock.connectors.lake.staging import unpack_schema
 from penstock.connectors.postgres.target import DELETED, Column, Target
-from penstock.connectors.postgres_cdc.types import quoted
-from penstock.connectors.staging import unpack_schema
+from penstock.connectors.postgresql.types import quoted
 from penstock.errors import SchemaError, StagingLost
 
 _TASK_BITS = 40

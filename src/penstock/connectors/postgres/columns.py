@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-from penstock.connectors.postgres_cdc.types import (
+from penstock.connectors.postgresql.types import (
     BOOL,
     BYTEA,
     DATE,

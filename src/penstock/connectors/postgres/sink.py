@@ -14,7 +14,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from penstock import failpoints
-from penstock.change import check_changes, is_changelog, own_columns
+from penstock.changes import check_changes, is_changelog, own_columns
 from penstock.connectors.postgres import apply, columns
 from penstock.connectors.postgres.apply import Part, Plan, StagedPart, Upsert, by_topic
 from penstock.connectors.postgres.stage import Known, Open, Stage, exact, refusals
@@ -31,9 +31,9 @@ from penstock.connectors.postgres.target import (
     refuse_unfit,
     widened,
 )
-from penstock.connectors.postgres_cdc import wal
-from penstock.connectors.postgres_cdc.types import quoted
-from penstock.connectors.postgresql import PostgresConfig
+from penstock.connectors.postgresql import connections, failures
+from penstock.connectors.postgresql.config import PostgresConfig
+from penstock.connectors.postgresql.types import quoted
 from penstock.durable import canonical
 from penstock.errors import ConfigError, FatalError, RetryableError, SchemaError, StagingLost
 from penstock.schema import key_of
@@ -153,11 +153,11 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
 
     def _ask(self, question: Callable[[psycopg.Connection[Any]], T]) -> T:
         """Put a question over the sink's connection, which is made again after it broke."""
-        with wal.errors("PostgreSQL does not answer"):
+        with failures.errors("PostgreSQL does not answer"):
             if self._stage is not None:
                 return question(self._stage.connection)  # a new one would not know what is staged
             if self._connection is None or self._connection.closed:
-                self._connection = wal.connect(self.config)
+                self._connection = connections.connect(self.config)
                 self._connection.execute(_durable())
                 self._connection.execute(
                     f"SET lock_timeout = '{LOCK_SECS}s'; SET idle_in_transaction_session_timeout = '{IDLE_SECS}s'"
@@ -295,7 +295,7 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
         ]
         if tried:
             query = f"SELECT {', '.join(tried)} FROM {self._own(part.table)}"
-            with wal.errors("PostgreSQL does not answer"), refusals(topic):
+            with failures.errors("PostgreSQL does not answer"), refusals(topic):
                 self._stage.connection.execute(query)
 
     # -- on the driver -------------------------------------------------------------------------------------------
@@ -563,7 +563,10 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
         yield Finding(True, f"the user {'may' if may_create else 'may not'} make schemas", fix)
 
     def health_check(self) -> HealthStatus:
-        with wal.errors("PostgreSQL does not answer"), contextlib.closing(wal.connect(self.config)) as connection:
+        with (
+            failures.errors("PostgreSQL does not answer"),
+            contextlib.closing(connections.connect(self.config)) as connection,
+        ):
             row = connection.execute(
                 "SELECT pg_is_in_recovery() OR current_setting('transaction_read_only') = 'on'"
             ).fetchone()

@@ -12,13 +12,13 @@ import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.change import Op, is_changelog, unpack_keys
+from penstock.changes import Op, is_changelog, unpack_keys
+from penstock.connectors.lake.staging import pack_schema
 from penstock.connectors.postgres import columns
 from penstock.connectors.postgres.apply import StagedPart
 from penstock.connectors.postgres.target import Target
-from penstock.connectors.postgres_cdc import wal
-from penstock.connectors.postgres_cdc.types import quoted
-from penstock.connectors.staging import pack_schema
+from penstock.connectors.postgresql import failures
+from penstock.connectors.postgresql.types import quoted
 from penstock.errors import DataError, SchemaError
 from penstock.sink import Topic
 
@@ -150,7 +150,7 @@ class Stage:
             if old_key:
                 kinds += [f"o{n} {columns.staged_type(schema.field(name).type)}" for n, name in enumerate(key)]
             kinds += ["r int8"] if key else []
-            with wal.errors("PostgreSQL does not answer"):
+            with failures.errors("PostgreSQL does not answer"):
                 self.connection.execute(
                     f"CREATE TABLE {self._sql(part)} ({', '.join(kinds)}) WITH (autovacuum_enabled = false)"
                 )
@@ -168,7 +168,7 @@ class Stage:
                 continue
             statement = f"COPY {self._sql(part)} FROM STDIN (FORMAT binary)"
             with (
-                wal.errors("PostgreSQL does not answer"),
+                failures.errors("PostgreSQL does not answer"),
                 refusals(topic),
                 self.connection.cursor() as cursor,
                 cursor.copy(statement) as copy,
@@ -183,7 +183,7 @@ class Stage:
 
     def commit(self) -> None:
         """Everything staged, and on the server's disk."""
-        with wal.errors("PostgreSQL does not answer"):
+        with failures.errors("PostgreSQL does not answer"):
             self.connection.execute("COMMIT")
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 from pyarrow import types
 
 from penstock.connectors.postgres.columns import origin, sql_type
-from penstock.connectors.postgres_cdc.types import BPCHAR, NAME, TEXT, VARCHAR, TypeCatalog, arrow_type, quoted
+from penstock.connectors.postgresql.types import BPCHAR, NAME, TEXT, VARCHAR, TypeCatalog, arrow_type, quoted
 from penstock.errors import ConfigError, SchemaError
 from penstock.schema.evolution import Policy, follow, refusal
 from penstock.sink import Topic

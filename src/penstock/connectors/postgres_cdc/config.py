@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from penstock.connectors.postgresql import PostgresConfig
+from penstock.connectors.postgresql.config import PostgresConfig
 
 
 class PostgresLogConfig(PostgresConfig):

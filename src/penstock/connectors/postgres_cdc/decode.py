@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.change import CHANGE_FIELDS, Op, moment_texts
-from penstock.connectors.postgres_cdc.types import (
+from penstock.changes import CHANGE_FIELDS, Op, moment_texts
+from penstock.connectors.postgresql.types import (
     UNIX_EPOCH_US,
     Bytes,
     Column,

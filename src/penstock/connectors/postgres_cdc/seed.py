@@ -18,12 +18,13 @@ import pyarrow.compute as pc
 from adbc_driver_manager import dbapi as adbc_dbapi
 from pydantic import BaseModel, ConfigDict
 
-from penstock.change import CHANGE_FIELDS, Op, parse_moments
+from penstock.changes import CHANGE_FIELDS, Op, parse_moments
 from penstock.connectors.postgres_cdc import wal
 from penstock.connectors.postgres_cdc.decode import Rows, position_text
 from penstock.connectors.postgres_cdc.setup import Table
 from penstock.connectors.postgres_cdc.tree import Tree
-from penstock.connectors.postgres_cdc.types import (
+from penstock.connectors.postgresql import connections, failures
+from penstock.connectors.postgresql.types import (
     TypeCatalog,
     arrow_type,
     from_select,
@@ -325,7 +326,7 @@ def _where(table: Table, after: Key | None, upto: Key | None) -> str:
         return " WHERE false"  # the key has other columns by now: the copy is begun anew
     key = ", ".join(table.order_by())
     parts = [
-        f"({key}) {sign} ({', '.join(wal.literal(value) for value in edge)})"
+        f"({key}) {sign} ({', '.join(connections.literal(value) for value in edge)})"
         for sign, edge in ((">", after), ("<=", upto))
         if edge is not None
     ]
@@ -351,19 +352,19 @@ def read_part(
     else:
         where = _where(table, part.after, part.upto)
         edges = {"after": part.after, "upto": part.upto}
-    with wal.errors(f"cannot copy {part.stream}"), table_errors(table) if apart else contextlib.nullcontext():
+    with failures.errors(f"cannot copy {part.stream}"), table_errors(table) if apart else contextlib.nullcontext():
         part.held.take(connection)
         # Page by page, for which the server takes 7 % less than for going through the index row by row; and only the pages
         # of the chunk: one that is a third of its table would be filtered out of all of them.
-        wal.run(connection, "SET LOCAL enable_indexscan = off")
-        wal.run(connection, "SET LOCAL enable_seqscan = off")
+        connections.run(connection, "SET LOCAL enable_indexscan = off")
+        connections.run(connection, "SET LOCAL enable_seqscan = off")
         columns = ", ".join(select_native(column, catalog) for column in table.columns) or "1"
         for batch in wal.batches(connection, f"SELECT {columns} FROM {_from(table)}{where}"):
             if batch.num_rows:
                 count += batch.num_rows
                 yield SourceBatch(_seeded(batch, table, catalog, part), stream=table.stream)
         same = wal.files(connection, table.oid) == part.held.files.get(table.oid)
-        wal.run(connection, "COMMIT")
+        connections.run(connection, "COMMIT")
     if not same:  # emptied or rewritten after the snapshot was taken: what it shows was not there any more
         yield Note({"again": [part.stream]})
         return

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pyarrow as pa
 
-from penstock.change import CHANGE_FIELDS
+from penstock.changes import CHANGE_FIELDS
 from penstock.connectors.postgres_cdc import wal
-from penstock.connectors.postgres_cdc.types import Column, TypeCatalog, arrow_type, quoted, table_schema
+from penstock.connectors.postgresql import connections
+from penstock.connectors.postgresql.types import Column, TypeCatalog, arrow_type, quoted, table_schema
 from penstock.errors import ConfigError
 from penstock.source import Finding
 
@@ -503,14 +504,14 @@ def findings(connection: psycopg.Connection[Any], config: PostgresCdcConfig) -> 
     slots, max_slots, senders, max_senders, may_replicate, may_create, user = _one(connection, _LIMITS)
     free = slots < max_slots
     if slot is None and not config.manage:
-        fix = f"SELECT pg_create_logical_replication_slot({wal.literal(config.slot)}, '{wal.PLUGIN}')"
+        fix = f"SELECT pg_create_logical_replication_slot({connections.literal(config.slot)}, '{wal.PLUGIN}')"
         yield Finding(False, f"the replication slot {config.slot!r} is not there, and manage = false", fix)
     elif slot is None:
         fix = "" if free else f"ALTER SYSTEM SET max_replication_slots = {max_slots + 5}; then restart the server"
         yield Finding(free, f"{slots} of {max_slots} replication slots are in use; one more will be made", fix)
     else:
         lost = slot.wal_status == "lost"
-        fix = f"SELECT pg_drop_replication_slot({wal.literal(config.slot)})" if lost else ""
+        fix = f"SELECT pg_drop_replication_slot({connections.literal(config.slot)})" if lost else ""
         yield Finding(not lost, f"the replication slot {config.slot!r} is {slot.wal_status}", fix)
         if not lost:
             try:

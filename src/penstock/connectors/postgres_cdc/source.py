@@ -33,7 +33,8 @@ from penstock.connectors.postgres_cdc.seed import (
 from penstock.connectors.postgres_cdc.setup import Table, Tables
 from penstock.connectors.postgres_cdc.steps import Ahead, messages
 from penstock.connectors.postgres_cdc.tree import Log, Part, Seen, Tree
-from penstock.connectors.postgres_cdc.types import TypeCatalog
+from penstock.connectors.postgresql import connections, failures
+from penstock.connectors.postgresql.types import TypeCatalog
 from penstock.durable import Json
 from penstock.errors import ConfigError, ConnectorError, DataError, SchemaError
 from penstock.source import (
@@ -143,7 +144,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
 
     def close(self) -> None:
         if self._connection is not None and self._in_task:
-            wal.hand_on(self.config, self._connection, self._arrow)
+            connections.hand_on(self.config, self._connection, self._arrow)
             self._connection = self._arrow = None
         for connection in (self._connection, self._exporter, self._arrow):
             if connection is not None:
@@ -172,7 +173,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             raise ConfigError(
                 f"the replication slot {self.config.slot!r} is not there, and manage = false",
                 code="PEN-1016",
-                hint=f"SELECT pg_create_logical_replication_slot({wal.literal(self.config.slot)}, '{wal.PLUGIN}')",
+                hint=f"SELECT pg_create_logical_replication_slot({connections.literal(self.config.slot)}, '{wal.PLUGIN}')",
             )
         if found is not None and found.wal_status != "lost":
             wal.verify_slot(found, self.config.slot, here)
@@ -181,16 +182,16 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
 
     def _ask(self, question: Callable[[psycopg.Connection[Any]], T]) -> T:
         """Put a question over the driver's connection, which is made again after it broke."""
-        with wal.errors(wal.NO_ANSWER):
+        with failures.errors(failures.NO_ANSWER):
             if self._connection is None or self._connection.closed:
-                self._connection = wal.take(self.config) if self._in_task else wal.connect(self.config)
+                self._connection = connections.take(self.config) if self._in_task else connections.connect(self.config)
                 # Nobody's lock on one table keeps the others waiting for long.
                 self._connection.execute(f"SET lock_timeout = '{seed.LOCK_SECS}s'")
             return question(self._connection)
 
     def _apart(self, question: Callable[[psycopg.Connection[Any]], T]) -> T:
         """Put a question over a connection of its own, since another thread asks."""
-        with wal.errors(wal.NO_ANSWER), contextlib.closing(wal.connect(self.config)) as connection:
+        with failures.errors(failures.NO_ANSWER), contextlib.closing(connections.connect(self.config)) as connection:
             return question(connection)
 
     # -- what is there -------------------------------------------------------------------------------------------
@@ -400,9 +401,9 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         if self._planned is None or self._planned[0] != asked:
             try:
                 if self._unreadable == start.lsn:
-                    raise wal.PublicationLost("a range could not be read")
+                    raise failures.PublicationLost("a range could not be read")
                 end = self._ask(lambda connection: self._next(connection, start, limit))
-            except wal.PublicationLost:
+            except failures.PublicationLost:
                 if self.config.snapshot == "never":
                     raise
                 end = self._ask(lambda connection: self._pass_over(connection, start))
@@ -415,7 +416,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         here = wal.server(connection)
         try:
             found = self._verify(connection, here, start)
-        except wal.SlotLost:
+        except failures.SlotLost:
             if not self._may_begin_again:
                 raise
             return self._begin_again(connection, start, here)
@@ -702,7 +703,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
 
     def _publish(self, connection: psycopg.Connection[Any], tables: Mapping[str, Table], here: wal.Server) -> None:
         first = next(iter(tables.values()))
-        with wal.errors(f"cannot publish {first.stream}"), seed.table_errors(first, "publish"):
+        with failures.errors(f"cannot publish {first.stream}"), seed.table_errors(first, "publish"):
             setup.publish(connection, self.config, Tables(tables), here.version)
 
     def _set_aside(self, start: LogPosition, table: Table, error: ConnectorError) -> LogPosition:
@@ -869,8 +870,8 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
     def _hold(self, tables: Sequence[Table]) -> wal.Held:
         """The snapshot that an epoch copies under, held until the next one is planned."""
         self._let_go()
-        with wal.errors(wal.NO_ANSWER):
-            self._exporter = wal.connect(self.config)
+        with failures.errors(failures.NO_ANSWER):
+            self._exporter = connections.connect(self.config)
             self._exporter.execute(f"SET lock_timeout = '{seed.LOCK_SECS}s'")
             return wal.hold(self._exporter, [table.oid for table in tables])
 
@@ -891,7 +892,9 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         if table is None:
             return
         if self._arrow is None:
-            self._arrow = self._ask(lambda asked: wal.take_arrow(self.config, asked, lock_timeout=f"{seed.LOCK_SECS}s"))
+            self._arrow = self._ask(
+                lambda asked: connections.take_arrow(self.config, asked, lock_timeout=f"{seed.LOCK_SECS}s")
+            )
         done = False
         try:
             yield from seed.read_part(self._arrow, table, catalog, split, apart=True)
@@ -939,7 +942,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         publications = setup.publications(self.config)
         asked = self._ask(lambda connection: connection)
         with (
-            wal.errors("cannot read the log"),
+            failures.errors("cannot read the log"),
             messages(self.config, asked, publications, found, start.lsn, split.end) as sent,
             Ahead(_changed(sent, decoder), lambda item: item.batch.nbytes) as changed,
         ):
@@ -973,16 +976,16 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         try:
             names = setup.publications(self.config)
             self._ask(lambda connection: wal.verify_decoded(connection, self.config.slot, names, end.lsn))
-        except wal.PublicationLost:
+        except failures.PublicationLost:
             self._unreadable, self._planned = start.lsn, None
             return True
-        except (wal.SlotLost, ConfigError):
+        except (failures.SlotLost, ConfigError):
             pass
         if not self._may_begin_again:
             return False
         try:
             self._ask(lambda connection: self._verify(connection, wal.server(connection), start))
-        except wal.SlotLost:
+        except failures.SlotLost:
             return True
         return False
 

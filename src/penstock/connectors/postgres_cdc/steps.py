@@ -16,6 +16,7 @@ import pyarrow as pa
 from adbc_driver_manager import dbapi as adbc_dbapi
 
 from penstock.connectors.postgres_cdc import wal
+from penstock.connectors.postgresql import connections
 
 if TYPE_CHECKING:
     from penstock.connectors.postgres_cdc.config import PostgresCdcConfig
@@ -76,7 +77,7 @@ def messages(
 
 
 def _connected(config: PostgresCdcConfig) -> Any:
-    return wal.connect_arrow(config, logical_decoding_work_mem=f"{config.decoding_memory_bytes // 1024}kB")
+    return connections.connect_arrow(config, logical_decoding_work_mem=f"{config.decoding_memory_bytes // 1024}kB")
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
 import struct
 import time
 from collections import Counter
@@ -17,37 +15,15 @@ import numpy.typing as npt
 import psycopg
 import pyarrow as pa
 from adbc_driver_manager import dbapi as adbc_dbapi
-from adbc_driver_postgresql import dbapi as adbc
-from psycopg.pq import TransactionStatus
 
 from penstock.connectors.postgres_cdc.decode import lsn_text
-from penstock.connectors.postgres_cdc.types import SESSION
-from penstock.connectors.postgresql import PostgresConfig
+from penstock.connectors.postgresql.connections import literal, run
+from penstock.connectors.postgresql.failures import LOST, SlotLost
 from penstock.errors import ConfigError, FatalError, RetryableError
 
 PLUGIN = "pgoutput"
 OLDEST = 150000
 """`server_version_num` of the oldest server that is read from."""
-
-HANDED_ON_SECS = 10.0
-"""How long a task's connection waits for the next task; to make one takes longer than to read a small range."""
-
-_handed_on: dict[tuple[int, bytes], tuple[psycopg.Connection[Any], float]] = {}
-_arrows: dict[tuple[int, bytes], tuple[Any, int, float]] = {}
-"""With the process that serves it."""
-
-NO_ANSWER = "PostgreSQL does not answer"
-
-_LOST = (
-    "start over with `penstock offsets reset FILE` (empty the targets first), "
-    'or set snapshot = "when_needed" to have everything copied again'
-)
-
-_TOO_LARGE = (
-    "the server prints no value of 1 GB, which a bytea of 512 MB comes to. Put its column into `exclude_columns`, and take it "
-    "out of the publication: ALTER PUBLICATION … DROP TABLE t; ALTER PUBLICATION … ADD TABLE t (the other columns). The log "
-    'cannot be read behind it: drop the slot, and run with snapshot = "when_needed" to have everything copied again'
-)
 
 
 @dataclass(frozen=True)
@@ -75,167 +51,6 @@ class Slot:
     confirmed: int
     wal_status: str
     safe_wal_size: int | None
-
-
-class SlotLost(FatalError):
-    """The slot does not hold what comes next; nothing but a new copy brings it back."""
-
-    default_code = "PEN-5011"
-
-
-class PublicationLost(FatalError):
-    """The log holds changes from while a publication was not there; servers before 18 do not decode them."""
-
-    default_code = "PEN-5011"
-
-
-# -- connections -----------------------------------------------------------------------------------------------------
-
-
-def connect(config: PostgresConfig) -> psycopg.Connection[Any]:
-    """A connection for questions and orders, in autocommit; not for rows."""
-    with errors("cannot connect to PostgreSQL"):
-        connection = psycopg.connect(config.conninfo(), autocommit=True)
-        with _closing_on_error(connection):
-            connection.execute(_settings(config))
-    return connection
-
-
-def take(config: PostgresConfig) -> psycopg.Connection[Any]:
-    """A connection that the last task of this process handed on, if it is still good; else a new one."""
-    connection, since = _handed_on.pop(_whose(config), (None, 0.0))
-    if connection is not None:
-        with contextlib.suppress(psycopg.Error):
-            if time.monotonic() - since < HANDED_ON_SECS:  # an older one may have been cut without a word
-                connection.execute("SELECT 1")
-                return connection
-        connection.close()
-    return connect(config)
-
-
-def hand_on(config: PostgresConfig, connection: psycopg.Connection[Any], arrow: Any = None) -> None:
-    """
-    Leave connections to the next task of this process, unless something is still going on there.
-
-    `arrow`: one for rows, without a transaction. The one of an earlier task goes when nothing was copied for a while.
-    """
-    old, _, since = _arrows.get(_whose(config), (None, 0, 0.0))
-    if old is not None and (arrow is not None or time.monotonic() - since >= HANDED_ON_SECS):
-        del _arrows[_whose(config)]
-        old.close()
-    if arrow is not None:
-        with _closing_on_error(arrow), errors(NO_ANSWER):
-            pid = run(arrow, "SELECT pg_backend_pid() AS pid")["pid"][0].as_py()
-        _arrows[_whose(config)] = (arrow, pid, time.monotonic())
-    if connection.info.transaction_status is not TransactionStatus.IDLE:
-        connection.close()
-        return
-    before, _ = _handed_on.pop(_whose(config), (None, 0.0))
-    if before is not None:
-        before.close()
-    _handed_on[_whose(config)] = (connection, time.monotonic())
-
-
-def take_arrow(config: PostgresConfig, connection: psycopg.Connection[Any], **settings: str) -> Any:
-    """As `take`, for rows; who hands them on has always the same settings."""
-    arrow, pid, since = _arrows.pop(_whose(config), (None, 0, 0.0))
-    if arrow is not None:
-        # Asked over the other connection: the driver takes the whole process with it when its own is broken.
-        there = connection.execute("SELECT FROM pg_stat_activity WHERE pid = %s", [pid]).fetchall()
-        if there and time.monotonic() - since < HANDED_ON_SECS:
-            return arrow
-        arrow.close()
-    return connect_arrow(config, **settings)
-
-
-def _whose(config: PostgresConfig) -> tuple[int, bytes]:
-    """Of this process, not of one that forked it; without the password in it."""
-    return os.getpid(), hashlib.sha256(f"{config.conninfo()} {config.statement_timeout_secs}".encode()).digest()
-
-
-def connect_arrow(config: PostgresConfig, **settings: str) -> Any:
-    """A connection that answers in Arrow, in autocommit; for rows."""
-    with errors("cannot connect to PostgreSQL"):
-        connection = adbc.connect(config.conninfo(), autocommit=True)
-        with _closing_on_error(connection):
-            run(connection, _settings(config, settings))
-    return connection
-
-
-def run(connection: Any, query: str) -> pa.Table:
-    """What a query answers over an Arrow connection."""
-    with connection.cursor() as cursor:
-        cursor.execute(query)
-        return cursor.fetch_arrow_table()
-
-
-@contextlib.contextmanager
-def errors(what: str) -> Iterator[None]:
-    """Turn a driver's errors into ours, by what should happen next."""
-    try:
-        yield
-    except (psycopg.Error, adbc_dbapi.Error) as error:
-        state = str(getattr(error, "sqlstate", None) or "")
-        text = str(error).strip().partition("\n")[0]
-        message = f"{'PostgreSQL refuses' if state == '42501' and what == NO_ANSWER else what}: {text}"
-        if state == "55006":  # object in use
-            raise RetryableError(message, hint="another session reads the slot; it is tried again") from error
-        if state == "55000" and "can no longer" in text:
-            raise SlotLost(message, hint=_LOST) from error
-        if state == "42704" and 'publication "' in text:
-            raise PublicationLost(message, hint=_LOST) from error
-        if state == "57014":
-            raise RetryableError(message, code="PEN-2003", hint="raise `statement_timeout_secs`") from error
-        if state[:2] in ("28", "3D") or state in ("42501", "42704") or _is_refusal(text):
-            hint = "see `penstock check` for the grants and settings that are needed"
-            raise ConfigError(message, code="PEN-1016", hint=hint) from error
-        if not state or state in ("42P01", "25P03") or state[:2] in ("08", "40", "53", "55", "57", "58"):
-            raise RetryableError(message, code="PEN-2001") from error
-        if "invalid memory alloc request size" in text:
-            raise FatalError(f"{message} (a value is too large for the server to print)", hint=_TOO_LARGE) from error
-        raise FatalError(message) from error
-
-
-def _is_refusal(text: str) -> bool:
-    """True for what libpq says, without a state, about settings that will not mend by themselves."""
-    return any(
-        part in text
-        for part in (
-            "password authentication failed",
-            "no password supplied",
-            "certificate",
-            "SSL",
-            "sslmode",
-            "pg_hba.conf",
-            "could not translate host name",
-        )
-    ) or ("database" in text and "does not exist" in text)
-
-
-@contextlib.contextmanager
-def _closing_on_error(connection: Any) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        connection.close()
-        raise
-
-
-def _settings(config: PostgresConfig, more: Mapping[str, str] | None = None) -> str:
-    settings = {
-        **SESSION,
-        **config.session(),
-        "client_connection_check_interval": "1s",  # frees the slot soon after a reader was killed
-        **(more or {}),
-    }
-    calls = ", ".join(f"set_config({literal(name)}, {literal(value)}, false)" for name, value in settings.items())
-    return f"SELECT {calls}"
-
-
-def literal(text: str) -> str:
-    """An SQL string."""
-    escaped = text.replace("'", "''")
-    return f" E'{escaped}'".replace("\\", "\\\\") if "\\" in escaped else f"'{escaped}'"
 
 
 # -- the server and its slot -----------------------------------------------------------------------------------------
@@ -298,7 +113,7 @@ def make_slot(connection: psycopg.Connection[Any], name: str) -> Slot:
 def verify_slot(found: Slot | None, name: str, here: Server) -> Slot:
     """The slot, if it is one that can be read here."""
     if found is None:
-        raise SlotLost(f"the replication slot {name!r} is gone", hint=_LOST)
+        raise SlotLost(f"the replication slot {name!r} is gone", hint=LOST)
     if found.plugin != PLUGIN or found.database != here.database:
         raise ConfigError(
             f"the replication slot {name!r} decodes the database {found.database!r} by {found.plugin!r}, "
@@ -309,7 +124,7 @@ def verify_slot(found: Slot | None, name: str, here: Server) -> Slot:
     if found.wal_status == "lost":
         raise SlotLost(
             f"the replication slot {name!r} is invalidated: the server removed log that it still needed",
-            hint=f"raise max_slot_wal_keep_size on the server; drop the slot; then {_LOST}",
+            hint=f"raise max_slot_wal_keep_size on the server; drop the slot; then {LOST}",
         )
     return found
 
@@ -320,13 +135,13 @@ def verify_range(found: Slot, name: str, here: Server, start: int, system: str, 
         raise FatalError(
             f"this is another server: its system identifier is {here.system}, the recorded position is of {system}",
             code="PEN-5011",
-            hint=f"point `dsn` at the server that was read before; or {_LOST}",
+            hint=f"point `dsn` at the server that was read before; or {LOST}",
         )
     if here.timeline != timeline or start > here.flushed:
         raise SlotLost(
             f"the server went another way: it is on timeline {here.timeline} at {lsn_text(here.flushed)}, "
             f"the recorded position is {lsn_text(start)} on timeline {timeline}",
-            hint=f"it was failed over or put back from a copy; {_LOST}",
+            hint=f"it was failed over or put back from a copy; {LOST}",
         )
     verify_confirmed(found.confirmed, name, start)
 
@@ -337,7 +152,7 @@ def verify_confirmed(confirmed: int, name: str, start: int) -> None:
         raise SlotLost(
             f"the replication slot {name!r} begins at {lsn_text(confirmed)}, behind the recorded position "
             f"{lsn_text(start)}: it was made again, or another reader moved it",
-            hint=f"give each pipeline a `slot` of its own; {_LOST}",
+            hint=f"give each pipeline a `slot` of its own; {LOST}",
         )
 
 

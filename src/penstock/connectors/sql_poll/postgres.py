@@ -11,8 +11,8 @@ import pyarrow as pa
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from penstock.config import Secret
-from penstock.connectors.postgres_cdc import wal
-from penstock.connectors.postgres_cdc.types import SESSION, Column, TypeCatalog, parse_text, select_text, table_schema
+from penstock.connectors.postgresql import failures
+from penstock.connectors.postgresql.types import SESSION, Column, TypeCatalog, parse_text, select_text, table_schema
 from penstock.connectors.sql_poll.database import Found, Table, quoted, sql_name
 from penstock.durable import Json
 from penstock.errors import ConfigError, FatalError, RetryableError
@@ -107,7 +107,7 @@ def _values(column: pa.Array) -> list[Any]:
 @contextlib.contextmanager
 def _errors(what: str) -> Iterator[None]:
     try:
-        with wal.errors(what):
+        with failures.errors(what):
             yield
     except FatalError as error:
         if isinstance(error.__cause__, psycopg.errors.UndefinedColumn):  # dropped since it was described

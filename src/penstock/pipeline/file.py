@@ -1,33 +1,25 @@
-"""From one TOML file to a checked pipeline."""
+"""Reads a pipeline file and gathers everything that is wrong with it."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ValidationError
 
-from penstock import checks, registry, shape, tomlfile
-from penstock.checks import PipelineError, Problem
 from penstock.config import Config, type_text
-from penstock.durable import Json
 from penstock.errors import ConfigError, ConnectorError
-from penstock.registry import Kind
-from penstock.routing import Route, Router
-from penstock.schema.evolution import Policy
-from penstock.shape import compare_shapes
-from penstock.sink import DeliveryGuarantee, SinkConnector
-from penstock.source import Connector, SourceConnector
-from penstock.tomlfile import TomlFile, Where
-
-__all__ = ["Pipeline", "PipelineError", "Problem", "Processing", "compare_shapes"]
-
-if TYPE_CHECKING:
-    from penstock.supervisor import Summary
+from penstock.pipeline import Pipeline, checks, registry
+from penstock.pipeline import toml as tomlfile
+from penstock.pipeline.checks import Problem
+from penstock.pipeline.options import Processing, RouteEntry, SchemaEntry
+from penstock.pipeline.registry import Kind
+from penstock.pipeline.routing import Router
+from penstock.pipeline.toml import TomlFile, Where
+from penstock.sink import DeliveryGuarantee
+from penstock.source import Connector
 
 M = TypeVar("M", bound=Config)
 
@@ -36,222 +28,7 @@ _SECTIONS = (
 )  # fmt: skip
 
 
-class Processing(Config):
-    """The `[processing]` section; every key has a default."""
-
-    state_dir: Path = Path("state")
-    """Directory of manifests, journals and the lock. Relative to the pipeline file."""
-
-    checkpoint: bool = True
-    """Keep manifests. Without them a restart begins anew, and exactly-once is refused."""
-
-    poll_interval_ms: PositiveInt = 100
-    """How often a source that sends no signal is asked for new data while it is idle."""
-
-    epoch_interval_ms: NonNegativeInt = 200
-    """Least time between the starts of two epochs, unless a source asks for one."""
-
-    max_batch_records: PositiveInt = 65536
-    """Hint for how many records one poll of a polling source returns."""
-
-    max_epoch_rows: PositiveInt = 10_000_000
-    """Admission control: about how many rows of one source an epoch reads at most."""
-
-    journal_max_bytes: PositiveInt = 1 << 30
-    """Size of one source's journal at which the source is held back."""
-
-    linger_ms: NonNegativeInt = 5
-    """How long the journal waits for more records before an fsync that serves them all."""
-
-    max_retries: NonNegativeInt = 10
-    """Retryable failures in a row after which the pipeline stops."""
-
-    retry_backoff_ms: PositiveInt = 100
-    """First pause before a retry; it doubles, with jitter."""
-
-    max_backoff_ms: PositiveInt = 30_000
-    """Longest pause before a retry."""
-
-    lag_interval_secs: PositiveInt = 10
-    """How often a source's lag is sampled."""
-
-    health_timeout_secs: PositiveInt = 60
-    """Time without progress or a health answer after which a connector counts as unhealthy."""
-
-    unrouted: Literal["stop", "skip"] = "stop"
-    """What to do with rows that no route takes: stop, or skip and count them."""
-
-    on_error: Literal["stop", "skip"] = "stop"
-    """What to do with bad records: stop, or skip and count them."""
-
-    max_error_rate: float = Field(default=1.0, ge=0, le=1)
-    """Share of an epoch's records that may be bad, and skipped, before the pipeline stops."""
-
-    metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port for metrics, health and status over HTTP, on 127.0.0.1; 0 chooses a free one, none serves nothing."""
-
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severity that is logged."""
-
-
-class RouteEntry(Config):
-    """One `[[routes]]` entry. Without any, every stream goes to `/{stream}` and to all sinks."""
-
-    stream: str = Field(default="#", alias="from", min_length=1)
-    """Streams it takes: `*` is any run of characters except `/`, `+` one level, `#` at the end all levels that follow."""
-
-    source: str | None = None
-    """Name of the source whose streams it takes; none: all sources."""
-
-    match: dict[str, str] = Field(default={})
-    """Patterns that a message's attributes must satisfy, row by row, such as `{ site = "north/#" }`; for columns use `sql`."""
-
-    to: str = "/{stream}"
-    """The topic: `{stream}`, `{source}`, `{schema}` and `{table}` (around the stream's first dot), `{1}` (first wildcard)."""
-
-    sinks: list[str] = Field(default=[], min_length=1)
-    """Names of the sinks that take the topic; none: all."""
-
-    partitions: PositiveInt = 1
-    """Rows of the topic are hashed by key into that many ordered splits."""
-
-    key: list[str] = Field(default=[], min_length=1)
-    """Columns whose value keeps its order over `partitions`; none: the key that the source knows."""
-
-    reliable_dispatch: bool = True
-    """False lets rows bypass the journal: faster, and lost in a crash unless the source can send them again."""
-
-    sql: str | None = Field(default=None, min_length=1)
-    """A query over the epoch's rows, which it sees as the table `input`."""
-
-    transform: str | None = None
-    """A function `module:function` from DataFrame to DataFrame, instead of `sql`."""
-
-    per_epoch: bool = False
-    """Allows aggregates, DISTINCT, joins and windows, which then see one epoch at a time."""
-
-    schema_evolution: Policy | None = None
-    """What happens to rows that a target has no place for; none: as the sink says, see there."""
-
-    def route(self) -> Route:
-        fields = self.model_dump(exclude={"match", "sinks", "key"})
-        return Route(**fields, match=tuple(self.match.items()), sinks=tuple(self.sinks), key=tuple(self.key))
-
-
-class Pinned(Config):
-    """Exactly this version."""
-
-    pinned: PositiveInt
-    """The version."""
-
-
-class Minimum(Config):
-    """This version or a later one."""
-
-    minimum: PositiveInt
-    """The lowest version."""
-
-
-class SchemaEntry(Config):
-    """One `[[schemas]]` entry: validate and serialise a topic by a schema. Not supported yet, and refused."""
-
-    topic: str
-    """The topic it is for."""
-
-    subject: str
-    """Its name in the schema registry."""
-
-    schema_type: Literal["json_schema", "string", "bytes", "number", "avro"]
-    """How payloads are written."""
-
-    schema_file: Path | None = None
-    """File that holds the schema, relative to the pipeline file."""
-
-    auto_register: bool = False
-    """Register the schema when the registry does not have it."""
-
-    version_strategy: Literal["latest"] | Pinned | Minimum = "latest"
-    """Which version to use: `"latest"`, `{ pinned = 2 }` or `{ minimum = 1 }`."""
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """A checked pipeline: connectors made, not opened."""
-
-    name: str
-    sources: Mapping[str, SourceConnector[Any]]
-    sinks: Mapping[str, SinkConnector[Any, Any]]
-    router: Router
-    delivery: DeliveryGuarantee = DeliveryGuarantee.AT_LEAST_ONCE
-    processing: Processing = field(default_factory=Processing)
-    file: Path | None = None
-    """The file it was read from, if any."""
-
-    @classmethod
-    def from_toml(cls, path: str | os.PathLike[str] | None = None) -> Pipeline:
-        """Read and check a file, by default the one that `CONNECTOR_CONFIG_PATH` names; all its errors come at once."""
-        chosen = path or os.environ.get("CONNECTOR_CONFIG_PATH")
-        if not chosen:
-            raise ConfigError(
-                "no pipeline file was given", code="PEN-1015", hint="name one, or set CONNECTOR_CONFIG_PATH"
-            )
-        return _Reader(tomlfile.read(Path(os.path.abspath(chosen)))).pipeline()
-
-    @property
-    def base(self) -> Path | None:
-        """The directory of the file, from which relative paths and modules are found."""
-        return self.file.parent if self.file else None
-
-    @property
-    def notices(self) -> list[str]:
-        """What this pipeline does not promise, said before it starts."""
-        return list(checks.notices(self))
-
-    @property
-    def third_party(self) -> list[Path]:
-        """Files and package directories that executors need besides Penstock."""
-        transforms = [registry.load_object(r.transform, self.base) for r in self.router.routes if r.transform]
-        connectors = [type(each) for each in (*self.sources.values(), *self.sinks.values())]
-        return registry.third_party_modules([*connectors, *transforms], self.base)
-
-    def validate(self) -> None:
-        """Refuse a pipeline that cannot keep its promises; a file's pipeline is checked already."""
-        problems = [
-            *checks.name_problems("a pipeline's name", self.name, ()),
-            *(p for name in self.sources for p in checks.name_problems("a source's name", name, ("sources", name))),
-            *(p for name in self.sinks for p in checks.name_problems("a sink's name", name, ("sinks", name))),
-            *([] if self.sources else [Problem("PEN-1004", "a pipeline needs a source")]),
-            *([] if self.sinks else [Problem("PEN-1004", "a pipeline needs a sink")]),
-            *checks.route_problems(self.router.routes, self.sources, self.sinks, self.base),
-            *checks.evolution_problems(self),
-            *checks.delivery_problems(self),
-        ]
-        checks.refuse(problems, f"the pipeline {self.name!r}")
-
-    def check_streams(self, streams: Mapping[str, Iterable[str]]) -> list[Problem]:
-        """What is wrong once each source's streams are known, as after `open`: streams that meet, streams without a route."""
-        return list(checks.stream_problems(self, streams))
-
-    def require_streams(self, streams: Mapping[str, Iterable[str]]) -> None:
-        """Refuse what `check_streams` finds."""
-        checks.refuse(self.check_streams(streams), f"the pipeline {self.name!r}")
-
-    def shape(self) -> Json:
-        """What a later run is compared with, see `shape.compare_shapes`; holds no secrets and no connection details."""
-        return shape.shape_of(self.name, self.sources, self.sinks, self.router, self.delivery, self.base)
-
-    def run(self, spark: Any = None, drain: bool = False) -> Summary:
-        """Run until stopped, or with `drain` until all that is there now is committed; in the caller's session if given."""
-        self.validate()
-        from penstock import supervisor  # here, since it imports this module
-
-        return supervisor.run(self, spark=spark, drain=drain)
-
-
-# -- reading the file --------------------------------------------------------------------------------------------------
-
-
-class _Reader:
+class Reader:
     """Reads one file and gathers everything that is wrong with it."""
 
     def __init__(self, file: TomlFile) -> None:

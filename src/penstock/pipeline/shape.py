@@ -13,10 +13,10 @@ from typing import Any
 from penstock.config import Secret
 from penstock.durable import Json
 from penstock.errors import ConfigError, FatalError
-from penstock.routing import Router
+from penstock.pipeline.routing import Router
+from penstock.pipeline.toml import without_password
 from penstock.sink import DeliveryGuarantee, SinkConnector
 from penstock.source import Connector, Finding, SourceConnector
-from penstock.tomlfile import without_password
 
 VERSION = 1
 

@@ -49,7 +49,7 @@ BUILT_IN: dict[tuple[Kind, str], Entry] = {
     (entry.kind, entry.name): entry
     for entry in (
         Entry("source", "generator", "penstock.connectors.generator:Generator"),
-        Entry("source", "files", "penstock.connectors.files_source:Files"),
+        Entry("source", "files", "penstock.connectors.files:Files"),
         Entry(
             "source",
             "postgres_cdc",
@@ -60,13 +60,13 @@ BUILT_IN: dict[tuple[Kind, str], Entry] = {
         Entry(
             "source",
             "postgres_capture",
-            "penstock.connectors.postgres_cdc.capture:PostgresCapture",
+            "penstock.connectors.postgres_capture.source:PostgresCapture",
             "postgres_capture",
             ("psycopg", "adbc_driver_postgresql"),
         ),
         Entry("source", "sql_poll", "penstock.connectors.sql_poll:SqlPoll"),
         Entry("sink", "console", "penstock.connectors.console:Console"),
-        Entry("sink", "files", "penstock.connectors.files_sink:FilesSink"),
+        Entry("sink", "files", "penstock.connectors.files.sink:FilesSink"),
         Entry(
             "sink",
             "postgres",

@@ -35,13 +35,13 @@ from penstock.errors import (
     StagingLost,
     is_of_stream,
 )
-from penstock.job import Engine, Job, Part, Tally, TaskResult, is_plain
-from penstock.routing import Router
+from penstock.pipeline.routing import Router
+from penstock.runtime.job import Engine, Job, Part, Tally, TaskResult, is_plain
+from penstock.runtime.telemetry import EpochReport
 from penstock.schema import ChangeKind, SchemaEvolvable
 from penstock.schema.evolution import Policy, refusal, widens
 from penstock.sink import CommittedEpoch, Epoch, SinkConnector, Topic, WriteResult
 from penstock.source import RangeSource, ReadLimit, Schemas
-from penstock.telemetry import EpochReport
 
 FORMAT = 1
 """Version of everything in the state directory; a newer one is refused."""

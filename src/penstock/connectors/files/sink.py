@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 from pydantic import model_validator
 
 from penstock import durable, failpoints
-from penstock.connectors import staging
-from penstock.connectors.staging import (
+from penstock.connectors.lake import staging
+from penstock.connectors.lake.staging import (
     HIDDEN,
     StagedFile,
     StagedFiles,

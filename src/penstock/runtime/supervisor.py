@@ -11,19 +11,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import pyarrow as pa
 
 from penstock.capture import ChangeCapture, SnapshotTable
 from penstock.durable import Json
-from penstock.epochs import EpochLoop, State, followed
 from penstock.errors import Action, ConnectorError, FatalError, RetryableError, action, without_secrets
-from penstock.ingest import Ingest
-from penstock.job import Engine, is_plain
-from penstock.journal import JournalPosition
 from penstock.pipeline import Pipeline, compare_shapes
-from penstock.routing import Router, Target
+from penstock.pipeline.routing import Router, Target
+from penstock.runtime.epochs import EpochLoop, State, followed
+from penstock.runtime.ingest import Ingest
+from penstock.runtime.job import Engine
+from penstock.runtime.journal import JournalPosition
+from penstock.runtime.telemetry import EpochReport, Telemetry
 from penstock.schema import discover
 from penstock.sink import SinkConnector, Topic
 from penstock.source import (
@@ -35,7 +36,6 @@ from penstock.source import (
     Schemas,
     SourceConnector,
 )
-from penstock.telemetry import EpochReport, Telemetry
 
 HEALTH_SECS = 5.0
 """How often connectors are asked how they are."""
@@ -64,30 +64,38 @@ class Summary:
             self.first_commit_secs = time.monotonic() - since
 
 
+class Server(Protocol):
+    """Something that is closed when the run ends."""
+
+    def close(self) -> None: ...
+
+
+Serve = Callable[[Telemetry, int], Server]
+"""Publishes telemetry on a port of this machine; `penstock.web.serve` is the product."""
+
+
 def run(
     pipeline: Pipeline,
+    engine: Engine,
     *,
-    spark: Any = None,
-    master: str | None = None,
     drain: bool | threading.Event = False,
     telemetry: Telemetry | None = None,
     stop: threading.Event | None = None,
     lost_state: LostState = "stop",
-    engine: Engine | None = None,
-    alone: bool = False,
+    serve: Serve | None = None,
 ) -> Summary:
     """
     Run until `stop` is set, or with `drain` until all that was there at the start is committed.
 
     An event as `drain` says later that it is time to: all that is there when it is set is committed.
-    `alone`: this process runs nothing else.
+    `serve` publishes the telemetry on `metrics_port`, where the pipeline names one.
     """
     own = telemetry is None
     telemetry = telemetry or Telemetry.of(pipeline)
-    supervisor = _Supervisor(pipeline, telemetry, stop or threading.Event(), drain, lost_state)
+    supervisor = _Supervisor(pipeline, telemetry, stop or threading.Event(), drain, lost_state, serve)
     try:
         with contextlib.ExitStack() as resources:
-            summary = supervisor.run(resources, engine or _spark_engine(pipeline, spark, master, alone))
+            summary = supervisor.run(resources, engine)
     except BaseException as error:
         if own:
             telemetry.close(error)
@@ -95,14 +103,6 @@ def run(
     if own:
         telemetry.close()
     return summary
-
-
-def _spark_engine(pipeline: Pipeline, spark: Any, master: str | None, alone: bool) -> Engine:
-    from penstock.spark import SparkEngine  # here, so that nothing else waits for pyspark's import
-
-    log = pipeline.processing.state_dir / "spark.log"
-    plain = alone and all(is_plain(route) for route in pipeline.router.effective)
-    return SparkEngine(spark, master=master, name=pipeline.name, log=log, ship=pipeline.third_party, plain=plain)
 
 
 @dataclass
@@ -119,6 +119,7 @@ class _Supervisor:
     stop: threading.Event
     drain: bool | threading.Event
     lost_state: LostState
+    serve: Serve | None = None
     summary: Summary = field(default_factory=Summary)
     ingests: dict[str, Ingest] = field(default_factory=dict)
     ranges: dict[str, RangeSource[Any, Any]] = field(default_factory=dict)
@@ -147,10 +148,8 @@ class _Supervisor:
         resources.callback(state.close)
         shape = self._compare(state)
         self.telemetry.publish(directory)
-        if processing.metrics_port is not None:
-            from penstock import web
-
-            resources.callback(web.serve(self.telemetry, processing.metrics_port).close)
+        if processing.metrics_port is not None and self.serve is not None:
+            resources.callback(self.serve(self.telemetry, processing.metrics_port).close)
         starting = _Starting(engine, directory / "lock.jvm", self.telemetry)
         resources.callback(starting.stop)
         self._open(state, resources)

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.telemetry import Telemetry, Verdict, judge, ready
+from penstock.runtime.telemetry import Telemetry, Verdict, judge, ready
 
 _TEXT = "text/plain; charset=utf-8"
 

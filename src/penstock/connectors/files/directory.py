@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from penstock.connectors.files_source.inventory import Found
-from penstock.connectors.files_source.readers import format_of
+from penstock.connectors.files.inventory import Found
+from penstock.connectors.files.readers import format_of
 from penstock.errors import FatalError, RetryableError
 
 _LONGEST_WAIT_SECS = 2.0

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock import registry
 from penstock.capture import ChangeCapture
 from penstock.errors import ConfigError
-from penstock.registry import Kind
-from penstock.routing import Route
+from penstock.pipeline import registry
+from penstock.pipeline.registry import Kind
+from penstock.pipeline.routing import Route
+from penstock.pipeline.toml import Where, without_password
 from penstock.schema.evolution import EvolutionConfig
 from penstock.sink import DeliveryGuarantee, SinkConnector, Topic
 from penstock.source import Connector, PollingSource, RangeSource, StreamingSource
-from penstock.tomlfile import Where, without_password
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline

@@ -24,7 +24,7 @@ from typing import Any
 import pyarrow as pa
 
 import penstock
-from penstock.change import Fates, is_changelog
+from penstock.changes import Fates, is_changelog
 from penstock.durable import canonical, disk_errors
 from penstock.errors import (
     ConfigError,
@@ -36,12 +36,24 @@ from penstock.errors import (
     from_text,
     is_of_stream,
 )
-from penstock.java import java_problem
-from penstock.job import Job, Part, Tally, TaskResult, Writer, is_plain, leaving_out, read_parts, run_task, write
-from penstock.routing import Route, Target, partition_of, split_by
+from penstock.pipeline import Pipeline
+from penstock.pipeline.routing import Route, Target, partition_of, split_by
+from penstock.runtime.job import (
+    Job,
+    Part,
+    Tally,
+    TaskResult,
+    Writer,
+    is_plain,
+    leaving_out,
+    read_parts,
+    run_task,
+    write,
+)
 from penstock.schema import key_of, with_key
 from penstock.sink import Task, Topic
 from penstock.source import RangeSource, ReadLimit, SourceBatch
+from penstock.spark.java import java_problem
 
 PER_EPOCH = {
     "Aggregate",
@@ -92,6 +104,13 @@ _users = 0
 """Engines that use the session which the first of them started; the last one ends it. Guarded by `_SESSION`."""
 
 
+def engine_for(pipeline: Pipeline, spark: Any = None, *, master: str | None = None, alone: bool = False) -> SparkEngine:
+    """The engine that runs a pipeline, in the caller's session if given. `alone`: this process runs nothing else."""
+    log = pipeline.processing.state_dir / "spark.log"
+    plain = alone and all(is_plain(route) for route in pipeline.router.effective)
+    return SparkEngine(spark, master=master, name=pipeline.name, log=log, ship=pipeline.third_party, plain=plain)
+
+
 class SparkEngine:
     """Runs jobs in a Spark session: its own, or the caller's."""
 
@@ -106,10 +125,10 @@ class SparkEngine:
         plain: bool = False,
     ) -> None:
         """`plain`: no rows will ever enter the JVM, which nobody else uses, so it need not be ready to work on them."""
-        self._spark = spark
+        self.session = spark
         self._given = spark is not None
         self._shared = False
-        self._master = master
+        self.master = master
         self._name = name
         self._log = log
         self._ship = ship
@@ -125,13 +144,13 @@ class SparkEngine:
             if problem:
                 raise problem
             self._join()
-        elif not hasattr(self._spark, "_jsparkSession"):
+        elif not hasattr(self.session, "_jsparkSession"):
             raise ConfigError(
                 "the session is a Spark Connect one, and tasks need the driver's own SparkContext",
                 code="PEN-1009",
                 hint="make it with SparkSession.builder.master(…), not with remote(…)",
             )
-        self._context = self._spark.sparkContext
+        self._context = self.session.sparkContext
         own = () if str(self._context.master).startswith("local[") else (Path(penstock.__file__).parent,)
         for path in (*own, *self._ship):
             if self._scratch is None:  # kept until this process ends: an executor that starts late fetches from there
@@ -145,14 +164,14 @@ class SparkEngine:
 
         with _SESSION:
             strangers = SparkContext._active_spark_context is not None and not _users
-            self._spark = _session(self._master, self._name, self._log, self._plain)
+            self.session = _session(self.master, self._name, self._log, self._plain)
             if not strangers:
                 self._shared = True
                 _users += 1
 
     def hold(self, lock: Path) -> None:
         """Hold a lock inside the driver's JVM, which outlives a killed Python by seconds; waits for an older JVM to end."""
-        channel = self._spark._jvm.java.io.RandomAccessFile(str(lock.absolute()), "rw").getChannel()
+        channel = self.session._jvm.java.io.RandomAccessFile(str(lock.absolute()), "rw").getChannel()
         give_up = time.monotonic() + _JVM_LOCK_WAIT_SECS
         while (held := _try_lock(channel)) is None:
             if time.monotonic() > give_up:
@@ -176,9 +195,9 @@ class SparkEngine:
                 self._shared = False
                 _users -= 1
                 if not _users:
-                    _end(self._spark)
+                    _end(self.session)
         if not self._given:
-            self._spark = None
+            self.session = None
 
     @property
     def parallelism(self) -> int:
@@ -187,7 +206,7 @@ class SparkEngine:
 
     @property
     def version(self) -> str:
-        return f"Spark {self._spark.version} on {self._context.master}"
+        return f"Spark {self.session.version} on {self._context.master}"
 
     def busy(self) -> bool:
         """True while tasks run."""
@@ -203,7 +222,7 @@ class SparkEngine:
             route, topic = target.route, target.topic
             if is_plain(route):
                 continue
-            session = _clone(self._spark)
+            session = _clone(self.session)
             frame = _transformed(session, route, topic, session.createDataFrame([], _spark_schema(schema, topic)))
             if route.sql is not None and "View (`input`" not in str(frame._jdf.queryExecution().analyzed().toString()):
                 raise ConfigError(
@@ -295,7 +314,7 @@ class SparkEngine:
         groups = job.groups(self.parallelism)
         packed = _pack(job)
         tallies = self._context.accumulator({}, _tally_param())
-        session = _clone(self._spark)
+        session = _clone(self.session)
 
         known = frozenset(schema.names)
         fates = _fates(job, target, schema)
@@ -1014,7 +1033,7 @@ def opened(source: RangeSource[Any, Any]) -> Iterator[None]:
 
 
 def _range_source(options: dict[str, str]) -> tuple[RangeSource[Any, Any], str, pa.Schema]:
-    from penstock.registry import source_type
+    from penstock.pipeline.registry import source_type
 
     connector = options.pop("connector", None)
     if connector is None:

@@ -14,7 +14,7 @@ import pyarrow as pa
 from penstock import failpoints
 from penstock.durable import Json
 from penstock.errors import ConnectorError, DataError, is_of_stream
-from penstock.routing import Route, Router, Target
+from penstock.pipeline.routing import Route, Router, Target
 from penstock.sink import Epoch, Receipt, SinkConnector, Task, Topic, WriteResult
 from penstock.source import Note, RangeSource, Schemas
 

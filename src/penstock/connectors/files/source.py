@@ -15,11 +15,11 @@ import pyarrow as pa
 from pydantic import NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from penstock.config import Config
-from penstock.connectors.files_source import readers
-from penstock.connectors.files_source.directory import Directory
-from penstock.connectors.files_source.inventory import Found, Inventory, Record, decode, encode
-from penstock.connectors.files_source.readers import BadRows, FileSplit
-from penstock.connectors.files_source.types import arrow_type, fixed, merge, widest, widest_text
+from penstock.connectors.files import readers
+from penstock.connectors.files.directory import Directory
+from penstock.connectors.files.inventory import Found, Inventory, Record, decode, encode
+from penstock.connectors.files.readers import BadRows, FileSplit
+from penstock.connectors.files.types import arrow_type, fixed, merge, widest, widest_text
 from penstock.durable import Json
 from penstock.errors import ConfigError, DataError, FatalError
 from penstock.source import (

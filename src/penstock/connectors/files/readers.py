@@ -15,7 +15,7 @@ import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet
 
-from penstock.connectors.files_source.types import (
+from penstock.connectors.files.types import (
     csv_misfits,
     fits,
     fixed,

@@ -16,14 +16,15 @@ import pyarrow as pa
 from pydantic import PositiveInt
 
 from penstock.capture import AckSink, Change, ChangeCapture, ChangeEvent, Delete, SnapshotTable, Upsert, pause
-from penstock.change import CHANGE_FIELDS, Op
+from penstock.changes import CHANGE_FIELDS, Op
 from penstock.connectors.postgres_cdc import seed, setup, wal
 from penstock.connectors.postgres_cdc.config import PostgresCdcConfig, PostgresLogConfig
 from penstock.connectors.postgres_cdc.position import LogPosition
 from penstock.connectors.postgres_cdc.seed import Pages
 from penstock.connectors.postgres_cdc.setup import Table
 from penstock.connectors.postgres_cdc.source import PostgresCdc
-from penstock.connectors.postgres_cdc.types import TypeCatalog, table_schema
+from penstock.connectors.postgresql import connections, failures
+from penstock.connectors.postgresql.types import TypeCatalog, table_schema
 from penstock.durable import Json, canonical, make_directory, write_atomic
 from penstock.errors import ConfigError, DataError, RetryableError
 from penstock.schema import key_of
@@ -132,8 +133,8 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
         copied: dict[str, Json] = {}
         with (
             self._connected() as exporter,
-            wal.errors("cannot copy the tables"),
-            contextlib.closing(wal.connect_arrow(self._log.config)) as reader,
+            failures.errors("cannot copy the tables"),
+            contextlib.closing(connections.connect_arrow(self._log.config)) as reader,
         ):
             self._look(exporter)
             self._wait_for_writers(exporter)
@@ -191,11 +192,11 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
                 try:
                     found = wal.verify_slot(wal.slot(connection, self.config.slot), self.config.slot, here)
                     wal.verify_range(found, self.config.slot, here, mark.lsn, mark.system, mark.timeline)
-                except wal.SlotLost as lost:
+                except failures.SlotLost as lost:
                     hint = (
                         "changes may be missing: empty the targets, remove the pipeline's state directory, start over"
                     )
-                    raise wal.SlotLost(lost.message, hint=hint) from lost
+                    raise failures.SlotLost(lost.message, hint=hint) from lost
         position = self._log.initial()
         for failure in (each.failure for each in position.tables.values() if each.failure):
             raise ConfigError(failure.message, code="PEN-1016", hint=failure.hint)
@@ -296,7 +297,10 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[psycopg.Connection[Any]]:
-        with wal.errors(wal.NO_ANSWER), contextlib.closing(wal.connect(self._log.config)) as connection:
+        with (
+            failures.errors(failures.NO_ANSWER),
+            contextlib.closing(connections.connect(self._log.config)) as connection,
+        ):
             yield connection
 
     def _look(self, connection: psycopg.Connection[Any]) -> None:

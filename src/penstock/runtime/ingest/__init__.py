@@ -16,10 +16,10 @@ import pyarrow as pa
 
 from penstock import failpoints
 from penstock.capture import Ack, Change, ChangeCapture, Delete, SnapshotTable, Upsert
-from penstock.change import CHANGE_FIELDS, Op
+from penstock.changes import CHANGE_FIELDS, Op
 from penstock.durable import Json, canonical
 from penstock.errors import ConnectorError, DataError, FatalError, RetryableError
-from penstock.journal import Item, Journal, JournalConfig, JournalPosition, JournalSource, size_of
+from penstock.runtime.journal import Item, Journal, JournalConfig, JournalPosition, JournalSource, size_of
 from penstock.source import (
     ConnectorMetrics,
     HealthState,

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from penstock import durable
 from penstock.config import FilePath
-from penstock.connectors.partitions import hive, split
+from penstock.connectors.lake.partitions import hive, split
 from penstock.errors import ConfigError, SchemaError
 from penstock.schema.evolution import EvolutionConfig, Policy, Widens, fit, follow
 from penstock.sink import Epoch, Receipt, SinkConnectorCapabilities, Task, Topic, TopicSink

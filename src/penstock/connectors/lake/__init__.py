@@ -1,0 +1,1 @@
+"""What the lake and file sinks share."""

@@ -1,0 +1,5 @@
+"""Change capture from PostgreSQL through the journal."""
+
+from penstock.connectors.postgres_capture.source import PostgresCapture
+
+__all__ = ["PostgresCapture"]

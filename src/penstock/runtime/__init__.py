@@ -1,0 +1,1 @@
+"""Moves epochs: routing, the journal, the epoch loop, supervision and telemetry."""

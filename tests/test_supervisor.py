@@ -699,7 +699,7 @@ def test_only_a_process_that_runs_nothing_but_passthrough_has_a_jvm_for_nothing_
             started.update(options)
             raise FatalError("not here")
 
-    monkeypatch.setattr("penstock.spark.SparkEngine", Engine)
+    monkeypatch.setattr("penstock.spark.engine.SparkEngine", Engine)
     pipeline = build(Tap())
     pipeline = replace(pipeline, router=replace(pipeline.router, routes=routes))
     with pytest.raises(FatalError, match="not here"):

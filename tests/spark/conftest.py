@@ -13,10 +13,10 @@ import pytest
 @pytest.fixture(scope="session")
 def spark(java: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A session on two threads. Tests share it: they must not stop it, nor leave views or settings behind."""
-    from penstock.spark import _session
+    from penstock.spark.session import start_session
 
     here = str(Path(__file__).parent)  # so that workers find `connectors.py`
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
-    session = _session("local[2]", "penstock-tests", tmp_path_factory.mktemp("spark") / "spark.log")
+    session = start_session("local[2]", "penstock-tests", tmp_path_factory.mktemp("spark") / "spark.log")
     yield session
     session.stop()

@@ -121,3 +121,49 @@ def test_it_runs_on_executors_of_their_own_from_an_installed_wheel(installed: Pa
     parents = {where.split()[0] for where in plain["where"]}
     assert len(parents) == 2, "two executors took part"
     assert sorted(read_published(tmp_path / "lake" / "sql")["n"].to_pylist()) == list(range(50))
+
+
+TWICE = """
+import gc, os, signal, sys, time
+from pathlib import Path
+from pyspark.sql import SparkSession
+from penstock import Pipeline
+
+spark = SparkSession.builder.master("local-cluster[2,1,1024]").config("spark.ui.enabled", "false").getOrCreate()
+for name in sys.argv[1:]:
+    assert Pipeline.from_toml(name).run(spark=spark, drain=True).rows_in == 100
+gc.collect()
+
+def executor(_):
+    daemon = Path(f"/proc/{os.getppid()}/stat").read_text()
+    return int(daemon.rpartition(")")[2].split()[1])
+
+before = set(spark.sparkContext.parallelize(range(8), 8).map(executor).collect())
+os.kill(min(before), signal.SIGKILL)
+late = set()
+for _ in range(200):
+    late = set(spark.sparkContext.parallelize(range(8), 8).map(executor).collect()) - before
+    if late:
+        break
+    time.sleep(0.1)
+assert late, "no executor took the place of the one that was killed"
+print("all tasks ran")
+"""
+
+
+@pytest.mark.timeout(240)
+def test_two_runs_in_one_session_ship_once_and_an_executor_that_starts_later_works(tmp_path: Path) -> None:
+    files = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "my_squares.py").write_text(CONNECTOR)
+        files.append(tmp_path / name / "pipeline.toml")
+        files[-1].write_text(PIPELINE)
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE, *files],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYSPARK_PYTHON": sys.executable},
+        cwd=tmp_path,
+    )
+    assert done.stdout.endswith("all tasks ran\n"), done.stderr[-3000:]

@@ -21,7 +21,8 @@ from penstock.pipeline import Pipeline, Processing
 from penstock.pipeline.routing import Route, Router
 from penstock.runtime.supervisor import Summary
 from penstock.sink import DeliveryGuarantee
-from penstock.spark import SparkEngine, _range_source
+from penstock.spark import SparkEngine
+from penstock.spark.reader import range_source
 
 
 @pytest.fixture
@@ -139,7 +140,7 @@ def test_a_stream_whose_rows_make_its_query_fail_is_left_out_and_the_others_go_o
 
 def test_a_source_that_takes_notes_is_not_for_sparks_own_readers() -> None:
     with pytest.raises(ConfigError, match=r"PEN-1009 postgres_cdc takes notes"):
-        _range_source({"connector": "postgres_cdc"})
+        range_source({"connector": "postgres_cdc"})
 
 
 def double(frame: Any) -> Any:
@@ -331,8 +332,8 @@ def test_of_two_pipelines_in_one_session_of_our_own_the_last_one_ends_it(monkeyp
     ended: list[Any] = []
     session = SimpleNamespace(sparkContext=SimpleNamespace(master="local[2]"))
     monkeypatch.setattr("pyspark.SparkContext._active_spark_context", None)
-    monkeypatch.setattr("penstock.spark._session", lambda *_: session)
-    monkeypatch.setattr("penstock.spark._end", ended.append)
+    monkeypatch.setattr("penstock.spark.engine.start_session", lambda *_: session)
+    monkeypatch.setattr("penstock.spark.engine.end_session", ended.append)
     first, second = SparkEngine(), SparkEngine()
     first.start()
     second.start()

@@ -1,0 +1,267 @@
+"""Runs each epoch as a Spark job."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+import penstock
+from penstock.errors import (
+    ConfigError,
+    ConnectorError,
+    FatalError,
+    is_of_stream,
+)
+from penstock.pipeline import Pipeline
+from penstock.pipeline.routing import Target
+from penstock.runtime.job import (
+    Job,
+    Tally,
+    TaskResult,
+    is_plain,
+)
+from penstock.schema import key_of, with_key
+from penstock.spark.failures import driver_errors
+from penstock.spark.java import java_problem
+from penstock.spark.session import JVM_LOCK_WAIT_SECS, end_session, start_session, try_lock
+from penstock.spark.shipping import ship
+from penstock.spark.sql import (
+    BAD_SQL,
+    check_route,
+    clone,
+    computed_on,
+    filtered_changes,
+    merged,
+    pruned,
+    row_errors,
+    spark_schema,
+    sql_targets,
+    transform,
+)
+from penstock.spark.tasks import (
+    gather_task,
+    lanes_of,
+    pack,
+    plain_task,
+    read_task,
+    scatter_task,
+    tally_param,
+    write_task,
+)
+
+_LAST_ASIDE = 1 << 20
+"""Tallies of no part have negative numbers; those of SQL come behind the ones that the driver itself gives."""
+
+_RESULT = "result binary"
+
+_SESSION = threading.Lock()
+
+_users = 0
+"""Engines that use the session which the first of them started; the last one ends it. Guarded by `_SESSION`."""
+
+
+def engine_for(pipeline: Pipeline, spark: Any = None, *, master: str | None = None, alone: bool = False) -> SparkEngine:
+    """The engine that runs a pipeline, in the caller's session if given. `alone`: this process runs nothing else."""
+    log = pipeline.processing.state_dir / "spark.log"
+    plain = alone and all(is_plain(route) for route in pipeline.router.effective)
+    return SparkEngine(spark, master=master, name=pipeline.name, log=log, ship=pipeline.third_party, plain=plain)
+
+
+class SparkEngine:
+    """Runs jobs in a Spark session: its own, or the caller's."""
+
+    def __init__(
+        self,
+        spark: Any = None,
+        *,
+        master: str | None = None,
+        name: str = "penstock",
+        log: Path | None = None,
+        ship: Sequence[Path] = (),
+        plain: bool = False,
+    ) -> None:
+        """`plain`: no rows will ever enter the JVM, which nobody else uses, so it need not be ready to work on them."""
+        self.session = spark
+        self._given = spark is not None
+        self._shared = False
+        self.master = master
+        self._name = name
+        self._log = log
+        self._ship = ship
+        self._plain = plain
+        self._jvm_lock: Any = None
+        self._seeds: dict[int, Any] = {}
+
+    def start(self) -> None:
+        """Start Spark, or join the caller's session; takes seconds, so it runs while the connectors open."""
+        if not self._given:
+            problem = java_problem()
+            if problem:
+                raise problem
+            self._join()
+        elif not hasattr(self.session, "_jsparkSession"):
+            raise ConfigError(
+                "the session is a Spark Connect one, and tasks need the driver's own SparkContext",
+                code="PEN-1009",
+                hint="make it with SparkSession.builder.master(…), not with remote(…)",
+            )
+        self._context = self.session.sparkContext
+        own = () if str(self._context.master).startswith("local[") else (Path(penstock.__file__).parent,)
+        ship(self._context, (*own, *self._ship))
+
+    def _join(self) -> None:
+        """Start a session, or share the one that this process has: there can be only one."""
+        global _users
+        from pyspark import SparkContext
+
+        with _SESSION:
+            strangers = SparkContext._active_spark_context is not None and not _users
+            self.session = start_session(self.master, self._name, self._log, self._plain)
+            if not strangers:
+                self._shared = True
+                _users += 1
+
+    def hold(self, lock: Path) -> None:
+        """Hold a lock inside the driver's JVM, which outlives a killed Python by seconds; waits for an older JVM to end."""
+        channel = self.session._jvm.java.io.RandomAccessFile(str(lock.absolute()), "rw").getChannel()
+        give_up = time.monotonic() + JVM_LOCK_WAIT_SECS
+        while (held := try_lock(channel)) is None:
+            if time.monotonic() > give_up:
+                raise FatalError(
+                    f"the JVM of an earlier run still holds {lock}",
+                    code="PEN-5002",
+                    hint="end the java process that runs Spark for this state directory",
+                )
+            time.sleep(0.1)
+        self._jvm_lock = (channel, held)
+
+    def stop(self) -> None:
+        """Let go of the lock, and end the session if it is ours and nobody else's."""
+        global _users
+        if self._jvm_lock:
+            with contextlib.suppress(Exception):  # the JVM may be gone already, and the lock with it
+                self._jvm_lock[0].close()
+            self._jvm_lock = None
+        if self._shared:
+            with _SESSION:
+                self._shared = False
+                _users -= 1
+                if not _users:
+                    end_session(self.session)
+        if not self._given:
+            self.session = None
+
+    @property
+    def parallelism(self) -> int:
+        with driver_errors():
+            return max(1, int(self._context.defaultParallelism))
+
+    @property
+    def version(self) -> str:
+        return f"Spark {self.session.version} on {self._context.master}"
+
+    def busy(self) -> bool:
+        """True while tasks run."""
+        try:
+            with driver_errors():
+                return bool(self._context.statusTracker().getActiveStageIds())
+        except ConnectorError:  # the job tells it better
+            return False
+
+    def check(self, routes: Sequence[tuple[Target, pa.Schema]], keyed: Collection[str] = ()) -> None:
+        """Analyse the SQL of each route against its topic's schema; refuse what is wrong or works per epoch unasked."""
+        for target, schema in routes:
+            if not is_plain(target.route):
+                check_route(clone(self.session), target, schema, bool(set(target.sinks).intersection(keyed)))
+
+    def run(self, job: Job) -> Sequence[TaskResult]:
+        """Stage one epoch: one Spark job for all passthrough routes, and one for each topic that SQL makes."""
+        routes = job.router.effective
+        results: list[TaskResult] = []
+        with driver_errors():
+            self._context.setJobGroup(job.epoch.pipeline, str(job.epoch), False)
+            if any(is_plain(route) for route in routes):
+                results += self._passthrough(job)
+            for number, (target, schemas) in enumerate(sql_targets(job).items()):
+                try:
+                    with driver_errors(), row_errors(target):
+                        results += self._sql(job, target, merged(schemas, target.topic))
+                except ConnectorError as error:
+                    if not is_of_stream(error) and error.code != BAD_SQL:
+                        raise  # such as of a connector that could not be opened
+                    results.append(_without(job, target, number, error))
+        return results
+
+    def _passthrough(self, job: Job) -> list[TaskResult]:
+        groups = job.groups(self.parallelism)
+        packed = pack(job)
+        seeds = self._empty(len(groups))
+        lanes = lanes_of(job.router.effective)
+        if not lanes:
+            return [pickle.loads(each) for each in seeds.mapPartitionsWithIndex(plain_task(packed, groups)).collect()]
+        staged = (
+            seeds.mapPartitionsWithIndex(scatter_task(packed, groups, lanes))
+            .repartitionAndSortWithinPartitions(
+                sum(route.partitions for route in lanes), partitionFunc=lambda key: key[0]
+            )
+            .mapPartitionsWithIndex(gather_task(packed, len(groups)))
+        )
+        return [pickle.loads(each) for each in staged.collect()]
+
+    def _empty(self, tasks: int) -> Any:
+        """So many partitions of nothing, kept: making them anew takes 7 ms of every epoch."""
+        if tasks not in self._seeds:
+            self._seeds[tasks] = self._context.parallelize([], tasks)
+        return self._seeds[tasks]
+
+    def _sql(self, job: Job, target: Target, schema: pa.Schema) -> list[TaskResult]:
+        from pyspark.sql.pandas.types import to_arrow_schema
+
+        groups = job.groups(self.parallelism)
+        packed = pack(job)
+        tallies = self._context.accumulator({}, tally_param())
+        session = clone(self.session)
+
+        known = frozenset(schema.names)
+        fates = filtered_changes(job, target, schema)
+
+        def queried(schema: pa.Schema) -> Any:
+            seeds = session.range(0, len(groups), 1, len(groups))
+            task = read_task(packed, groups, target, schema, known, tallies, fates)
+            rows = seeds.mapInArrow(task, spark_schema(schema, target.topic))
+            return transform(session, target.route, target.topic, rows)
+
+        frame = queried(schema)
+        if fates is not None:
+            fates.computed_on = computed_on(frame, known)
+            frame = queried(schema)  # once more: its tasks carry what has just been learnt
+        if target.route.sql is not None:
+            frame = pruned(frame, schema, queried)
+        key = [column for column in key_of(schema) if column in frame.columns]
+        columns = with_key(to_arrow_schema(frame.schema, timezone="UTC"), key)
+        written = frame.mapInArrow(write_task(packed, target, columns, fates), _RESULT).collect()
+        results = [pickle.loads(row.result) for row in written]
+        results.append(TaskResult(tallies=dict(tallies.value)))
+        return results
+
+
+def _without(job: Job, target: Target, number: int, error: ConnectorError) -> TaskResult:
+    """Leave out the streams that feed a topic which SQL could not make, if their sources can begin them anew; else raise."""
+    result = TaskResult(attempt=1)  # what its tasks have staged is to be swept
+    for source, streams in job.schemas.items():
+        told = Tally(source)
+        for stream in streams:
+            if target in job.router.targets(source, stream):
+                note = job.sources[source].set_aside(stream, error)
+                if note is None:
+                    raise error
+                told.notes.append(note)
+        result.tallies[-_LAST_ASIDE - number * len(job.schemas) - len(result.tallies)] = told
+    return result

@@ -1,0 +1,56 @@
+"""Gives a worker's exception, which reaches the driver as text, its class back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from penstock.errors import (
+    FatalError,
+    RetryableError,
+    from_text,
+)
+
+
+@contextlib.contextmanager
+def driver_errors() -> Iterator[None]:
+    """Give a worker's exception, which reaches the driver as text, its class back."""
+    from py4j.protocol import Py4JError
+    from pyspark.errors import PySparkException
+
+    try:
+        yield
+    except (Py4JError, PySparkException, ConnectionError) as error:
+        if _is_gone(error):
+            raise FatalError(
+                "the JVM that runs Spark is gone",
+                code="PEN-5014",
+                hint="start again, nothing is lost; if it happens again: did memory run out, and what does Spark's log say?",
+            ) from error
+        text = str(error)
+        known = from_text(text)
+        if known is not None:
+            raise known from error
+        if any(sign in text for sign in ("exited unexpectedly", "ExecutorLostFailure", "Connection reset", "crashed")):
+            raise RetryableError(f"Spark lost a task: {last_line(text)}", code="PEN-2006") from error
+        raise FatalError(last_line(text), code="PEN-5012", hint="the whole trace is in Spark's log") from error
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _is_gone(error: Exception) -> bool:
+    """Whether the JVM did not answer; an answer that tells of an error has a trace."""
+    from py4j.protocol import Py4JError, Py4JNetworkError
+
+    return isinstance(error, Py4JNetworkError | ConnectionError) or (
+        type(error) is Py4JError and "Trace:" not in str(error)
+    )
+
+
+def last_line(text: str) -> str:
+    """The line of a trace that says what happened."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("at ")]
+    errors = [line for line in lines if "Error" in line or "Exception" in line]
+    return (errors or lines or [text])[-1][:500]

@@ -1,0 +1,125 @@
+"""Starts and ends Spark sessions."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from penstock.durable import disk_errors
+from penstock.errors import (
+    FatalError,
+)
+from penstock.spark.failures import last_line
+
+JVM_LOCK_WAIT_SECS = 30.0
+
+_ARROW_OPTIONS = "-Darrow.enable_unsafe_memory_access=true -Darrow.enable_null_check_for_get=false"
+
+_LIGHT = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:MetaspaceSize=256m"
+"""
+For a JVM that only hands out tasks: without Java's second compiler, which takes a second of CPU to make such code faster,
+and without marking a heap that is hardly used, beside the tasks, each time that classes are loaded.
+"""
+
+_WORKER_MEMORY = {
+    # The threads of a task hand their memory on to each other: with a heap for each, a worker holds 60 MiB more.
+    "MALLOC_ARENA_MAX": "1",
+    # What one batch has freed, the next one takes. Given back to the system in between, it is zeroed page by page each
+    # time: a tenth of what a worker does.
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
+    "MALLOC_MMAP_THRESHOLD_": str(64 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
+}
+
+
+def start_session(master: str | None, name: str, log: Path | None, plain: bool = False) -> Any:
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
+    if master is None and "--master" not in os.environ.get("PYSPARK_SUBMIT_ARGS", ""):
+        master = "local[*]"
+    if master is not None and master.startswith("local"):
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    from pyspark.sql import SparkSession
+
+    settings = {
+        "spark.ui.showConsoleProgress": "false",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
+        # A task answers over a Unix socket 40 ms sooner than over loopback TCP, where its small writes wait for an ACK.
+        "spark.python.unix.domain.socket.enabled": "true",
+        **{f"spark.executorEnv.{name}": value for name, value in _WORKER_MEMORY.items()},
+    }
+    if master is not None and master.startswith("local["):
+        settings["spark.ui.enabled"] = "false"  # a second of the start, for a page that few open on a laptop
+        # Arrow checks the bounds of every value that Spark writes into vectors which it has sized itself: a third of the
+        # way from rows to Python. On a cluster these options are the operator's.
+        settings["spark.driver.extraJavaOptions"] = f"{_ARROW_OPTIONS} {_LIGHT}" if plain else _ARROW_OPTIONS
+    if master is not None:
+        settings["spark.master"] = master
+    settings["spark.app.name"] = name
+    builder = SparkSession.builder
+    for option, value in settings.items():
+        builder = builder.config(option, value)
+    try:
+        _launch(settings, log)
+        session = builder.getOrCreate()
+    except Exception as error:
+        raise FatalError(
+            f"Spark did not start: {last_line(str(error))}",
+            code="PEN-5012",
+            hint=f"its log is {log}" if log else "",
+        ) from error
+    session.sparkContext.setLogLevel("ERROR")
+    # They would print the traces of connections that broke because the JVM was killed, which we say in a line.
+    logging.getLogger().addFilter(_not_of_py4j)
+    session.sparkContext._accumulatorServer.handle_error = lambda *_: None
+    return session
+
+
+def _launch(settings: dict[str, str], log: Path | None) -> None:
+    """Start the JVM with a log file for its stderr: its warnings would tear the progress view."""
+    from pyspark import SparkConf, SparkContext
+    from pyspark.java_gateway import launch_gateway
+
+    if log is None or SparkContext._gateway is not None:
+        return
+    with disk_errors():
+        log.parent.mkdir(parents=True, exist_ok=True)
+        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        conf = SparkConf().setAll(list(settings.items()))
+        SparkContext._ensure_initialized(gateway=launch_gateway(conf, {"stderr": target}))
+    finally:
+        os.close(target)
+
+
+def _not_of_py4j(record: logging.LogRecord) -> bool:
+    return f"{os.sep}py4j{os.sep}" not in record.pathname
+
+
+def end_session(session: Any) -> None:
+    """End a session; one whose JVM was killed is forgotten, so that the next run in this process can start another."""
+    from py4j.protocol import Py4JError
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a JVM that cannot be stopped because it is gone
+            session.stop()
+    except (Py4JError, ConnectionError):
+        SparkContext._gateway = SparkContext._jvm = SparkContext._active_spark_context = None
+        SparkSession._instantiatedSession = None
+
+
+def try_lock(channel: Any) -> Any:
+    from py4j.protocol import Py4JJavaError
+
+    try:
+        return channel.tryLock()
+    except Py4JJavaError:  # OverlappingFileLockException: another pipeline in this JVM holds it
+        return None

@@ -1,0 +1,307 @@
+"""Routes with SQL: their checks, their plans and the columns they use."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import pyarrow as pa
+
+from penstock.changes import Fates, is_changelog
+from penstock.errors import ConfigError, DataError, SchemaError, from_text
+from penstock.pipeline.routing import Route, Target
+from penstock.runtime.job import (
+    Job,
+    is_plain,
+)
+from penstock.schema import key_of
+from penstock.sink import Topic
+from penstock.spark.failures import first_line, last_line
+
+PER_EPOCH = {
+    "Aggregate",
+    "Distinct",
+    "Deduplicate",
+    "Join",
+    "Window",
+    "GlobalLimit",
+    "LocalLimit",
+    "Sort",
+    "Intersect",
+    "Except",
+}
+"""Operators whose answer depends on which rows happen to share an epoch."""
+
+BAD_SQL = "PEN-1012"
+
+ROW_BY_ROW = {"Project", "Filter", "SubqueryAlias", "View", "MapInArrow", "LogicalRDD", "LocalRelation", "Range"}
+"""Operators that look at each change by itself, so that it is known what becomes of it."""
+
+
+def clone(spark: Any) -> Any:
+    """A session of our own that sees the caller's views and functions: our view `input` must not replace theirs."""
+    from pyspark.sql import SparkSession
+
+    return SparkSession(spark.sparkContext, spark._jsparkSession.cloneSession())
+
+
+def check_route(session: Any, target: Target, schema: pa.Schema, keyed: bool) -> None:
+    """Refuse a query that is wrong, works per epoch unasked, or drops what changes need; `keyed`: a sink applies them by key."""
+    route, topic = target.route, target.topic
+    frame = transform(session, route, topic, session.createDataFrame([], spark_schema(schema, topic)))
+    plan = frame._jdf.queryExecution().analyzed()
+    if route.sql is not None and "View (`input`" not in str(plan.toString()):
+        _refuse(target, "does not read `input`, so the rows of the topic would go nowhere", "select FROM input")
+    operators = set(_operators(plan))
+    if operators & PER_EPOCH and not route.per_epoch:
+        raise ConfigError(
+            f"{route_name(route, topic)} uses {_listed(operators & PER_EPOCH)}, which would see one epoch at a time",
+            code="PEN-1017",
+            hint="set `per_epoch = true` on the route if that is what you want",
+        )
+    twice = {column for column in frame.columns if frame.columns.count(column) > 1}
+    if twice:
+        _refuse(target, f"makes two columns named {_listed(twice)}", "give one of them another name with AS")
+    if "_op" in schema.names:
+        _check_changes(frame, target, schema, operators - ROW_BY_ROW if keyed else set())
+
+
+def _check_changes(frame: Any, target: Target, schema: pa.Schema, mixing: set[str]) -> None:
+    """Refuse a query over changes whose result could not be applied."""
+    needed = (*key_of(schema), "_op", "_position")
+    lost = [column for column in needed if column not in frame.columns]
+    if lost:
+        what = f"drops {', '.join(lost)}, without which a change cannot be applied"
+        _refuse(target, what, f"select {', '.join(lost)} as well")
+    computed = _computed(frame)
+    changed = [column for column in needed if column in computed]
+    if changed:
+        what = f"changes {', '.join(changed)}, by which a change finds its row"
+        _refuse(target, what, "select it as it is, and give what is computed from it another name")
+    if mixing:
+        what = (
+            f"uses {_listed(mixing)}, and the sink applies its rows by key: of a change that is mixed with others "
+            "nobody can tell what it leaves of its row"
+        )
+        _refuse(target, what, 'only select and filter there, or write to a sink with mode = "changes"')
+
+
+def _refuse(target: Target, what: str, hint: str) -> NoReturn:
+    raise ConfigError(f"{route_name(target.route, target.topic)} {what}", code=BAD_SQL, hint=hint)
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def transform(session: Any, route: Route, topic: Topic, rows: Any) -> Any:
+    from pyspark.errors import PySparkException
+
+    logging.getLogger("SQLQueryContextLogger").setLevel(
+        logging.CRITICAL
+    )  # it prints the trace of what we say in a line
+    try:
+        if route.sql is not None:
+            _require_query(session, route, topic)
+            rows.createOrReplaceTempView("input")
+            return session.sql(route.sql)
+        return _called(route, topic, rows)
+    except PySparkException as error:
+        raise ConfigError(
+            f"{route_name(route, topic)}: {first_line(error)}",
+            code="PEN-1012",
+            hint="`input` holds the rows of the topic; `penstock check` shows its columns",
+        ) from error
+
+
+def _require_query(session: Any, route: Route, topic: Topic) -> None:
+    """Refuse a statement that does something: it would do so at every look and again with every epoch."""
+    catalyst = "org.apache.spark.sql.catalyst.plans.logical"
+    commands = [session._jvm.java.lang.Class.forName(f"{catalyst}.{name}") for name in ("Command", "ParsedStatement")]
+
+    def does_something(plan: Any) -> bool:
+        children = plan.children()
+        return any(kind.isInstance(plan) for kind in commands) or any(
+            does_something(children.apply(index)) for index in range(children.size())
+        )
+
+    if does_something(session._jsparkSession.sessionState().sqlParser().parsePlan(route.sql)):
+        raise ConfigError(
+            f"{route_name(route, topic)} is a statement, not a query",
+            code="PEN-1012",
+            hint="write a SELECT over `input`",
+        )
+
+
+def _called(route: Route, topic: Topic, rows: Any) -> Any:
+    from pyspark.errors import PySparkException
+    from pyspark.sql import DataFrame
+
+    assert route.transform is not None
+    module, _, function = route.transform.partition(":")
+    try:
+        frame = getattr(importlib.import_module(module), function)(rows)
+    except PySparkException:
+        raise
+    except Exception as error:  # somebody else's code may fail in any way, and its user must know which
+        raise ConfigError(
+            f"{route_name(route, topic)}: {route.transform} raised {type(error).__name__}: {error}", code="PEN-1012"
+        ) from error
+    if not isinstance(frame, DataFrame):
+        raise ConfigError(
+            f"{route_name(route, topic)}: {route.transform} gave back {type(frame).__name__}, not a DataFrame",
+            code="PEN-1012",
+        )
+    return frame
+
+
+def pruned(frame: Any, schema: pa.Schema, again: Callable[[pa.Schema], Any]) -> Any:
+    """
+    The same query over the columns that it uses: Spark cannot prune what Python hands it, and every column that crosses
+    into the JVM costs about as much as the query does.
+    """
+    from pyspark.errors import PySparkException
+
+    used = _used_columns(frame._jdf.queryExecution().optimizedPlan())
+    kept = [column for column in schema if column.name in used] or list(schema)[:1]  # one column, to count rows by
+    if len(kept) == len(schema):
+        return frame
+    try:
+        pruned = again(pa.schema(kept, metadata=schema.metadata))
+    except (PySparkException, ConfigError):
+        return frame  # it names a column only to leave it out
+    return pruned if pruned.schema == frame.schema else frame
+
+
+def _used_columns(plan: Any) -> set[str]:
+    """The columns of the input that anything above it refers to."""
+    inputs: dict[int, str] = {}
+    used: set[int] = set(_ids(plan.output()))
+
+    def walk(node: Any) -> None:
+        if str(node.nodeName()) == "MapInArrow":
+            inputs.update(_ids(node.output()))
+            return
+        used.update(_ids(node.references().toSeq()))
+        for children in (node.children(), node.subqueries()):
+            for index in range(children.size()):
+                walk(children.apply(index))
+
+    walk(plan)
+    return {name for number, name in inputs.items() if number in used}
+
+
+def _computed(frame: Any) -> set[str]:
+    """The columns of the result that are not columns of the input."""
+    plan = frame._jdf.queryExecution().analyzed()
+    inputs: set[int] = set()
+
+    def walk(node: Any) -> None:
+        children = node.children()
+        if not children.size():
+            inputs.update(_ids(node.output()))
+        for index in range(children.size()):
+            walk(children.apply(index))
+
+    walk(plan)
+    return {name for number, name in _ids(plan.output()).items() if number not in inputs}
+
+
+def filtered_changes(job: Job, target: Target, schema: pa.Schema) -> Fates | None:
+    """For changes on their way to sinks that apply them by key."""
+    keyed = tuple(name for name in target.sinks if name in job.sinks and job.sinks[name].capabilities.upsert)
+    if not keyed or not is_changelog(schema):
+        return None
+    key = getattr(job.sinks[keyed[0]].config, "key", ()) or key_of(schema)
+    return Fates(list(key), keyed)
+
+
+def computed_on(frame: Any, known: frozenset[str]) -> frozenset[str]:
+    """The columns of the input that the query does not just hand on under their own name, with what tells of them."""
+    if "_unchanged" not in frame.columns:
+        return known
+    inputs: dict[int, str] = {}
+    used: set[int] = set()
+
+    def walk(node: Any) -> None:
+        if str(node.nodeName()) == "MapInArrow":
+            inputs.update(_ids(node.output()))
+            return
+        expressions = node.expressions()
+        for each in (expressions.apply(index) for index in range(expressions.size())):
+            if str(node.nodeName()) == "Filter" or str(each.nodeName()) != "AttributeReference":
+                used.update(_ids(each.references().toSeq()))
+        children = node.children()
+        for index in range(children.size()):
+            walk(children.apply(index))
+
+    walk(frame._jdf.queryExecution().analyzed())
+    return frozenset(name for number, name in inputs.items() if number in used)
+
+
+def _ids(attributes: Any) -> dict[int, str]:
+    found = (attributes.apply(index) for index in range(attributes.size()))
+    return {int(attribute.exprId().id()): str(attribute.name()) for attribute in found}
+
+
+def route_name(route: Route, topic: Topic) -> str:
+    return f"the {'SQL' if route.sql is not None else 'transform'} of the route from {route.stream!r} to {topic!r}"
+
+
+def _operators(plan: Any) -> Iterator[str]:
+    yield str(plan.nodeName())
+    children = plan.children()
+    for index in range(children.size()):
+        yield from _operators(children.apply(index))
+    subqueries = plan.subqueries()
+    for index in range(subqueries.size()):
+        yield from _operators(subqueries.apply(index))
+
+
+def spark_schema(schema: pa.Schema, topic: Topic) -> Any:
+    from pyspark.errors import PySparkException
+    from pyspark.sql.pandas.types import from_arrow_schema
+
+    try:
+        return from_arrow_schema(schema)
+    except PySparkException as error:
+        raise SchemaError(f"SQL cannot take the rows of {topic}: {last_line(str(error))}") from error
+
+
+def sql_targets(job: Job) -> dict[Target, list[pa.Schema]]:
+    """Each topic that SQL makes, with the schemas of all streams that feed it."""
+    schemas: dict[Target, list[pa.Schema]] = {}
+    for source, streams in job.schemas.items():
+        for stream, schema in streams.items():
+            for target in job.router.targets(source, stream):
+                if not is_plain(target.route) and any(job.wants(sink, target.topic) for sink in target.sinks):
+                    schemas.setdefault(target, []).append(schema)
+    return schemas
+
+
+def merged(schemas: Sequence[pa.Schema], topic: Topic) -> pa.Schema:
+    """One schema for streams that meet in a topic."""
+    try:
+        return pa.unify_schemas(list(schemas), promote_options="permissive").with_metadata(schemas[0].metadata)
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise SchemaError(f"the streams that meet in {topic} do not fit together: {error}") from error
+
+
+@contextlib.contextmanager
+def row_errors(target: Target) -> Iterator[None]:
+    """Name the route whose SQL a row made fail; what a worker raised says by itself where it comes from."""
+    from pyspark.errors import PySparkException, PythonException
+
+    try:
+        yield
+    except PySparkException as error:
+        if isinstance(error, PythonException) or not error.getCondition() or from_text(str(error)):
+            raise
+        raise DataError(
+            f"{route_name(target.route, target.topic)} failed on a row: {first_line(error)}",
+            code="PEN-3003",
+            hint="filter such rows out in the SQL, or use try_cast, try_divide and the like",
+        ) from error

@@ -1,0 +1,250 @@
+"""What runs in Spark's tasks."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.changes import Fates
+from penstock.errors import (
+    SchemaError,
+)
+from penstock.pipeline.routing import Route, Target, partition_of, split_by
+from penstock.runtime.job import (
+    Job,
+    Part,
+    Tally,
+    Writer,
+    is_plain,
+    leaving_out,
+    read_parts,
+    run_task,
+    write,
+)
+from penstock.sink import Task, Topic
+
+
+def pack(value: Any) -> bytes:
+    """Pickle with what a notebook or a script defines itself, which no worker could import."""
+    from pyspark import cloudpickle
+
+    return cloudpickle.dumps(value)  # type: ignore[no-any-return]
+
+
+def _attempt() -> int:
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    return int(context.attemptNumber()) if context else 0
+
+
+@cache
+def _freeze() -> None:
+    """Have the worker's collector of garbage, which runs behind each task, pass over what was there before the first one."""
+    gc.freeze()
+
+
+def plain_task(packed: bytes, groups: list[list[Part]]) -> Callable[[int, Iterable[int]], Iterator[bytes]]:
+    def task(index: int, nothing: Iterable[int]) -> Iterator[bytes]:
+        list(nothing)  # a worker whose input is not read to its end is thrown away
+        _freeze()
+        yield pack(run_task(pickle.loads(packed), groups[index], Task(index, _attempt())))
+
+    return task
+
+
+Key = tuple[int, int, int]
+
+
+def lanes_of(routes: Sequence[Route]) -> dict[Route, int]:
+    """The passthrough routes that hash their rows by key, each with the number of its first ordered split."""
+    lanes: dict[Route, int] = {}
+    for route in routes:
+        if is_plain(route) and route.partitions > 1 and route not in lanes:
+            lanes[route] = sum(each.partitions for each in lanes)
+    return lanes
+
+
+def scatter_task(
+    packed: bytes, groups: list[list[Part]], lanes: dict[Route, int]
+) -> Callable[[int, Iterable[int]], Iterator[tuple[Key, bytes]]]:
+    """Read a group; write what needs no order across tasks, and send the rest to its lane as opaque Arrow bytes."""
+
+    def task(index: int, nothing: Iterable[int]) -> Iterator[tuple[Key, bytes]]:
+        list(nothing)  # a worker whose input is not read to its end is thrown away
+        job: Job = pickle.loads(packed)
+        tallies: dict[int, Tally] = {}
+        writer = Writer(job, Task(index, _attempt()))
+        try:
+            sequence = 0
+            for target, batch in read_parts(job, groups[index], tallies, lambda target: is_plain(target.route)):
+                tally = next(reversed(tallies.values()))
+                if target.route not in lanes:
+                    write(writer, target, batch, tally, job)
+                    continue
+                count = target.route.partitions
+                key = target.route.key_columns(batch.schema)
+                split: list[pa.RecordBatch | None] = []
+                with leaving_out(tally, job):
+                    split = split_by(batch, partition_of(batch, key, count), count)
+                for lane, rows in enumerate(split):
+                    if rows is not None and rows.num_rows:
+                        sequence += 1
+                        yield (
+                            (lanes[target.route] + lane, index, sequence),
+                            pickle.dumps((target, tally.source, tally.stream, _to_ipc(rows))),
+                        )
+            result = writer.finish()
+        finally:
+            writer.close()
+        result.tallies = tallies
+        yield (0, -1, index), pack(result)
+
+    return task
+
+
+def gather_task(packed: bytes, offset: int) -> Callable[[int, Iterable[tuple[Key, bytes]]], Iterator[bytes]]:
+    """Write one lane, in the order of the source; results of the readers pass through."""
+
+    def task(index: int, items: Iterable[tuple[Key, bytes]]) -> Iterator[bytes]:
+        job: Job = pickle.loads(packed)
+        writer = Writer(job, Task(offset + index, _attempt()))
+        told: dict[str, Tally] = {}
+        try:
+            for (_, group, _), blob in items:
+                if group < 0:
+                    yield blob
+                    continue
+                target, source, stream, rows = pickle.loads(blob)
+                tally = told.setdefault(source, Tally(source))
+                tally.stream = stream
+                for batch in pa.ipc.open_stream(rows):
+                    if stream not in tally.aside:
+                        write(writer, target, batch, tally, job)
+            result = writer.finish()
+        finally:
+            writer.close()
+        first = len(job.parts) + index * len(job.sources)
+        result.tallies = {first + number: tally for number, tally in enumerate(told.values()) if tally.notes}
+        yield pack(result)
+
+    return task
+
+
+def read_task(
+    packed: bytes,
+    groups: list[list[Part]],
+    wanted: Target,
+    schema: pa.Schema,
+    known: frozenset[str],
+    tallies: Any,
+    fates: Fates | None,
+) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    def task(ids: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        job: Job = pickle.loads(packed)
+        columns = frozenset(schema.names) if len(schema) < len(known) else None
+        if fates is not None and columns is not None:
+            columns |= fates.columns(known)
+        with fates.noting(_side_file(job)) if fates else contextlib.nullcontext(lambda rows: None) as note:
+            for batch in ids:
+                for index in batch.column(0).to_pylist():
+                    found: dict[int, Tally] = {}
+                    for _, rows in read_parts(job, groups[index], found, lambda target: _same(target, wanted), columns):
+                        note(rows)  # before the rows go on: who has seen the last of them finds all notes
+                        yield conform(rows, schema, known, wanted.topic)
+                    tallies.add(found)
+
+    return task
+
+
+def _same(target: Target, wanted: Target) -> bool:
+    return target.topic == wanted.topic and target.route == wanted.route
+
+
+def _side_file(job: Job) -> Path:
+    """Where the two Python processes of one task meet: Spark removes the directory with itself."""
+    from pyspark import TaskContext
+
+    directory = os.environ.get("SPARK_LOCAL_DIRS", "").partition(",")[0] or tempfile.gettempdir()
+    return Path(directory) / f"penstock-{job.epoch.stem()}-{TaskContext.get().taskAttemptId()}.arrow"
+
+
+def write_task(
+    packed: bytes, target: Target, columns: pa.Schema, fates: Fates | None
+) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext
+
+        job: Job = pickle.loads(packed)
+        writer = Writer(job, Task(TaskContext.get().partitionId(), _attempt()))
+        came_out: list[pa.Table] = []
+        try:
+            for batch in batches:
+                rows = batch.replace_schema_metadata(columns.metadata)
+                writer.write(target, rows)
+                if fates is not None:
+                    came_out.append(fates.came_out(rows))
+            if fates is not None:
+                for rows in fates.gone(_side_file(job), came_out, columns):
+                    writer.write(replace(target, sinks=fates.sinks), rows.replace_schema_metadata(columns.metadata))
+            result = writer.finish()
+        finally:
+            writer.close()
+        yield pa.RecordBatch.from_arrays([pa.array([pack(result)], pa.binary())], names=["result"])
+
+    return task
+
+
+def conform(batch: pa.RecordBatch, schema: pa.Schema, known: frozenset[str], topic: Topic) -> pa.RecordBatch:
+    """The batch with exactly the columns that the epoch's SQL uses; a column that its analysis did not know is refused."""
+    unknown = [name for name in batch.schema.names if name not in known]
+    if unknown:
+        raise SchemaError(
+            f"rows of {topic} have columns that its schema does not know: {', '.join(unknown)}",
+            hint="the source must report every column in schema() before it hands over rows with it",
+        )
+    columns = []
+    for column in schema:
+        index = batch.schema.get_field_index(column.name)
+        if index < 0:
+            columns.append(pa.nulls(batch.num_rows, column.type))
+            continue
+        try:
+            columns.append(batch.column(index).cast(column.type))
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise SchemaError(
+                f"column {column.name} of {topic} holds {batch.schema.field(index).type}, not {column.type}: {error}",
+                code="PEN-4001",
+            ) from error
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _to_ipc(batch: pa.RecordBatch) -> bytes:
+    buffer = pa.BufferOutputStream()
+    with pa.ipc.new_stream(buffer, batch.schema) as writer:
+        writer.write_batch(batch)
+    return bytes(buffer.getvalue())
+
+
+def tally_param() -> Any:
+    from pyspark.accumulators import AccumulatorParam
+
+    class Tallies(AccumulatorParam[dict[int, Tally]]):  # type: ignore[misc]
+        def zero(self, value: dict[int, Tally]) -> dict[int, Tally]:
+            return {}
+
+        def addInPlace(self, value1: dict[int, Tally], value2: dict[int, Tally]) -> dict[int, Tally]:
+            value1.update(value2)  # by part, so a task that ran twice counts once
+            return value1
+
+    return Tallies()

@@ -153,12 +153,12 @@ print("all tasks ran")
 
 @pytest.mark.timeout(240)
 def test_two_runs_in_one_session_ship_once_and_an_executor_that_starts_later_works(tmp_path: Path) -> None:
-    files = []
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "my_squares.py").write_text(CONNECTOR)
-        files.append(tmp_path / name / "pipeline.toml")
-        files[-1].write_text(PIPELINE)
+    (tmp_path / "my_squares.py").write_text(CONNECTOR)
+    files = [tmp_path / "first.toml", tmp_path / "second.toml"]
+    for file in files:
+        name = file.stem
+        text = PIPELINE.replace('"squares"', f'"{name}"').replace("lake/", f"{name}/")
+        file.write_text(text + f'\n[processing]\nstate_dir = "{name}-state"\n')
     done = subprocess.run(
         [sys.executable, "-c", TWICE, *files],
         capture_output=True,

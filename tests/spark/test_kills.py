@@ -70,6 +70,20 @@ def test_a_jvm_that_is_killed_ends_the_run_with_a_clear_word_and_the_next_run_go
     assert sorted(read_published(tmp_path / "lake" / "rows")["id"].to_pylist()) == list(range(ROWS))
 
 
+def test_a_signal_to_the_whole_process_group_ends_the_run_like_any_stop(tmp_path: Path) -> None:
+    command = [word for word in command_for(tmp_path) if word != "--drain"]
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0)
+    while newest_epoch(tmp_path) < 2:
+        assert run.poll() is None
+        time.sleep(0.01)
+    os.killpg(run.pid, signal.SIGTERM)
+    _, told = run.communicate(timeout=60)
+    assert run.returncode == 0, told[-3000:]
+    assert "PEN-" not in told
+    ids = read_published(tmp_path / "lake" / "rows")["id"].to_pylist()
+    assert sorted(ids) == list(range(len(ids)))
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("sql", [False, True], ids=["passthrough", "sql"])
 def test_random_kills_lose_nothing_and_double_nothing(tmp_path: Path, sql: bool) -> None:

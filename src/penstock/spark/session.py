@@ -81,7 +81,12 @@ def start_session(master: str | None, name: str, log: Path | None, plain: bool =
 
 
 def _launch(settings: dict[str, str], log: Path | None) -> None:
-    """Start the JVM with a log file for its stderr: its warnings would tear the progress view."""
+    """
+    Start the JVM with a log file for its stderr: its warnings would tear the progress view.
+
+    It gets a process group of its own. A signal to ours, such as a scheduler's SIGTERM, must not end it in mid-epoch: it ends
+    when this process does, since its standard input is a pipe from here.
+    """
     from pyspark import SparkConf, SparkContext
     from pyspark.java_gateway import launch_gateway
 
@@ -89,10 +94,10 @@ def _launch(settings: dict[str, str], log: Path | None) -> None:
         return
     with disk_errors():
         log.parent.mkdir(parents=True, exist_ok=True)
-        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         conf = SparkConf().setAll(list(settings.items()))
-        SparkContext._ensure_initialized(gateway=launch_gateway(conf, {"stderr": target}))
+        SparkContext._ensure_initialized(gateway=launch_gateway(conf, {"stderr": target, "process_group": 0}))
     finally:
         os.close(target)
 

@@ -13,7 +13,7 @@ from pyarrow import types
 from pydantic import Field
 
 from penstock.config import Config
-from penstock.formats import Decoded, Failed, Format
+from penstock.formats import Decoded, Failed, Format, Positions
 from penstock.formats.inference import (
     Fields,
     Kind,
@@ -28,7 +28,7 @@ from penstock.formats.inference import (
     widen,
     without,
 )
-from penstock.formats.json_parse import MAX_DEPTH, Positions, Screened, read, unbalanced, value
+from penstock.formats.json_parse import MAX_DEPTH, Screened, read, unbalanced, value
 from penstock.formats.json_text import objects
 
 _PIECE_BYTES = 64 << 20

@@ -167,7 +167,7 @@ def spans(bodies: pa.Array) -> tuple[Positions, np.ndarray[Any, np.dtype[np.uint
 
 
 def invalid_text(bodies: pa.Array) -> list[int]:
-    """The bodies that are not UTF-8, ascending."""
+    """Where bytes are not UTF-8, ascending."""
     pieces, found = [(0, len(bodies))], []
     text = bodies.view(pa.string())
     while pieces:

@@ -51,7 +51,7 @@ def _text(column: pa.Array, name: str) -> pa.Array:
     elif types.is_duration(kind):
         text = pc.cast(pc.cast(column, pa.int64()), pa.string())
     elif types.is_floating(kind):
-        text = _float_text(column)
+        text = float_text(column)
     elif types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
         text = _quoted(pc.cast(column, pa.string()))
     elif types.is_timestamp(kind):
@@ -74,7 +74,8 @@ def _text(column: pa.Array, name: str) -> pa.Array:
     return pc.fill_null(text, "null") if text.null_count else text
 
 
-def _float_text(column: pa.Array) -> pa.Array:
+def float_text(column: pa.Array) -> pa.Array:
+    """Numbers that a reader takes for floats; NaN and the infinities in quotes."""
     column = pc.cast(column, pa.float32()) if types.is_float16(column.type) else column
     text = pc.cast(column, pa.string())
     finite = pc.is_finite(column)

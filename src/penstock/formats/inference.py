@@ -245,8 +245,9 @@ def _changed(path: str, kind: Kind, other: str) -> Misfit:
 
 
 def _ordered(names: Iterable[str], first: Iterable[str]) -> list[str]:
-    known = [name for name in first if name in set(names)]
-    return [*known, *sorted(set(names) - set(known))]
+    every = set(names)
+    known = [name for name in first if name in every]
+    return [*known, *sorted(every.difference(known))]
 
 
 def _known_type(known: pa.Schema | pa.StructType | None, name: str) -> pa.DataType | None:

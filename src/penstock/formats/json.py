@@ -28,7 +28,7 @@ from penstock.formats.inference import (
     widen,
     without,
 )
-from penstock.formats.json_parse import MAX_DEPTH, Screened, read, unbalanced, value
+from penstock.formats.json_parse import MAX_DEPTH, Screened, has_whole_lists, read, unbalanced, value
 from penstock.formats.json_text import objects
 
 _PIECE_BYTES = 64 << 20
@@ -132,8 +132,8 @@ class _Reading:
         batch = read(bodies, _asked(explicit), "infer")
         fields = combine(self._fields, fields_of(batch.schema))
         assert isinstance(fields, dict)
-        if _has_times(batch.schema):
-            batch = read(bodies, _asked(fields), "infer")
+        if _has_times(batch.schema) or not all(map(has_whole_lists, batch.columns)):
+            batch = read(bodies, schema_of(fields), "infer")
         return batch, fields
 
     def _texts(self, head: pa.Array) -> Fields:
@@ -183,7 +183,7 @@ class _Reading:
                     good.append(body)
                 except Misfit as misfit:
                     bad[at] = misfit.rule, misfit.reason
-            self._batches.append(read(pa.array(good, pa.binary()), _asked(self._fields), "infer"))
+            self._batches.append(read(pa.array(good, pa.binary()), schema_of(self._fields), "infer"))
         return bad
 
     def _widened(self, body: bytes) -> Fields:

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
+from pyarrow import types
 from pydantic_core import from_json
 
 from penstock.formats import Failed, Positions
@@ -121,7 +122,18 @@ def read(bodies: pa.Array, explicit: pa.Schema | None, unexpected: Literal["infe
         raise pa.ArrowInvalid("a payload holds more than one JSON object")
     if not table.num_columns:
         return _nothing(table.num_rows)
-    return table.combine_chunks().to_batches()[0]
+    batch = table.combine_chunks().to_batches()[0]
+    return pa.RecordBatch.from_arrays([_without_lost_nulls(column) for column in batch.columns], schema=batch.schema)
+
+
+def has_whole_lists(values: pa.Array) -> bool:
+    """False when pyarrow lost nulls at the beginning of a list, as it does in lists whose type it infers."""
+    if types.is_struct(values.type):
+        return all(has_whole_lists(values.field(at)) for at in range(values.type.num_fields))
+    if types.is_list(values.type):
+        items = values.values
+        return len(items) == (values.offsets[-1].as_py() if len(values) else 0) and has_whole_lists(items)
+    return True
 
 
 def value(body: bytes) -> dict[str, Any]:
@@ -188,6 +200,21 @@ def unbalanced(bodies: pa.Array) -> Positions:
     lower = data | 0x20
     counts = [np.diff(np.searchsorted(np.flatnonzero(lower == code), edges)) for code in (_OPENING, _CLOSING)]
     return np.flatnonzero(counts[0] != counts[1])
+
+
+def _without_lost_nulls(values: pa.Array) -> pa.Array:
+    """pyarrow also loses nulls in lists that hold nothing else, whether it infers their type or is given it."""
+    kind = values.type
+    if "list<item: null>" not in str(kind):
+        return values
+    if types.is_struct(kind):
+        children = [_without_lost_nulls(values.field(at)) for at in range(kind.num_fields)]
+        buffers = values.buffers()[:1]
+    else:
+        is_last = types.is_null(kind.value_type)
+        children = [pa.nulls(values.offsets[-1].as_py()) if is_last else _without_lost_nulls(values.values)]
+        buffers = values.buffers()[:2]
+    return pa.Array.from_buffers(kind, len(values), buffers, values.null_count, 0, children)
 
 
 def _nothing(rows: int) -> pa.RecordBatch:

@@ -29,7 +29,7 @@ def objects(names: list[str], columns: list[pa.Array], rows: int, end: str) -> p
     for position, (name, column) in enumerate(zip(names, columns, strict=True)):
         parts += [("," if position else "{") + json.dumps(name, ensure_ascii=False) + ":", _text(column, name)]
     if not parts:
-        return pa.array(["{" + end] * rows)
+        return pa.array(["{" + end] * rows, pa.string())
     return _join(*parts, end)
 
 
@@ -45,7 +45,7 @@ def _text(column: pa.Array, name: str) -> pa.Array:
     if types.is_dictionary(kind):
         return _text(column.dictionary_decode(), name)
     if types.is_null(kind):
-        return pa.array(["null"] * len(column))
+        return pa.array(["null"] * len(column), pa.string())
     if types.is_boolean(kind) or types.is_integer(kind):
         text = pc.cast(column, pa.string())
     elif types.is_duration(kind):

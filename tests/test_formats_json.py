@@ -289,7 +289,7 @@ def shaped(found: Any, kind: pa.DataType) -> Any:
     return float(found) if pa.types.is_floating(kind) else found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(payload_lists, payload_lists, st.sampled_from([1, 2, 512]))
 @example([b'{"a": 1}', b'{"a": 1.5}'], [b'{"a": 18446744073709551616}'], 1)
 @example([], [b'{"": {"": []}}', b'{"": {"": [[]]}}', b'{"": {"": [1]}}'], 2)
@@ -309,13 +309,13 @@ def test_reading_at_once_is_reading_one_by_one(before, payloads, slow_rows):
     assert decoded.rows.to_pylist() == [{f.name: shaped(row.get(f.name), f.type) for f in schema} for row in good]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.one_of(st.none(), st.binary(max_size=30)), max_size=20))
 def test_random_bytes_are_rows_or_failures(payloads):
     check_laws(payloads, decode(payloads))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(payload_lists, payload_lists)
 def test_two_batches_one_after_the_other_are_as_one(first, second):
     whole = decode([*first, *second])
@@ -336,7 +336,7 @@ schemas = st.dictionaries(names, kinds, max_size=3).map(schema_of)
 
 
 class TestMerge:
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(st.lists(schemas, min_size=1, max_size=3))
     def test_neither_order_nor_grouping_counts(self, found):
         whole = merge(found)
@@ -346,7 +346,7 @@ class TestMerge:
                 assert merge([merge(order[:cut]), merge(order[cut:])]) == whole
         assert merge([whole, *found]) == whole
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(payload_lists, payload_lists, payload_lists)
     def test_what_two_tasks_found_fits_together(self, before, first, second):
         known = decode(before).rows.schema
@@ -384,7 +384,7 @@ class TestMerge:
 # -- the way back ----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(payload_lists)
 def test_what_was_decoded_is_encoded_and_decoded_to_the_same(payloads):
     rows = decode(payloads).rows

@@ -122,7 +122,7 @@ def _groups(found: framing.Cells, how: str, first: int, result: Pieces) -> Itera
 
 def _decode(node: Node, scan: Scan, cursors: Cursors, positions: Ints, result: Pieces) -> None:
     count = len(positions)
-    starts = cursors.at
+    starts = cursors.at.copy()
     found = node.scan(scan, cursors)
     scan.fail(np.flatnonzero(cursors.at < cursors.end), TRAILING)
     columns = node.columns(scan, found, count) if isinstance(node, Record) else [node.build(scan, found, count)]

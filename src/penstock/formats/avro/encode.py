@@ -201,21 +201,22 @@ def _items(column: pa.Array, kind: Type, path: str) -> list[Any]:
     if not (types.is_map(column.type) if kind.kind == "map" else is_list):
         raise _unfit(column.type, kind, path)
     if kind.kind == "map":
-        entry = pa.struct([pa.field("key", column.type.key_type, False), pa.field("value", column.type.item_type)])
-        column = column.cast(pa.list_(entry))
-    counts = pc.list_value_length(column).to_numpy(zero_copy_only=False).astype(np.int64)
-    flat = column.flatten()
-    if kind.kind == "map":
-        keys, values = flat.flatten()
+        offsets = column.offsets.to_numpy()
+        first, size = int(offsets[0]), int(offsets[-1] - offsets[0])
+        counts = np.diff(offsets).astype(np.int64)
+        keys, values = column.keys.slice(first, size), column.items.slice(first, size)
         parts = [*_values(keys, Type("string"), f"a key of {path}"), *_parts(values, kind.items, path)]
     else:
+        counts = pc.list_value_length(column).to_numpy(zero_copy_only=False).astype(np.int64)
+        flat = column.flatten()
+        size = len(flat)
         parts = _parts(flat, kind.items, path)
     edges = np.concatenate([[0], np.cumsum(counts)])
-    items = _joined(parts, len(flat)) if len(flat) else pa.array([], pa.binary())
-    offsets = _edges(items) if len(items) else np.zeros(1, np.int64)
+    items = _joined(parts, size) if size else pa.array([], pa.binary())
+    places = _edges(items) if len(items) else np.zeros(1, np.int64)
     buffer = items.buffers()[2] if len(items) else None
     # The items of a row stand one after the other already: only the edges between rows are new.
-    whole = varint.binary(np.frombuffer(buffer or b"", np.uint8), offsets[edges])
+    whole = varint.binary(np.frombuffer(buffer or b"", np.uint8), places[edges])
     end = np.where(counts > 0, 0, -1)
     blocks = _spread(pa.array([b"\0"] * int((end == 0).sum()), pa.binary()), end == 0)
     return [_number(counts), whole, blocks]

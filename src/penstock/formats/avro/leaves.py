@@ -10,7 +10,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from decimal import Decimal, localcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +30,10 @@ _BOUNDS = {
     "local-timestamp-millis": (-_MS, _MS),
 }
 _HEX = np.frombuffer(b"0123456789abcdef", np.uint8)
+
+
+NOTHING = "nothing"
+"""What is found where no bytes are."""
 
 
 class Node:
@@ -53,11 +57,11 @@ class Node:
 
 
 class Null(Node):
-    def scan(self, scan: Scan, cursors: Cursors) -> None:
-        return None
+    def scan(self, scan: Scan, cursors: Cursors) -> str:
+        return NOTHING
 
-    def merge(self, parts: Sequence[Any], order: Ints) -> None:
-        return None
+    def merge(self, parts: Sequence[Any], order: Ints) -> str:
+        return NOTHING
 
     def build(self, scan: Scan, found: Any, count: int) -> pa.Array:
         return pa.nulls(count)
@@ -171,7 +175,9 @@ class Enum(Node):
 class Text(Node):
     """Bytes or a string: text, bytes, or a decimal's digits."""
 
-    NOT_UTF8: ClassVar[str] = "avro.utf8"
+    def __init__(self, writer: Type, reader: Type, path: str) -> None:
+        super().__init__(writer, reader, path)
+        self.is_text = bool(types.is_string(self.arrow))
 
     def scan(self, scan: Scan, cursors: Cursors) -> tuple[Ints, Ints, Ints]:
         return (*scan.sized(cursors, self.path), cursors.row)
@@ -184,8 +190,8 @@ class Text(Node):
         if self.reader.logical == "decimal":
             return decimals(self, scan, starts, sizes, rows)
         values = scan.gathered(starts, sizes)
-        if not types.is_string(self.arrow):
-            return values
+        if not self.is_text:
+            return values.cast(self.arrow)
         try:
             return values.cast(self.arrow)
         except pa.ArrowInvalid:
@@ -207,14 +213,15 @@ class Text(Node):
         value = reader.take(reader.long(self.path), self.path)
         if self.reader.logical == "decimal":
             return decimal(self, value)
-        if not types.is_string(self.arrow):
+        if not self.is_text:
             return value
-        if not _is_utf8(value):
-            raise BadRow(*self._not_utf8())
-        return value.decode()
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            raise BadRow(*self._not_utf8()) from None
 
     def _not_utf8(self) -> Reason:
-        return Reason(self.NOT_UTF8, f"text that is no UTF-8 in {self.path}")
+        return Reason("avro.utf8", f"text that is no UTF-8 in {self.path}")
 
 
 class Fixed(Node):

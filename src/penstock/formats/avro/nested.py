@@ -10,7 +10,7 @@ import pyarrow as pa
 from pyarrow import types
 
 from penstock.formats.avro import scan as at_scan
-from penstock.formats.avro.leaves import Float, Node
+from penstock.formats.avro.leaves import NOTHING, Float, Node
 from penstock.formats.avro.scan import BadRow, Cursors, Mask, Reader, Reason, Scan
 from penstock.formats.avro.schema import Type
 from penstock.formats.varint import Ints
@@ -24,11 +24,11 @@ class Constant(Node):
         self.value = value
         self.array = pa.array([value], self.arrow)
 
-    def scan(self, scan: Scan, cursors: Cursors) -> None:
-        return None
+    def scan(self, scan: Scan, cursors: Cursors) -> str:
+        return NOTHING
 
-    def merge(self, parts: Sequence[Any], order: Ints) -> None:
-        return None
+    def merge(self, parts: Sequence[Any], order: Ints) -> str:
+        return NOTHING
 
     def build(self, scan: Scan, found: Any, count: int) -> pa.Array:
         return self.array.take(pa.array(np.zeros(count, np.int64)))

@@ -155,6 +155,10 @@ class Reader:
         self.data, self.at, self.empty_items = data, 0, 0
 
     def long(self, path: str) -> int:
+        at = self.at
+        if at < len(self.data) and (byte := self.data[at]) < 0x80:
+            self.at = at + 1
+            return byte >> 1 ^ -(byte & 1)
         value = shift = 0
         for byte in self.data[self.at : self.at + varint.MAX_BYTES]:
             value |= (byte & 0x7F) << shift

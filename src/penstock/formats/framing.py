@@ -32,6 +32,9 @@ SINGLE_OBJECT = 10
 MAX_INDEXES = 32
 """Messages of a `.proto` file nest less deep than this; a longer path is no frame."""
 
+NO_FRAME, UNKNOWN_ID = "framing.missing", "framing.unknown_id"
+"""Rules of failures: a payload that does not begin with a whole frame, and one whose id the registry does not have."""
+
 _CRC_EMPTY = 0xC15D213AA4D7A795
 
 

@@ -17,6 +17,9 @@ PAD = 16
 MAX_BYTES = 10
 """Of a varint of 64 bits."""
 
+ENDLESS = 1 << 40
+"""The size of a varint that has more."""
+
 _STOPS = np.uint64(0x8080808080808080)
 _ONE, _EIGHT = np.uint64(1), np.uint64(8)
 
@@ -28,7 +31,7 @@ def words(data: Bytes) -> npt.NDArray[np.uint64]:
 
 def read(data: Bytes, at: Ints) -> tuple[Ints, Ints]:
     """
-    The unsigned varint at each position, and how many bytes it has: 11 for one that does not end in time.
+    The unsigned varint at each position, and how many bytes it has: `ENDLESS` for one that has no end.
 
     Reads past the end of a value are harmless as long as `PAD` bytes follow; the caller compares with its end.
     """
@@ -58,7 +61,7 @@ def _read_words(data: Bytes, at: Ints) -> tuple[Ints, Ints]:
             63
         )
         value[long] = (_squeezed(word[long]) | high).view(np.int64)
-        sizes[long] = np.where(is_ten, np.where(tenth > 1, MAX_BYTES + 1, MAX_BYTES), 9)
+        sizes[long] = np.where(is_ten, np.where(tenth > 1, ENDLESS, MAX_BYTES), 9)
     return value, sizes
 
 

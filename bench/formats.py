@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jsonschema_rs
+import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
@@ -79,7 +81,33 @@ def json_case() -> Case:
     return Case(format, payloads, spoiled_json(payloads), read_json, "`pyarrow.json.read_json` of the same lines", 0.7)
 
 
-CASES: list[Callable[[], Case]] = [json_case]
+def json_schema_case() -> Case:
+    payloads = [json.dumps(shop_row(at), ensure_ascii=False).encode() for at in range(ROWS)]
+    text = {"type": "string"}
+    address = {"type": "object", "properties": {"city": text, "zip": {"type": "integer"}}, "required": ["city"]}
+    properties = {
+        "id": {"type": "integer", "minimum": 0},
+        "customer": text,
+        "amount": {"type": "number"},
+        "paid": {"type": "boolean"},
+        "created_at": {"type": "string", "format": "date-time"},
+        "address": address,
+        "tags": {"type": "array", "items": text},
+        "note": {"type": ["string", "null"]},
+        "status": {"enum": ["open", "closed"]},
+    }
+    schema = {"type": "object", "properties": properties, "required": ["id", "customer"]}
+    is_valid = jsonschema_rs.validator_for(schema, validate_formats=True).is_valid
+
+    def parse_and_validate(batch: pa.Array) -> object:
+        return [is_valid(orjson.loads(payload)) for payload in batch.to_pylist()]
+
+    format = made("json_schema", WireSchema("json_schema", json.dumps(schema)))
+    peer = "`orjson.loads` and `jsonschema_rs` `is_valid`, row by row"
+    return Case(format, payloads, spoiled_json(payloads), parse_and_validate, peer, 0.6)
+
+
+CASES: list[Callable[[], Case]] = [json_case, json_schema_case]
 
 
 def made(name: str, schema: WireSchema | None = None, **options: Any) -> Format[Any]:

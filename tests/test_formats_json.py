@@ -16,14 +16,14 @@ from penstock.errors import SchemaError
 from penstock.formats import Decoded
 from penstock.formats import json as module
 from penstock.formats.inference import Misfit, combine, fields_of, fit, merge, schema_of, widen
-from penstock.formats.json import Json, JsonOptions
+from penstock.formats.json import Json, JsonConfig
 from penstock.formats.json_parse import value
 
-FORMAT = Json(JsonOptions())
+FORMAT = Json(JsonConfig())
 
 
 def decode(payloads: list[bytes | None], known: pa.Schema | None = None, **options: Any) -> Decoded:
-    return Json(JsonOptions(**options)).decode(pa.array(payloads, pa.binary()), known)
+    return Json(JsonConfig(**options)).decode(pa.array(payloads, pa.binary()), known)
 
 
 def rules(decoded: Decoded) -> dict[int, str]:

@@ -115,6 +115,16 @@ class Format(Generic[O]):
     schema_use: ClassVar[Literal["required", "optional", "refused"]] = "refused"
 
     def __init__(self, options: O, schema: WireSchema | None = None, resolve: Resolver | None = None) -> None:
+        if self.schema_use == "required" and schema is None:
+            raise ConfigError(
+                f"the format {self.name} needs a schema",
+                code="PEN-1004",
+                hint="set schema_file, or a subject of the registry",
+            )
+        if self.schema_use == "refused" and schema is not None:
+            raise ConfigError(
+                f"the format {self.name} takes no schema", code="PEN-1016", hint="leave out schema_file and subject"
+            )
         self.options = options
         self.schema = schema
         """The reader's schema when decoding, the writer's when encoding."""
@@ -159,6 +169,7 @@ BUILT_IN: dict[str, Entry] = {
     for entry in (
         Entry("json", "penstock.formats.json:Json"),
         Entry("json_schema", "penstock.formats.json_schema:JsonSchema", "json_schema", ("jsonschema_rs", "orjson")),
+        Entry("avro", "penstock.formats.avro:Avro"),
         Entry("csv", "penstock.formats.csv:Csv"),
         Entry("string", "penstock.formats.plain:String"),
         Entry("number", "penstock.formats.plain:Number"),

@@ -22,7 +22,7 @@ _MAX_VALUES = 10_000
 _Character = Annotated[str, Field(pattern=r"^[\x01-\x09\x0b\x0c\x0e-\x7f]$")]
 
 
-class CsvOptions(Config):
+class CsvConfig(Config):
     columns: list[str] | dict[str, str] | None = None
     """Names of the columns in their order, or a table of names and Arrow types, e.g. `{ id = "int64", note = "string" }`;
     without types they are text. None: `column_1`, `column_2` and so on, text, as many as the longest record has."""
@@ -49,18 +49,18 @@ class CsvOptions(Config):
         return columns
 
     @model_validator(mode="after")
-    def _check_characters(self) -> CsvOptions:
+    def _check_characters(self) -> CsvConfig:
         special = {self.delimiter, self.quote, "\r", "\n"}
         if len(special) < 4 or special & set(self.null):
             raise ValueError("`delimiter` and `quote` must differ, and `null` must hold neither of them")
         return self
 
 
-class Csv(Format[CsvOptions]):
+class Csv(Format[CsvConfig]):
     """One record per payload, without a header; a line break at its end does not count."""
 
     name = "csv"
-    options_type = CsvOptions
+    options_type = CsvConfig
 
     def columns(self) -> pa.Schema | None:
         columns = self.options.columns
@@ -149,7 +149,7 @@ class Csv(Format[CsvOptions]):
 class _Quoted:
     """Reads records with quotes in them, one at a time."""
 
-    def __init__(self, options: CsvOptions) -> None:
+    def __init__(self, options: CsvConfig) -> None:
         quote, delimiter = _code(options.quote), _code(options.delimiter)
         self._value = re.compile(rf"{quote}((?:[^{quote}]|{quote}{quote})*){quote}|([^{quote}{delimiter}\r\n]*)")
         self._options = options

@@ -40,7 +40,7 @@ _FIRST = {"bool": "tf", "int64": r"\-0-9", "double": r"\-0-9", "string": '"'}
 """The first characters of a value, by kind."""
 
 
-class JsonOptions(Config):
+class JsonConfig(Config):
     max_depth: int = Field(default=64, ge=1, le=MAX_DEPTH)
     """A payload that is nested deeper is a failure; the object itself is the first level."""
 
@@ -48,11 +48,11 @@ class JsonOptions(Config):
     """Columns and fields of structs that payloads may bring along, in all; a payload with more is a failure."""
 
 
-class Json(Format[JsonOptions]):
+class Json(Format[JsonConfig]):
     """One JSON object per payload. Its members are columns, objects in it structs, arrays in it lists."""
 
     name = "json"
-    options_type = JsonOptions
+    options_type = JsonConfig
 
     def columns(self) -> None:
         return None
@@ -80,7 +80,7 @@ class _Reading:
     columns of those before it is a failure, and any other widens them.
     """
 
-    def __init__(self, options: JsonOptions, known: pa.Schema | None) -> None:
+    def __init__(self, options: JsonConfig, known: pa.Schema | None) -> None:
         self._options = options
         self._known = known
         self._fields: Fields = fields_of(known) if known is not None else {}

@@ -23,27 +23,36 @@ _SHORT = {0x22: '\\"', 0x5C: "\\\\", 0x08: "\\b", 0x09: "\\t", 0x0A: "\\n", 0x0C
 _MUST_ESCAPE = np.array([code < 0x20 or code in _SHORT for code in range(256)])
 
 
-def objects(names: list[str], columns: list[pa.Array], rows: int, end: str) -> pa.Array:
+def objects(names: list[str], columns: list[pa.Array], rows: int, end: str = "}") -> pa.Array:
     """One JSON object per row, with the columns as its members; `end` closes it."""
-    parts: list[Any] = []
-    for position, (name, column) in enumerate(zip(names, columns, strict=True)):
-        parts += [("," if position else "{") + json.dumps(name, ensure_ascii=False) + ":", _text(column, name)]
-    if not parts:
+    return members(names, [text_of(column, name) for name, column in zip(names, columns, strict=True)], rows, end)
+
+
+def members(names: list[str], texts: list[pa.Array], rows: int, end: str = "}", skip_nulls: bool = False) -> pa.Array:
+    """One JSON object per row, of members whose texts are ready; with `skip_nulls`, null texts are left out."""
+    keys = [json.dumps(name, ensure_ascii=False) + ":" for name in names]
+    if not keys:
         return pa.array(["{" + end] * rows, pa.string())
-    return _join(*parts, end)
+    if skip_nulls:
+        parts = [pc.fill_null(_join("," + key, text), "") for key, text in zip(keys, texts, strict=True)]
+        return _join("{", pc.ascii_ltrim(_join(*parts), ","), end)
+    flat: list[Any] = []
+    for position, (key, text) in enumerate(zip(keys, texts, strict=True)):
+        flat += [("," if position else "{") + key, text]
+    return _join(*flat, end)
 
 
 def _join(*parts: pa.Array | str) -> pa.Array:
     return pc.binary_join_element_wise(*parts, "")
 
 
-def _text(column: pa.Array, name: str) -> pa.Array:
+def text_of(column: pa.Array, name: str) -> pa.Array:
     """Each value's JSON text; no nulls."""
     kind = column.type
     if isinstance(kind, pa.BaseExtensionType):
-        return _text(column.storage, name)
+        return text_of(column.storage, name)
     if types.is_dictionary(kind):
-        return _text(column.dictionary_decode(), name)
+        return text_of(column.dictionary_decode(), name)
     if types.is_null(kind):
         return pa.array(["null"] * len(column), pa.string())
     if types.is_boolean(kind) or types.is_integer(kind):
@@ -62,7 +71,7 @@ def _text(column: pa.Array, name: str) -> pa.Array:
         values = (None if value is None else base64.b64encode(value).decode() for value in column.to_pylist())
         text = _join('"', pa.array(values, pa.string()), '"')
     elif types.is_struct(kind):
-        text = _struct_text(column, name)
+        text = _struct_text(column)
     elif types.is_map(kind) or is_list(kind):
         text = _list_text(column, name)
     else:
@@ -102,30 +111,51 @@ def _quoted(text: pa.Array) -> pa.Array:
     return _join('"', text, '"')
 
 
-def _struct_text(column: pa.StructArray, name: str) -> pa.Array:
-    fields = [column.type.field(i) for i in range(column.type.num_fields)]
-    text = objects([field.name for field in fields], column.flatten(), len(column), end="}")
-    return pc.if_else(column.is_valid(), text, pa.scalar(None, pa.string())) if column.null_count else text
+def _struct_text(column: pa.StructArray) -> pa.Array:
+    names = [field.name for field in column.type]
+    return with_nulls_of(column, objects(names, column.flatten(), len(column)))
 
 
 def _list_text(column: pa.Array, name: str) -> pa.Array:
     if types.is_map(column.type):
-        entry = pa.struct([pa.field("key", column.type.key_type, False), pa.field("value", column.type.item_type)])
-        column = pc.cast(column, pa.list_(entry))
-        keys, values = column.flatten().flatten()
-        items, brackets = _join(_key_text(keys, name), ":", _text(values, name)), "{}"
-    else:
-        column = pc.cast(column, pa.list_(column.type.value_type))
-        items, brackets = _text(column.flatten(), name), "[]"
+        keys, values = entries(column)
+        return map_text(column, keys, text_of(values, name))
+    column = pc.cast(column, pa.list_(column.type.value_type))
+    return list_text(column, text_of(column.flatten(), name))
+
+
+def list_text(column: pa.Array, items: pa.Array, brackets: str = "[]") -> pa.Array:
+    """Each list's JSON text, from the texts of the items of all lists."""
     counts = pc.fill_null(pc.list_value_length(column), 0)
     edges = pa.array(np.concatenate([[0], np.cumsum(counts)]), pa.int32())
     text = _join(brackets[0], pc.binary_join(pa.ListArray.from_arrays(edges, items), ","), brackets[1])
+    return with_nulls_of(column, text)
+
+
+def map_text(column: pa.MapArray, keys: pa.Array, values: pa.Array) -> pa.Array:
+    """Each map's JSON text, from the keys and the texts of the values of all maps."""
+    return list_text(_as_lists(column), _join(_key_text(keys), ":", values), "{}")
+
+
+def entries(column: pa.MapArray) -> tuple[pa.Array, pa.Array]:
+    """The keys and the values of all maps."""
+    keys, values = _as_lists(column).flatten().flatten()
+    return keys, values
+
+
+def with_nulls_of(column: pa.Array, text: pa.Array) -> pa.Array:
+    """The texts, null where the column is."""
     return pc.if_else(column.is_valid(), text, pa.scalar(None, pa.string())) if column.null_count else text
 
 
-def _key_text(keys: pa.Array, name: str) -> pa.Array:
+def _as_lists(column: pa.MapArray) -> pa.ListArray:
+    entry = pa.struct([pa.field("key", column.type.key_type, False), pa.field("value", column.type.item_type)])
+    return pc.cast(column, pa.list_(entry))
+
+
+def _key_text(keys: pa.Array) -> pa.Array:
     """JSON's keys are text: what is not is put in quotes."""
-    text = _text(keys, name)
+    text = text_of(keys, "key")
     bare = pc.invert(pc.starts_with(text, '"'))
     return pc.if_else(bare, _join('"', text, '"'), text)
 

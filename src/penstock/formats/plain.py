@@ -24,24 +24,24 @@ _PATTERNS = {
 _WORDS = {"int64": "a whole number", "double": "a number"}
 
 
-class StringOptions(Config):
+class StringConfig(Config):
     pass
 
 
-class BytesOptions(Config):
+class BytesConfig(Config):
     pass
 
 
-class NumberOptions(Config):
+class NumberConfig(Config):
     type: Literal["double", "int64"] = "double"
     """Type of the column. With `int64` a payload with a fraction or an exponent is a failure."""
 
 
-class String(Format[StringOptions]):
+class String(Format[StringConfig]):
     """The payload is text in UTF-8. An empty payload is an empty text."""
 
     name = "string"
-    options_type = StringOptions
+    options_type = StringConfig
 
     def columns(self) -> pa.Schema:
         return pa.schema([("value", pa.string())])
@@ -55,11 +55,11 @@ class String(Format[StringOptions]):
         return _only_column(self, rows).cast(pa.binary())
 
 
-class Number(Format[NumberOptions]):
+class Number(Format[NumberConfig]):
     """The payload is one number in text, as JSON writes it; white space around it does not count."""
 
     name = "number"
-    options_type = NumberOptions
+    options_type = NumberConfig
 
     def columns(self) -> pa.Schema:
         return pa.schema([("value", pa.type_for_alias(self.options.type))])
@@ -93,11 +93,11 @@ class Number(Format[NumberOptions]):
         return found
 
 
-class Bytes(Format[BytesOptions]):
+class Bytes(Format[BytesConfig]):
     """The payload as it is."""
 
     name = "bytes"
-    options_type = BytesOptions
+    options_type = BytesConfig
 
     def columns(self) -> pa.Schema:
         return pa.schema([("value", pa.binary())])
@@ -119,7 +119,7 @@ def _decoded(payloads: pa.Array, failed: Failed, convert: Callable[[pa.Array], p
 
 
 def _only_column(
-    format: Format[StringOptions] | Format[NumberOptions] | Format[BytesOptions], rows: pa.RecordBatch
+    format: Format[StringConfig] | Format[NumberConfig] | Format[BytesConfig], rows: pa.RecordBatch
 ) -> pa.Array:
     """The one column that the payloads are made of, in the format's type."""
     columns = format.columns()

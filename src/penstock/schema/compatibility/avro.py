@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -199,11 +200,15 @@ class _Resolution:
 
     def _fields(self, reader: Node, writer: Node, path: str) -> Iterator[Incompatibility]:
         known = {each.name: each for each in writer.fields}
+        claims = Counter(name for each in reader.fields for name in {each.name, *each.aliases})
         for each in reader.fields:
             place = f"{path}.{each.name}" if path else each.name
-            found = next((known[name] for name in (each.name, *each.aliases) if name in known), None)
-            if found is not None:
-                yield from self.compare(each.type, found.type, place)
+            names = [name for name in dict.fromkeys((each.name, *each.aliases)) if name in known]
+            if len(names) > 1 or any(claims[name] > 1 for name in names):
+                what = f"name and aliases do not say which of the writer's fields it is ({', '.join(known)})"
+                yield Incompatibility(place, "avro.alias", what)
+            elif names:
+                yield from self.compare(each.type, known[names[0]].type, place)
             elif each.default is _MISSING:
                 what = "the field has no default, and the writer does not have it"
                 yield Incompatibility(place, "avro.missing_default", what)

@@ -178,7 +178,7 @@ class State:
     def property_names(self) -> list[str]:
         return list(dict.fromkeys(name for each in self._objects for name in each.get("properties", ())))
 
-    def property(self, name: str) -> State:
+    def value_of(self, name: str) -> State:
         """What is known of the value under a name, if there is one."""
         found = []
         for fact in self.facts:

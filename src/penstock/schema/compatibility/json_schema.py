@@ -188,7 +188,7 @@ class _Proof:
         if other.types & writer.types != {"object"} or depth > 8:
             return False
         for name in writer.required | other.required:
-            here, there = writer.property(name), other.property(name)
+            here, there = writer.value_of(name), other.value_of(name)
             if here.is_empty or there.is_empty:
                 return True
             if any(self._disjoint(each, here, depth + 1) for each in there.facts):
@@ -203,7 +203,7 @@ class _Proof:
         yield from _bounds(reader.value, writer, path, "minProperties", "maxProperties")
         known = reader.value.get("properties", {})
         for name, schema in known.items():
-            given = writer.property(name)
+            given = writer.value_of(name)
             if not given.facts and not given.choices and schema not in (True, {}):
                 what = "the property is new, and the writer's open content may hold anything under its name"
                 yield Incompatibility(_join(path, name), "json_schema.property_added_to_open", what)
@@ -214,7 +214,7 @@ class _Proof:
             return
         rest_sub = Sub(reader.document, rest)
         for name in writer.property_names:
-            if name not in known and self.compare(rest_sub, writer.property(name), _join(path, name), depth + 1):
+            if name not in known and self.compare(rest_sub, writer.value_of(name), _join(path, name), depth + 1):
                 what = "the property is not in the schema, which allows no others like it"
                 yield Incompatibility(_join(path, name), "json_schema.property_removed_from_closed", what)
         if self.compare(rest_sub, writer.other_properties, path, depth + 1):

@@ -173,8 +173,8 @@ class Http:
             error = RetryableError(f"the registry at {host} answered HTTP {status}{said}", code=kind)
             error.retry_after = float(retry_after) if retry_after.isdigit() else 0.0  # type: ignore[attr-defined]
             return error
-        if code or status in (409, 422):
-            return Answer(status, code or status * 100, message)
+        if code >= 10_000 or status in (409, 422):  # a code of three digits comes from the server's own pages
+            return Answer(status, code, message)
         return self._refused(
             f"the registry at {host} answered HTTP {status}{said}",
             "check `url` in [registry]: it is that of the registry's API (Apicurio's ends with /apis/ccompat/v7)",

@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -42,6 +43,16 @@ class Refused(Exception):
     @property
     def status(self) -> int:
         return int(str(self.code)[:3])
+
+
+class Fault(Enum):
+    """What becomes of a call."""
+
+    NONE = "none"
+    DROPPED = "dropped"
+    """The connection is closed before anything is done."""
+    ANSWER_LOST = "answer lost"
+    """It is done, and the connection is closed before the answer."""
 
 
 @dataclass
@@ -254,7 +265,7 @@ class RegistryServer:
         self.schemas = Schemas()
         self.calls: list[str] = []
         """`GET /subjects` and so on, as they came."""
-        self._failures: deque[Refused | None] = deque()
+        self._faults: deque[Refused | Fault] = deque()
         self._certificate, self._client_ca = certificate, client_ca
         self._allowed = None
         if user is not None:
@@ -291,28 +302,31 @@ class RegistryServer:
 
     def fail(self, status: int, times: int = 1, **headers: str) -> None:
         """Answer the next calls with an error."""
-        for _ in range(times):
-            self._failures.append(Refused(status, "as the test asked", headers))
+        self._faults.extend([Refused(status, "as the test asked", headers)] * times)
 
-    def hang_up(self, times: int = 1, *, after: bool = False) -> None:
-        """Drop the next calls without an answer; `after`: the call was done, and its answer is lost."""
-        self._failures.extend([None if after else Refused(0, "")] * times)
+    def meet(self, *faults: Fault) -> None:
+        """What becomes of the next calls, one by one."""
+        self._faults.extend(faults)
 
-    def respond(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> tuple[int, Any, dict[str, str]]:
+    def respond(
+        self, method: str, target: str, headers: Mapping[str, str], body: bytes
+    ) -> tuple[int, Any, dict[str, str]]:
         """Status, answer and headers of one call; status 0: hang up."""
         parts = urlsplit(target)
         self.calls.append(f"{method} {parts.path}")
-        failure = self._failures.popleft() if self._failures else Refused(-1, "")
+        fault = self._faults.popleft() if self._faults else Fault.NONE
+        if fault is Fault.DROPPED:
+            return 0, None, {}
         try:
-            if failure is not None and failure.code >= 0:
-                raise failure
+            if isinstance(fault, Refused):
+                raise fault
             if self._allowed and headers.get("Authorization") != self._allowed:
                 raise Refused(401, "Unauthorized")
             query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
             answer = self.schemas.answer(method, parts.path, query, json.loads(body) if body else {})
         except Refused as error:
             return error.status, {"error_code": error.code, "message": error.message}, error.headers
-        return (0 if failure is None else 200), answer, {}
+        return (0 if fault is Fault.ANSWER_LOST else 200), answer, {}
 
 
 def _handler(server: RegistryServer) -> type[BaseHTTPRequestHandler]:

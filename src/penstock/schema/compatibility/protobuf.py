@@ -7,11 +7,11 @@ field that got another number, and a repeated field that is read as a single one
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, SchemaError
 from penstock.formats import WireSchema
 from penstock.schema.compatibility import Incompatibility, invalid
 
@@ -44,8 +44,8 @@ def parse(schema: WireSchema) -> File:
     package = files[-1].package
     messages: dict[str, Any] = {}
     for file in files:
+        prefix = f"{file.package}." if file.package and file.package != package else ""
         for message in file.message_type:
-            prefix = "" if file is files[-1] or file.package == package else f"{file.package}."
             messages |= _named(message, prefix)
     return File(messages, package)
 
@@ -72,20 +72,22 @@ def reused(old: File, new: File) -> list[Incompatibility]:
     ]
 
 
-def _files(schema: WireSchema) -> list[FileDescriptorProto]:
+def _files(schema: WireSchema) -> Sequence[FileDescriptorProto]:
     """What the schema imports, and last itself."""
     try:
-        from penstock.formats.protobuf import file_descriptors
+        from google.protobuf.descriptor_pb2 import FileDescriptorSet
+
+        from penstock.formats.protobuf.files import compiled
     except ImportError as error:
         raise ConfigError(
-            "the schema type protobuf needs the package protobuf, which is not installed",
+            f"the schema type protobuf needs the package {error.name}, which is not installed",
             code="PEN-1007",
             hint="pip install 'penstock[protobuf]'",
         ) from error
     try:
-        return list(file_descriptors(schema))
-    except ValueError as error:
-        raise invalid(schema, str(error)) from error
+        return FileDescriptorSet.FromString(compiled(schema)).file
+    except SchemaError as error:
+        raise invalid(schema, error.message) from error
 
 
 def _named(message: DescriptorProto, prefix: str) -> dict[str, DescriptorProto]:
@@ -160,8 +162,7 @@ def _type(field: FieldDescriptorProto, file: File) -> str:
     kind = _kind(field)
     if kind not in ("message", "enum", "group"):
         return kind
-    name = field.type_name.lstrip(".").removeprefix(f"{file.package}." if file.package else "")
-    return name
+    return field.type_name.lstrip(".").removeprefix(f"{file.package}." if file.package else "")
 
 
 def _reserved(old: DescriptorProto, field: FieldDescriptorProto) -> Iterator[str]:

@@ -18,8 +18,6 @@ import time
 import urllib.request
 from pathlib import Path
 
-from penstock.java import find_java
-
 VERSION = "2.6.13.Final"
 """The last line that runs on Java 17."""
 
@@ -30,7 +28,7 @@ def home() -> Path:
 
 
 def is_installed() -> bool:
-    return (home() / "lib").is_dir() and find_java() is not None
+    return (home() / "lib").is_dir() and _java() is not None
 
 
 def install() -> None:
@@ -57,7 +55,7 @@ class ApicurioServer:
     """One server; empty at each start."""
 
     def __enter__(self) -> ApicurioServer:
-        java = find_java()
+        java = _java()
         assert java is not None, "Java is missing"
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -68,7 +66,7 @@ class ApicurioServer:
         address = ["-Dquarkus.http.host=127.0.0.1", f"-Dquarkus.http.port={self._port}"]
         with open(self._home / "log", "ab") as log:
             self._process = subprocess.Popen(
-                [java.path, *options, *address, "-cp", os.pathsep.join(map(str, jars)), "io.quarkus.runner.GeneratedMain"],
+                [java, *options, *address, "-cp", os.pathsep.join(map(str, jars)), "io.quarkus.runner.GeneratedMain"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -101,7 +99,14 @@ class ApicurioServer:
         return False
 
 
+def _java() -> str | None:
+    home = os.environ.get("JAVA_HOME")
+    return shutil.which("java", path=os.path.join(home, "bin") if home else None)
+
+
 if __name__ == "__main__":
+    if "--is-installed" in sys.argv:
+        sys.exit(not is_installed())
     try:
         install()
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:

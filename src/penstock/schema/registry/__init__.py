@@ -10,6 +10,7 @@ A registry is a picklable value: connections and files are opened where they are
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -18,7 +19,6 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.formats import WireSchema
-from penstock.registry import load_object
 from penstock.schema import SchemaRegistryAware
 from penstock.schema.compatibility import Compatibility
 
@@ -73,7 +73,13 @@ def registry_type(name: str) -> type[Registry]:
         raise ConfigError(
             f"unknown registry {name!r}{guess}", code="PEN-1003", hint=f"there are {', '.join(sorted(targets))}"
         )
-    found: type[Registry] = load_object(targets[name])
+    module, _, attribute = targets[name].partition(":")
+    try:
+        found: type[Registry] = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"the registry {name!r} cannot be imported: {error}", code="PEN-1007", hint="install its package again"
+        ) from error
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from pydantic import PositiveInt
@@ -9,7 +11,7 @@ from pydantic import PositiveInt
 from penstock.config import Config
 from penstock.errors import ConfigError, SchemaError
 from penstock.formats import WireSchema
-from penstock.schema.compatibility import Compatibility, Incompatibility
+from penstock.schema.compatibility import Compatibility, Incompatibility, incompatibilities
 from penstock.schema.registry import Registry
 
 
@@ -54,8 +56,27 @@ def ensure_registered(
     """
     The version of a subject that a schema file is; a new one is added if the file changed and fits the earlier ones.
 
-    Runs before anything starts, and may run again: the same file gives the same version. With a `compatibility` that
-    differs from the registry's own, a registry of the pipeline's own takes it over, and a shared one refuses.
+    Runs before anything starts, and may run again: the same file gives the same version.
+    """
+    known = review(registry, subject, schema, auto_register, compatibility)
+    if known is not None:
+        return known
+    if compatibility is not None and registry.compatibility(subject) is not compatibility:
+        registry.set_compatibility(subject, compatibility)
+    return registry.register_schema(subject, schema)
+
+
+def review(
+    registry: Registry,
+    subject: str,
+    schema: WireSchema,
+    auto_register: bool = True,
+    compatibility: Compatibility | None = None,
+) -> WireSchema | None:
+    """
+    The version that a schema file is, or None for one that may be added; raises why it may not. Changes nothing.
+
+    A `compatibility` of its own goes before the registry's, but in a shared registry only for a subject that is new.
     """
     found = registry.find_schema(subject, schema)
     if found is not None:
@@ -66,33 +87,30 @@ def ensure_registered(
             code="PEN-1031",
             hint="register it (penstock schemas FILE register), set auto_register = true, or use a registered file",
         )
-    if compatibility is not None:
-        _settle(registry, subject, compatibility)
-    problems = registry.check_compatibility(subject, schema)
-    if problems:
-        raise refusal(subject, registry.compatibility(subject), problems)
-    return registry.register_schema(subject, schema)
-
-
-def refusal(subject: str, mode: Compatibility | None, problems: list[Incompatibility] | tuple[Incompatibility, ...]) -> SchemaError:
-    """The error for a schema that may not become the next version of a subject."""
-    listed = "".join(f"\n  {each}" for each in problems)
-    kept = f"{mode} compatibility" if mode else "the compatibility"
-    return SchemaError(
-        f"the schema breaks {kept} of {subject!r}; nothing was registered:{listed}",
-        code="PEN-4030",
-        hint="change the fields that are named, use a new subject, or set another compatibility for this one",
-    )
-
-
-def _settle(registry: Registry, subject: str, wanted: Compatibility) -> None:
+    versions = registry.versions(subject)
     known = registry.compatibility(subject)
-    if known is wanted:
-        return
-    if registry.is_shared and registry.versions(subject):
+    if compatibility is None or compatibility is known:
+        problems = registry.check_compatibility(subject, schema)
+    elif registry.is_shared and versions:
         raise ConfigError(
-            f"the registry keeps {known} compatibility for {subject!r}, and the file says {wanted}",
+            f"the registry keeps {known} compatibility for {subject!r}, and the file says {compatibility}",
             code="PEN-1032",
             hint=f'set compatibility = "{known}" in the file, or change it in the registry: others use it as well',
         )
-    registry.set_compatibility(subject, wanted)
+    else:
+        problems = incompatibilities(
+            compatibility, [registry.fetch_schema(subject, each) for each in versions], replace(schema, subject=subject)
+        )
+    if problems:
+        raise refusal(subject, compatibility or known, problems)
+    return None
+
+
+def refusal(subject: str, mode: Compatibility, problems: Sequence[Incompatibility]) -> SchemaError:
+    """The error for a schema that may not become the next version of a subject."""
+    listed = "".join(f"\n  {each}" for each in problems)
+    return SchemaError(
+        f"the schema breaks {mode} compatibility of {subject!r}; nothing was registered:{listed}",
+        code="PEN-4030",
+        hint="change the fields that are named, use a new subject, or set another compatibility for this one",
+    )

@@ -78,3 +78,8 @@ servers:  # what single tests need; a test whose server is not there says so
 	@command -v strace >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 		echo "installing strace; only this once" && apt-get -qq update && \
 		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y strace >/dev/null; } || true
+	@$(BIN)/python -m penstock.testing.apicurio --is-installed || { \
+		command -v mvn >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+			echo "installing Maven; only this once" && apt-get -qq update && \
+			DEBIAN_FRONTEND=noninteractive apt-get -qq install -y maven >/dev/null; }; \
+		echo "fetching Apicurio (142 MB); only this once" && $(BIN)/python -m penstock.testing.apicurio; } || true

@@ -13,7 +13,7 @@ from penstock.spark.java import java_problem
 from penstock.testing.postgres import PostgresServer, binaries
 
 TESTS = Path(__file__).parent
-FOLDERS = ("", "connectors", "faults", "integration", "spark")
+FOLDERS = ("", "schema", "connectors", "faults", "integration", "spark")
 """Tests without a JVM come first: they are the quickest to fail."""
 
 

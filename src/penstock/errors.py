@@ -37,6 +37,9 @@ CODES: dict[str, str] = {
     "PEN-1016": "the connector refused its settings",
     "PEN-1017": "a route's SQL works per epoch and does not say so",
     "PEN-1018": "no route takes a stream's rows",
+    "PEN-1030": "the schema registry refused the credentials",
+    "PEN-1031": "the schema registry does not have a subject or version",
+    "PEN-1032": "the schema registry cannot be used as it is set up",
     "PEN-2000": "a passing failure",
     "PEN-2001": "the connection broke",
     "PEN-2002": "rate limited",
@@ -51,10 +54,13 @@ CODES: dict[str, str] = {
     "PEN-3004": "a file changed after it was planned",
     "PEN-3005": "a file is gone before it was read",
     "PEN-3006": "a table cannot be read",
+    "PEN-3030": "a message names a schema that the registry does not have",
     "PEN-4000": "a schema does not fit",
     "PEN-4001": "a column changed in a way the target cannot follow",
     "PEN-4002": "the target was not made for these rows",
     "PEN-4003": "SQL needs a value that a change does not carry",
+    "PEN-4030": "a schema does not fit the earlier versions of its subject",
+    "PEN-4031": "a schema is not valid",
     "PEN-5000": "a failure that needs a person",
     "PEN-5001": "the system cannot be reached",
     "PEN-5002": "the state directory is in use",
@@ -73,6 +79,7 @@ CODES: dict[str, str] = {
     "PEN-5020": "a target's own record of its epochs is lost or corrupt",
     "PEN-5021": "a target cannot be written anew for a wider type",
     "PEN-5030": "a source's change stream cannot be understood",
+    "PEN-5040": "the embedded schema registry is damaged",
 }
 """What each code means, for people; `docs/errors.md` is generated from it. The first digit names the class."""
 

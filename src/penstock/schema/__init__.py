@@ -6,11 +6,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
+from penstock.formats import WireSchema
 from penstock.source import Schemas, SourceConnector, SourceRecord
+
+if TYPE_CHECKING:
+    from penstock.schema.compatibility import Incompatibility
 
 _KEY = b"penstock.key"
 
@@ -63,13 +67,21 @@ class SchemaInferable(Protocol):
 class SchemaRegistryAware(Protocol):
     """Talks to a schema registry."""
 
-    def fetch_schema(self, subject: str) -> pa.Schema: ...
+    def fetch_schema(self, subject: str, version: int | None = None) -> WireSchema:
+        """One version of a subject, by default the latest."""
+        ...
 
-    def fetch_schema_by_id(self, id: int) -> pa.Schema: ...
+    def fetch_schema_by_id(self, id: int) -> WireSchema:
+        """The schema of an id; `DataError` when the registry does not have it."""
+        ...
 
-    def check_compatibility(self, subject: str, schema: pa.Schema) -> bool: ...
+    def check_compatibility(self, subject: str, schema: WireSchema) -> Sequence[Incompatibility]:
+        """Why a schema may not become the next version of a subject; empty: it may."""
+        ...
 
-    def register_schema(self, subject: str, schema: pa.Schema) -> int: ...
+    def register_schema(self, subject: str, schema: WireSchema) -> WireSchema:
+        """Make it the next version, unless it is one already; with the version and the id that it has then."""
+        ...
 
 
 @runtime_checkable

@@ -1,0 +1,167 @@
+"""`penstock schemas`: what a registry holds, whether the schema files fit it, and registering them."""
+
+from __future__ import annotations
+
+import json as codec
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.errors import ConfigError, ConnectorError
+from penstock.formats import WireSchema
+from penstock.schema.compatibility import Compatibility
+from penstock.schema.inference import infer_json_schema
+from penstock.schema.registry import Registry
+from penstock.schema.registry.versions import VersionStrategy, choose, ensure_registered, review
+
+
+@dataclass(frozen=True)
+class SchemaFile:
+    """One `[[schemas]]` entry as far as the registry is concerned."""
+
+    subject: str
+    type: str
+    """`avro`, `json_schema` or `protobuf`."""
+    file: Path | None = None
+    """None: whatever the registry has."""
+    auto_register: bool = True
+    strategy: VersionStrategy = "latest"
+    compatibility: Compatibility | None = None
+
+    def read(self) -> WireSchema:
+        """The schema in the file."""
+        assert self.file is not None
+        try:
+            return WireSchema(self.type, self.file.read_text("utf-8"), self.subject)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"cannot read the schema file {self.file}: {error}", code="PEN-1015", hint="correct `schema_file`"
+            ) from error
+
+
+Load = Callable[[Path | None], tuple[Registry, Sequence[SchemaFile]]]
+"""The registry and the entries of a pipeline file; None: the file that the environment names."""
+
+
+def list_subjects(registry: Registry, console: Console, json: bool = False) -> None:
+    """Every subject with its versions and what new ones must keep."""
+    rows = [(name, registry.fetch_schema(name), registry.compatibility(name)) for name in registry.subjects()]
+    if json:
+        found = [
+            {"subject": name, "type": latest.type, "version": latest.version, "id": latest.id, "compatibility": mode}
+            for name, latest, mode in rows
+        ]
+        print(codec.dumps(found, ensure_ascii=False, indent=1))
+        return
+    if not rows:
+        console.print("the registry has no subjects")
+        return
+    table = Table("subject", "type", "version", "id", "compatibility", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for name, latest, mode in rows:
+        table.add_row(Text(name), latest.type, str(latest.version), str(latest.id), mode)
+    console.print(table)
+
+
+def show_subject(registry: Registry, subject: str, version: int | None, console: Console) -> None:
+    """The text of one version, as it is; on a terminal with its numbers before it."""
+    found = registry.fetch_schema(subject, version)
+    if console.is_terminal:
+        console.print(Text(f"{subject} version {found.version}, id {found.id}, {found.type}", style="dim"))
+    print(found.text)
+
+
+def check_files(registry: Registry, entries: Sequence[SchemaFile], console: Console) -> bool:
+    """Whether a run could start with these files; registers nothing."""
+    return _each(entries, console, lambda entry: _checked(registry, entry))
+
+
+def register_files(registry: Registry, entries: Sequence[SchemaFile], console: Console) -> bool:
+    """Register every file that changed, also where `auto_register` is false: that is what the command is for."""
+    return _each(entries, console, lambda entry: _registered(registry, entry))
+
+
+def infer(sample: Path, console: Console) -> None:
+    """A JSON Schema for the JSON values in a file, one per line."""
+    try:
+        lines = sample.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read {sample}: {error.strerror}", code="PEN-1015") from error
+    print(infer_json_schema(line for line in lines if line.strip()).text)
+
+
+def make_app(load: Load, stdout: Callable[[], Console]) -> typer.Typer:
+    """The command with its sub-commands; `load` reads the pipeline file."""
+    app = typer.Typer(no_args_is_help=True, help="Show, check and register the schemas of a pipeline's topics.")
+    loaded: dict[str, tuple[Registry, Sequence[SchemaFile]]] = {}
+
+    @app.callback()
+    def file(file: Annotated[Path, typer.Argument(help="The pipeline's TOML file.", show_default=False)]) -> None:
+        loaded["file"] = load(file)
+
+    @app.command("list")
+    def _list(json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> None:
+        """List the registry's subjects."""
+        list_subjects(loaded["file"][0], stdout(), json)
+
+    @app.command()
+    def show(
+        subject: str, version: Annotated[int | None, typer.Option(help="Another version than the latest.")] = None
+    ) -> None:
+        """Print a subject's schema."""
+        show_subject(loaded["file"][0], subject, version, stdout())
+
+    @app.command()
+    def check() -> None:
+        """Say whether the schema files fit the registry; registers nothing."""
+        if not check_files(*loaded["file"], stdout()):
+            raise typer.Exit(1)
+
+    @app.command()
+    def register() -> None:
+        """Register the schema files that changed."""
+        if not register_files(*loaded["file"], stdout()):
+            raise typer.Exit(1)
+
+    @app.command("infer")
+    def _infer(sample: Annotated[Path, typer.Argument(help="A file with one JSON value per line.")]) -> None:
+        """Print a JSON Schema that fits some samples."""
+        infer(sample, stdout())
+
+    return app
+
+
+def _each(entries: Sequence[SchemaFile], console: Console, work: Callable[[SchemaFile], str]) -> bool:
+    """Do it for every entry, also after one that fails; whether all went well."""
+    if not entries:
+        console.print("the file has no [[schemas]] that a registry holds")
+    is_well = True
+    for entry in entries:
+        try:
+            console.print(Text.assemble(("ok ", "green"), f"{entry.subject}: {work(entry)}"), soft_wrap=True)
+        except ConnectorError as error:
+            is_well = False
+            console.print(Text.assemble(("no ", "red"), f"{entry.subject}: {error}"), soft_wrap=True)
+    return is_well
+
+
+def _checked(registry: Registry, entry: SchemaFile) -> str:
+    if entry.file is None:
+        found = choose(registry, entry.subject, entry.strategy)
+        return f"version {found.version}, id {found.id}"
+    known = review(registry, entry.subject, entry.read(), entry.auto_register, entry.compatibility)
+    if known is not None:
+        return f"the file is version {known.version}, id {known.id}"
+    return "the file is new, and fits" if registry.versions(entry.subject) else "the subject is new"
+
+
+def _registered(registry: Registry, entry: SchemaFile) -> str:
+    if entry.file is None:
+        return _checked(registry, entry)
+    made = ensure_registered(registry, entry.subject, entry.read(), compatibility=entry.compatibility)
+    return f"version {made.version}, id {made.id}"

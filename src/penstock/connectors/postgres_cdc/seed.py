@@ -226,8 +226,7 @@ def _grant(table: Table, refusal: str) -> str:
 
 def failed(stream: str, error: ConnectorError) -> Json:
     """The note that sets a table aside."""
-    what = {"code": error.code, "message": error.message[:_MOST_TEXT], "hint": error.hint[:_MOST_TEXT]}
-    return {"failed": {"stream": stream, "at": time.time(), **what}}
+    return Refused.because(stream, error).note()
 
 
 # -- planning --------------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from penstock.cli.view import closing, duration, panel, size, sparkline
 from penstock.errors import FatalError, RetryableError
 from penstock.pipeline import Pipeline
 from penstock.runtime import supervisor
-from penstock.runtime.epochs import Manifest, Range, State
-from penstock.runtime.telemetry import STATUS_FILE, EpochReport, Telemetry
+from penstock.runtime.epochs import EpochReport, Manifest, Range, State
+from penstock.runtime.telemetry import STATUS_FILE, Telemetry
 from penstock.sink import WriteResult
 from penstock.source import HealthStatus
 
@@ -182,7 +182,6 @@ WAITING = """
     from penstock.runtime import supervisor
     from penstock.cli import main
     from penstock.source import HealthStatus
-    from penstock.runtime.telemetry import EpochReport
 
     def run(pipeline, engine, *, telemetry, stop, **_):
         telemetry.engine("Fake 1.0")

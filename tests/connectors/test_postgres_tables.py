@@ -405,11 +405,11 @@ class TestBadTables:
             drive(loop)
             database.run("ALTER TABLE orders ALTER note TYPE int USING 1", "INSERT INTO items VALUES (11)")
             drive(loop, lambda: rows(lake, "items") == 11, idle=False)
-            failed = loop._start("source").tables["public.orders"].failure
+            failed = loop.position("source").tables["public.orders"].failure
             assert failed.code == "PEN-4001"
             database.run("ALTER TABLE orders ALTER note TYPE text", "INSERT INTO orders VALUES (11)")
             drive(loop, lambda: rows(lake, "orders") == 11)
-            assert loop._start("source").tables["public.orders"].state == "seeded"
+            assert loop.position("source").tables["public.orders"].state == "seeded"
 
     def test_with_never_a_table_is_copied_only_when_that_is_asked_for(self, database, tmp_path):
         database.run("CREATE TABLE moments (id int8 PRIMARY KEY, at timestamp)")
@@ -640,7 +640,7 @@ def drive(loop, until=lambda: True, idle=True):
 
     def done():
         report = loop.step()
-        return until() and not (idle and (report or loop._start("source").copying))
+        return until() and not (idle and (report or loop.position("source").copying))
 
     wait_until(done, "the epochs")
 

@@ -82,8 +82,10 @@ class TaskResult:
     receipts: dict[str, Receipt] = field(default_factory=dict)
     written: dict[tuple[str, Topic], WriteResult] = field(default_factory=dict)
     tallies: dict[int, Tally] = field(default_factory=dict)
+    notes: list[tuple[str, Json]] = field(default_factory=list)
+    """Sources and what they have to say, where no part of theirs was being read."""
     attempt: int = 0
-    """Which try of the task this was; more than 0 means that an earlier one may have left staged data behind."""
+    """Which try of the task this was; more than 0 means that an earlier one may have left staged data."""
 
 
 class Engine(Protocol):
@@ -111,8 +113,8 @@ def read_parts(
     tallies: dict[int, Tally],
     wanted: Callable[[Target], bool] = lambda _: True,
     columns: frozenset[str] | None = None,
-) -> Iterator[tuple[Target, pa.RecordBatch]]:
-    """Read the parts in order and yield their rows by target, counting into `tallies`; in a task."""
+) -> Iterator[tuple[Tally, Target, pa.RecordBatch]]:
+    """Read the parts in order and yield their rows by target, with the tally of their part; in a task."""
     opened: dict[str, RangeSource[Any, Any]] = {}
     try:
         for part in parts:
@@ -136,7 +138,7 @@ def read_parts(
                             tally.skipped += rows.num_rows
                             tally.unrouted += rows.num_rows
                         elif wanted(target):
-                            yield target, rows
+                            yield tally, target, rows
             except DataError as error:
                 if not job.skip_bad:
                     raise
@@ -217,8 +219,8 @@ def run_task(
     tallies: dict[int, Tally] = {}
     writer = Writer(job, task)
     try:
-        for target, rows in read_parts(job, parts, tallies, wanted):
-            write(writer, target, rows, next(reversed(tallies.values())), job)
+        for tally, target, rows in read_parts(job, parts, tallies, wanted):
+            write(writer, target, rows, tally, job)
         result = writer.finish()
     finally:
         writer.close()

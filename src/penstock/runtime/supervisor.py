@@ -20,11 +20,11 @@ from penstock.durable import Json
 from penstock.errors import Action, ConnectorError, FatalError, RetryableError, action, without_secrets
 from penstock.pipeline import Pipeline, compare_shapes
 from penstock.pipeline.routing import Router, Target
-from penstock.runtime.epochs import EpochLoop, State, followed
+from penstock.runtime.epochs import EpochLoop, EpochReport, State, followed
 from penstock.runtime.ingest import Ingest
 from penstock.runtime.job import Engine
 from penstock.runtime.journal import JournalPosition
-from penstock.runtime.telemetry import EpochReport, Telemetry
+from penstock.runtime.telemetry import Telemetry
 from penstock.schema import discover
 from penstock.sink import SinkConnector, Topic
 from penstock.source import (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeVar
 from uuid import uuid4
 
@@ -180,7 +179,7 @@ class SinkContext:
     On the driver a sink stays open while schemas change from epoch to epoch: ask when you need it, and keep no answer.
     """
 
-    topics: Mapping[Topic, TopicContext] = MappingProxyType({})
+    topics: Mapping[Topic, TopicContext] = field(default_factory=dict)
 
     def topic(self, name: Topic) -> TopicContext:
         """What is known about a topic now."""

@@ -374,11 +374,6 @@ class RangeSource(SourceConnector[C], Generic[C, P]):
         """Everything before `end` is committed; may repeat, also with an end that was acked long ago."""
 
 
-def withdrawn(notes: Sequence[Json]) -> bool:
-    """For `next_start`: True if the range that began here was a `RangeGone`, and is to be passed over."""
-    return any("withdrawn" in note for note in notes)
-
-
 class PollingSource(SourceConnector[C]):
     """A source that is asked for records; they are journaled before anything else happens."""
 

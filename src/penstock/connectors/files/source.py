@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 import pyarrow as pa
 from pydantic import NonNegativeInt, PositiveInt, field_validator, model_validator
@@ -31,6 +31,7 @@ from penstock.source import (
     ReadLimit,
     Schemas,
     SourceBatch,
+    SourceContext,
     SourceRecord,
 )
 
@@ -181,11 +182,13 @@ class Files(RangeSource[FilesConfig, Inventoried]):
         everything = limit.rows is None
         if not inventory.files(start.records):
             self._discover(inventory, everything)
-        files = inventory.files(start.records, self._until(inventory, limit.until))
+        files = inventory.files(start.records)
         count = len(files) if everything else self._fitting(files)
         behind = [*files[count:], *self._backlog, *(file for file, _ in self._directory.unsettled.values())]
         self._behind = sum(file.size for file in behind)
-        return self._position(inventory, inventory.end_of(start.records, count)) if count else start
+        end = self._position(inventory, inventory.end_of(start.records, count)) if count else start
+        until = limit.until if isinstance(limit.until, Inventoried) else end
+        return until if until.records < end.records and end.listed[: until.records] == until.listed else end
 
     def split(self, start: Inventoried, end: Inventoried) -> Sequence[FileSplit]:
         inventory = self._load(end)

@@ -28,7 +28,16 @@ from penstock.connectors.postgresql.types import TypeCatalog, table_schema
 from penstock.durable import Json, canonical, make_directory, write_atomic
 from penstock.errors import ConfigError, DataError, RetryableError
 from penstock.schema import key_of
-from penstock.source import ConnectorMetrics, Finding, HealthStatus, Note, ReadLimit, Schemas, SourceBatch
+from penstock.source import (
+    ConnectorMetrics,
+    Finding,
+    HealthStatus,
+    Note,
+    ReadLimit,
+    Schemas,
+    SourceBatch,
+    SourceContext,
+)
 
 CAPPED = ReadLimit(rows=1)
 """Any number of rows will do: that there is one makes `max_wal_bytes` count."""

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from penstock.connectors.postgres_cdc.seed import Copied, Progress
 from penstock.durable import Json
-from penstock.source import Position, withdrawn
+from penstock.source import Position
 
 
 class LogPosition(Position):
@@ -33,8 +33,6 @@ class LogPosition(Position):
     """Requests that this position follows; their files may go."""
     slots: int = 1
     """How often the slot was made; between two of them lies log that nobody reads."""
-    withdrawn: bool = False
-    """The range that was planned from here could not be read, and can never be."""
 
     @property
     def copying(self) -> bool:
@@ -78,7 +76,6 @@ class LogPosition(Position):
             "tables": tables,
             "copied": tuple(dict.fromkeys(each for each in copied if each.lsn > self.lsn)),
             "quiet": quiet,
-            "withdrawn": self.withdrawn or withdrawn(notes),
             # Never behind the log: a drain must not be sent back.
             "settled": max(self.settled, self.lsn, *(each.lsn for each in copied)),
         }

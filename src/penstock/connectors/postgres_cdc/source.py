@@ -320,7 +320,11 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
         # A slot that is older than this state has kept every published change since the targets were filled.
         kept = kept and self.config.snapshot in ("initial", "when_needed")
         unbroken = {stream for stream, table in tables.captured.items() if kept and table.published}
-        full = {stream for stream in published if stream in unbroken and (held := self.context.copies_of(stream)) and all(held)}
+        full = {
+            stream
+            for stream in published
+            if stream in unbroken and (held := self.context.copies_of(stream)) and all(held)
+        }
         start = self._following(start, {stream: published[stream] for stream in full})
         return self._copying(connection, start, {s: t for s, t in published.items() if s not in full})
 
@@ -389,17 +393,32 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
         self._let_go()  # the epoch that read under its snapshot is over
         self._at = start
         asked = (start, limit)
-        if self._planned is None or self._planned[0] != asked:
-            try:
-                end = self._ask(lambda connection: self._next(connection, start, limit))
-            except failures.PublicationLost:
-                if self.config.snapshot == "never":
-                    raise
-                end = self._ask(lambda connection: self._pass_over(connection, start))
-            if end == start:
-                return start
-            self._planned = (asked, self._bounded(end, limit))
-        return self._planned[1]
+        planned = self._planned[1] if self._planned is not None and self._planned[0] == asked else None
+        try:
+            if planned is not None and self._is_readable(start, planned):
+                return planned
+            end = self._ask(lambda connection: self._next(connection, start, limit))
+        except failures.PublicationLost:
+            if self.config.snapshot == "never":
+                raise
+            end = self._ask(lambda connection: self._pass_over(connection, start))
+        if end == start:
+            return start
+        end = self._bounded(end, limit)
+        self._planned = (asked, end)
+        return end
+
+    def _is_readable(self, start: LogPosition, planned: LogPosition) -> bool:
+        """Of a range that is asked for again, since its epoch was given up: True if the slot still holds it."""
+        if planned.slots != start.slots or planned.lsn <= start.lsn:
+            return True
+        names = setup.publications(self.config)
+        try:
+            self._ask(lambda connection: wal.verify_decoded(connection, self.config.slot, names, planned.lsn))
+            self._ask(lambda connection: self._verify(connection, wal.server(connection), start))
+        except (failures.SlotLost, ConfigError):
+            return False
+        return True
 
     def _next(self, connection: psycopg.Connection[Any], start: LogPosition, limit: ReadLimit) -> LogPosition:
         here = wal.server(connection)
@@ -409,8 +428,6 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
             if not self._may_begin_again:
                 raise
             return self._begin_again(connection, start, here)
-        if start.withdrawn:
-            raise failures.PublicationLost("a range could not be read")
         if self._since[0] != start.lsn:
             self._since = (start.lsn, time.monotonic())
         looked = self._looked
@@ -461,7 +478,6 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
                 "turn": "copy",
                 "settled": made.confirmed,
                 "slots": start.slots + 1,
-                "withdrawn": False,
             }
         )
         return self._copying(connection, fresh, published)
@@ -473,7 +489,7 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
         tables = {s: t for s, t in looked.items() if _is_new(t, known.get(s)) or known[s].captured}
         start, published = self._published(connection, start, tables, here)
         upto = wal.server(connection).flushed
-        passed = {"lsn": upto, "copied": (), "turn": "copy", "settled": upto, "slots": start.slots + 1, "withdrawn": False}
+        passed = {"lsn": upto, "copied": (), "turn": "copy", "settled": upto, "slots": start.slots + 1}
         if published:
             logger.warning(
                 "log from while there was no publication cannot be read: %s: copied anew", ", ".join(published)

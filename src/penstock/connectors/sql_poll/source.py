@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import pyarrow as pa
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
@@ -28,7 +28,7 @@ from penstock.connectors.sql_poll.database import (
 from penstock.durable import Json, canonical, make_directory, write_atomic
 from penstock.errors import ConfigError, FatalError
 from penstock.schema import key_of
-from penstock.source import Finding, Schemas
+from penstock.source import Finding, Schemas, SourceContext
 
 MOST_COUNTED = 1_000_000
 """A lag of more rows than this is shown as so many."""

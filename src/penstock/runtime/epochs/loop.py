@@ -7,16 +7,15 @@ import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from penstock import failpoints
+from penstock import failpoints, tables
 from penstock.durable import Json
-from penstock.errors import ConfigError, ConnectorError, DataError, FatalError, RetryableError, StagingLost
+from penstock.errors import ConfigError, ConnectorError, DataError, FatalError, RangeGone, RetryableError, StagingLost
 from penstock.pipeline.routing import Router
+from penstock.runtime.epochs.contexts import Contexts
 from penstock.runtime.epochs.evolve import Followers
-from penstock.runtime.epochs.first_copies import FirstCopies
 from penstock.runtime.epochs.lost_state import ABOUT, Markers, OnLost
 from penstock.runtime.epochs.manifest import Manifest, Range
 from penstock.runtime.epochs.staged import Staged
@@ -25,6 +24,7 @@ from penstock.runtime.epochs.wiring import Pair, Wiring
 from penstock.runtime.job import Engine, Job, Part
 from penstock.sink import Epoch, SinkConnector, Topic, WriteResult
 from penstock.source import RangeSource, ReadLimit, Schemas
+from penstock.tables import CopyAgain, Refused, TableSource
 
 SWEEP_AFTER_SECS = 30.0
 """How long after a crash its tasks may still write: an executor notices within seconds that its driver is gone."""
@@ -65,6 +65,7 @@ class EpochLoop:
         max_error_rate: float = 1.0,
         on_phase: Callable[[int, str], None] = lambda number, phase: None,
         on_ack_failed: Callable[[str, ConnectorError], None] = lambda source, error: None,
+        contexts: Contexts | None = None,
     ) -> None:
         self.state = state
         self.sources = sources
@@ -77,10 +78,12 @@ class EpochLoop:
         self._max_error_rate = max_error_rate
         self._on_phase = on_phase
         self._on_ack_failed = on_ack_failed
-        self._wiring = Wiring(sources, sinks, router)
+        self.contexts = contexts or Contexts(state, Wiring(sources, sinks, router))
+        """What the connectors are to be opened with."""
+        self._wiring = self.contexts.wiring
         self._markers = Markers(state, self._wiring)
-        self._followers = Followers(self._wiring)
-        self.copies = FirstCopies(state, self._wiring)
+        self._followers = Followers(self.contexts)
+        self.copies = self.contexts.copies
         self._unacked: dict[str, Any] = {}
         self._abandoned_at = time.monotonic()
         # Tasks get connectors as they were made, not as the driver opened them: a connection does not travel.
@@ -88,9 +91,6 @@ class EpochLoop:
             kind: {name: _pickled(kind, name, each) for name, each in connectors.items()}
             for kind, connectors in (("source", sources), ("sink", sinks))
         }
-        for name, source in sources.items():
-            if source.has_tables:
-                source.held = partial(self.copies.held, name)
 
     def start(self, pairs: Iterable[Pair], on_lost: OnLost = "stop") -> None:
         """Compare the state with what the targets say; after the sources and sinks are open, before the first step."""
@@ -125,9 +125,10 @@ class EpochLoop:
             try:
                 with _timed(seconds, "stage"):
                     manifest = self._prepare(*self._stage(manifest, again=recovered))
-            except FatalError:
-                if not self._withdraw():
+            except RangeGone:
+                if manifest.only is not None:
                     raise
+                self._withdraw()
                 return EpochReport(manifest.number, {}, {}, 0, seconds, recovered)
         with _timed(seconds, "commit"):
             manifest = self._finish(self._commit(manifest))
@@ -148,14 +149,12 @@ class EpochLoop:
 
     def _plan(self) -> Manifest | None:
         newest = self.state.newest
-        limit = ReadLimit(rows=self.max_epoch_rows, parallelism=self.engine.parallelism)
         ranges: dict[str, Range] = {}
         moved = False
         for name, source in self.sources.items():
             start = self.position(name)
-            end = source.latest(start, limit)
-            if self.frozen is not None:
-                end = source.earlier(end, self.frozen[name])
+            until = self.frozen[name] if self.frozen is not None else None
+            end = source.latest(start, ReadLimit(self.max_epoch_rows, self.engine.parallelism, until))
             moved = moved or end != start
             ranges[name] = Range(start=start.model_dump(mode="json"), end=end.model_dump(mode="json"))
         if not moved:
@@ -259,7 +258,9 @@ class EpochLoop:
             if start != end:
                 parts += [Part(len(parts) + i, name, split) for i, split in enumerate(source.split(start, end))]
                 schemas[name] = source.schema()
-                cleared |= {(name, stream) for stream in source.cleared(start, end)}
+                if isinstance(source, TableSource):
+                    refilled = tables.refilled(source.tables(start), source.tables(end))
+                    cleared |= {(name, stream) for stream in refilled}
         following = self._followers.follow(schemas, manifest, cleared)
         skipped = following.skipped
         job = Job(
@@ -274,7 +275,7 @@ class EpochLoop:
             skip_bad=self._skip_bad,
             only=None if only is None else frozenset((sink, topic) for sink, topic in only),
             aside=frozenset(skipped),
-            renewed=frozenset(following.renewed),
+            contexts=self.contexts.in_tasks(following.renewed),
         )
         return Staged.of(self.engine.run(job) if parts else (), skipped)
 
@@ -332,30 +333,34 @@ class EpochLoop:
         """The notes of an epoch whose range was read again for these sinks and topics alone."""
         counted = dict(manifest.notes)
         for name, again in staged.notes.items():
-            source = self.sources[name]
-            streams = frozenset(s for s in source.schema() if not set(pairs).isdisjoint(self._wiring.pairs(name, s)))
-            counted[name] = list(source.reread(manifest.notes.get(name, ()), again, streams))
+            first = manifest.notes.get(name, [])
+            if isinstance(self.sources[name], TableSource):
+                counted[name] = [*first, *self._differing(name, manifest.ranges[name], again, pairs)]
+            else:
+                counted[name] = list(first or again)
         return counted
 
-    def _withdraw(self) -> bool:
+    def _differing(self, name: str, span: Range, again: Sequence[Json], pairs: Sequence[Pair]) -> Iterator[Json]:
+        """
+        What is to be noted of tables that were staged a second time, for some sinks alone.
+
+        A copy that is read twice may hold other rows: two sinks have different ones, and both get the next copy. A table
+        that failed this time is missing in one sink.
+        """
+        source: TableSource[Any, Any] = self.sources[name]  # type: ignore[assignment]
+        start, end = (source.position_type.model_validate(edge) for edge in (span.start, span.end))
+        streams = {s for s in source.schema() if not set(pairs).isdisjoint(self._wiring.pairs(name, s))}
+        copied = tables.copied(source.tables(start), source.tables(source.next_start(end, again)))
+        if copied & streams:
+            yield CopyAgain(streams=tuple(sorted(copied & streams))).note()
+        yield from (note for note in again if (refused := Refused.read(note)) and refused.stream in streams)
+
+    def _withdraw(self) -> None:
         """Close a planned epoch that can never be staged: its number stays bound, to an empty range."""
-        manifest = self.state.newest
-        if manifest is None or manifest.state != "planned" or manifest.only is not None:
-            return False
-        try:
-            gone = any(
-                source.withdraw(*(source.position_type.model_validate(edge) for edge in (span.start, span.end)))
-                for name, span in manifest.ranges.items()
-                if span.start != span.end and (source := self.sources[name])
-            )
-        except RetryableError:
-            gone = False  # the source does not answer: what failed is told, and this is asked at the next start
-        if not gone:
-            return False
-        manifest = self._roll_back(manifest)
+        assert self.state.newest is not None
+        manifest = self._roll_back(self.state.newest)
         ranges = {name: Range(start=span.start, end=span.start) for name, span in manifest.ranges.items()}
         self.state.save(manifest.model_copy(update={"state": "committed", "ranges": ranges}))
-        return True
 
     def _sweep(self) -> None:
         """Remove what failed tries left, once no task of theirs can still write."""
@@ -389,7 +394,7 @@ class EpochLoop:
         if newest is None or name not in newest.ranges:
             return source.initial()
         end = source.position_type.model_validate(newest.ranges[name].end)
-        return source.advance(end, newest.notes.get(name, ()))
+        return source.next_start(end, newest.notes.get(name, ()))
 
     def _ends(self, manifest: Manifest) -> dict[str, Any]:
         return {

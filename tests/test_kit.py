@@ -169,9 +169,8 @@ class TestStreamer(MessageContract):
 
 
 class Unpicklable(MemorySink):
-    def __init__(self, config):
-        super().__init__(config)
-        self.lock = threading.Lock()
+    def __reduce__(self):
+        return type(self), (self.config, threading.Lock())
 
 
 class ClosesOnce(MemorySink):
@@ -541,9 +540,8 @@ def test_a_sink_that_breaks_a_law_is_caught(law, tmp_path, monkeypatch):
 
 
 class UnpicklableSource(MemorySource):
-    def __init__(self, config):
-        super().__init__(config)
-        self.lock = threading.Lock()
+    def __reduce__(self):
+        return type(self), (self.config, threading.Lock())
 
 
 class ClosesSourceOnce(MemorySource):

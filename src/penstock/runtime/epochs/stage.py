@@ -1,4 +1,4 @@
-"""What all tasks of a job came to."""
+"""Step 2: one job of the engine that stages an epoch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.durable import Json
-from penstock.runtime.job import Tally, TaskResult
-from penstock.sink import Topic, WriteResult
+from penstock.runtime.epochs.evolve import Followers
+from penstock.runtime.epochs.manifest import Manifest
+from penstock.runtime.epochs.wiring import Pair, Wiring
+from penstock.runtime.job import Engine, Job, Part, Tally, TaskResult
+from penstock.sink import Epoch, Topic, WriteResult
+from penstock.source import Schemas
 
 
 @dataclass
@@ -66,3 +70,52 @@ class Staged:
             for source, note in result.notes:
                 if note not in self.notes.setdefault(source, []):
                     self.notes[source].append(note)
+
+
+class Stager:
+    """Runs the jobs that stage."""
+
+    def __init__(self, wiring: Wiring, engine: Engine, skip_bad: bool) -> None:
+        self._wiring = wiring
+        self._engine = engine
+        self._skip_bad = skip_bad
+        self._followers = Followers(wiring)
+
+    def run(self, manifest: Manifest, epoch: Epoch, sinks: Sequence[str], only: Sequence[Pair] | None) -> Staged:
+        """Stage the epoch for these sinks; with `only`, for these of their topics."""
+        parts: list[Part] = []
+        schemas: dict[str, Schemas] = {}
+        cleared: set[tuple[str, str]] = set()
+        for name, span in manifest.ranges.items():
+            source = self._wiring.sources[name]
+            start, end = (source.position_type.model_validate(edge) for edge in (span.start, span.end))
+            if start != end:
+                parts += [Part(len(parts) + i, name, split) for i, split in enumerate(source.split(start, end))]
+                schemas[name] = source.schema()
+                cleared |= {(name, stream) for stream in source.cleared(start, end)}
+        following = self._followers.follow(schemas, manifest, cleared)
+        skipped = following.skipped
+        job = Job(
+            epoch=epoch,
+            parts=parts,
+            sources={name: self._wiring.fresh_source(name) for name in schemas},
+            sinks={name: self._wiring.fresh_sink(name) for name in sinks},
+            router=self._wiring.router,
+            schemas={
+                n: {s: each for s, each in found.items() if (n, s) not in skipped} for n, found in schemas.items()
+            },
+            skip_bad=self._skip_bad,
+            only=None if only is None else frozenset((sink, topic) for sink, topic in only),
+            aside=frozenset(skipped),
+            renewed=frozenset(following.renewed),
+        )
+        return Staged.of(self._engine.run(job) if parts else (), skipped)
+
+    def reread(self, manifest: Manifest, staged: Staged, pairs: Sequence[Pair]) -> dict[str, list[Json]]:
+        """The notes of an epoch whose range was read again for these sinks and topics alone."""
+        counted = dict(manifest.notes)
+        for name, again in staged.notes.items():
+            source = self._wiring.sources[name]
+            streams = frozenset(s for s in source.schema() if not set(pairs).isdisjoint(self._wiring.pairs(name, s)))
+            counted[name] = list(source.reread(manifest.notes.get(name, ()), again, streams))
+        return counted

@@ -22,8 +22,9 @@ from penstock.errors import (
 from penstock.pipeline import Pipeline
 from penstock.pipeline.routing import Target
 from penstock.runtime.job import (
+    ApplyJob,
+    ApplyResult,
     Job,
-    Tally,
     TaskResult,
     is_plain,
 )
@@ -53,11 +54,10 @@ from penstock.spark.tasks import (
     read_task,
     scatter_task,
     tally_param,
+    work_task,
     write_task,
 )
-
-_LAST_ASIDE = 1 << 20
-"""Tallies of no part have negative numbers; those of SQL come behind the ones that the driver itself gives."""
+from penstock.tables import Refused, TableSource
 
 _RESULT = "result binary"
 
@@ -189,15 +189,23 @@ class SparkEngine:
             self._context.setJobGroup(job.epoch.pipeline, str(job.epoch), False)
             if any(is_plain(route) for route in routes):
                 results += self._passthrough(job)
-            for number, (target, schemas) in enumerate(sql_targets(job).items()):
+            for target, schemas in sql_targets(job).items():
                 try:
                     with driver_errors(), row_errors(target):
                         results += self._sql(job, target, merged(schemas, target.topic))
                 except ConnectorError as error:
                     if not is_of_stream(error) and error.code != BAD_SQL:
                         raise  # such as of a connector that could not be opened
-                    results.append(_without(job, target, number, error))
+                    results.append(_without(job, target, error))
         return results
+
+    def apply(self, job: ApplyJob) -> Sequence[ApplyResult]:
+        """Do the work that an epoch's commits need: one more Spark job."""
+        groups = job.groups(4 * self.parallelism)
+        with driver_errors():
+            self._context.setJobGroup(job.epoch.pipeline, f"{job.epoch} · apply", False)
+            found = self._empty(len(groups)).mapPartitionsWithIndex(work_task(pack(job), groups)).collect()
+        return [pickle.loads(each) for each in found]
 
     def _passthrough(self, job: Job) -> list[TaskResult]:
         groups = job.groups(self.parallelism)
@@ -252,16 +260,13 @@ class SparkEngine:
         return results
 
 
-def _without(job: Job, target: Target, number: int, error: ConnectorError) -> TaskResult:
-    """Leave out the streams that feed a topic which SQL could not make, if their sources can begin them anew; else raise."""
+def _without(job: Job, target: Target, error: ConnectorError) -> TaskResult:
+    """Leave out the streams that feed a topic which SQL could not make, if their sources can copy them again; else raise."""
     result = TaskResult(attempt=1)  # what its tasks have staged is to be swept
     for source, streams in job.schemas.items():
-        told = Tally(source)
         for stream in streams:
             if target in job.router.targets(source, stream):
-                note = job.sources[source].set_aside(stream, error)
-                if note is None:
+                if not isinstance(job.sources[source], TableSource):
                     raise error
-                told.notes.append(note)
-        result.tallies[-_LAST_ASIDE - number * len(job.schemas) - len(result.tallies)] = told
+                result.notes.append((source, Refused.because(stream, error).note()))
     return result

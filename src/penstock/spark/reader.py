@@ -20,6 +20,7 @@ from penstock.errors import (
 from penstock.source import RangeSource, ReadLimit, SourceBatch
 from penstock.spark.sql import spark_schema
 from penstock.spark.tasks import conform
+from penstock.tables import TableSource
 
 
 class Ranges:
@@ -114,7 +115,7 @@ def range_source(options: dict[str, str]) -> tuple[RangeSource[Any, Any], str, p
     kind = source_type(connector)
     if not issubclass(kind, RangeSource):
         raise ConfigError(f"{connector} is not a range source; run it in a pipeline", code="PEN-1009")
-    if kind.has_tables:
+    if issubclass(kind, TableSource):
         raise ConfigError(
             f"{connector} takes notes while it copies tables, and Spark's own readers keep none",
             code="PEN-1009",

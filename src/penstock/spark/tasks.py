@@ -29,6 +29,7 @@ from penstock.runtime.job import (
     leaving_out,
     read_parts,
     run_task,
+    run_work,
     write,
 )
 from penstock.sink import Task, Topic
@@ -63,6 +64,15 @@ def plain_task(packed: bytes, groups: list[list[Part]]) -> Callable[[int, Iterab
     return task
 
 
+def work_task(packed: bytes, groups: list[list[int]]) -> Callable[[int, Iterable[int]], Iterator[bytes]]:
+    def task(index: int, nothing: Iterable[int]) -> Iterator[bytes]:
+        list(nothing)
+        _freeze()
+        yield pack(run_work(pickle.loads(packed), groups[index], Task(index, _attempt())))
+
+    return task
+
+
 Key = tuple[int, int, int]
 
 
@@ -87,8 +97,7 @@ def scatter_task(
         writer = Writer(job, Task(index, _attempt()))
         try:
             sequence = 0
-            for target, batch in read_parts(job, groups[index], tallies, lambda target: is_plain(target.route)):
-                tally = next(reversed(tallies.values()))
+            for tally, target, batch in read_parts(job, groups[index], tallies, lambda target: is_plain(target.route)):
                 if target.route not in lanes:
                     write(writer, target, batch, tally, job)
                     continue
@@ -134,8 +143,7 @@ def gather_task(packed: bytes, offset: int) -> Callable[[int, Iterable[tuple[Key
             result = writer.finish()
         finally:
             writer.close()
-        first = len(job.parts) + index * len(job.sources)
-        result.tallies = {first + number: tally for number, tally in enumerate(told.values()) if tally.notes}
+        result.notes = [(source, note) for source, tally in told.items() for note in tally.notes]
         yield pack(result)
 
     return task
@@ -159,7 +167,9 @@ def read_task(
             for batch in ids:
                 for index in batch.column(0).to_pylist():
                     found: dict[int, Tally] = {}
-                    for _, rows in read_parts(job, groups[index], found, lambda target: _same(target, wanted), columns):
+                    for _, _, rows in read_parts(
+                        job, groups[index], found, lambda target: _same(target, wanted), columns
+                    ):
                         note(rows)  # before the rows go on: who has seen the last of them finds all notes
                         yield conform(rows, schema, known, wanted.topic)
                     tallies.add(found)

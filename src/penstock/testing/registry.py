@@ -349,7 +349,7 @@ def _handler(server: RegistryServer) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             self.wfile.write(data)
 
-        do_GET = do_POST = do_PUT = do_DELETE = _serve  # noqa: N815
+        do_GET = do_POST = do_PUT = do_DELETE = _serve
 
         def log_message(self, format: str, *arguments: object) -> None:
             pass

@@ -144,7 +144,9 @@ def _one_ofs(name: str, mine: DescriptorProto, theirs: DescriptorProto) -> Itera
     for each in theirs.field:
         home = _one_of(each)
         if home is not None and each.number not in numbers and theirs.oneof_decl[home].name in names:
-            what = f"the field is gone from the oneof {theirs.oneof_decl[home].name!r}: it would look as if none were set"
+            what = (
+                f"the field is gone from the oneof {theirs.oneof_decl[home].name!r}: it would look as if none were set"
+            )
             yield Incompatibility(f"{name}.{each.name}", "protobuf.oneof_field_removed", what)
 
 

@@ -90,6 +90,7 @@ def test_envelopes_and_batches_come_back_as_they_went_in(tmp_path: Path) -> None
     assert first.stream == "a/b"
     row = first.records.to_pylist()[0]
     assert row.pop("timestamp").timestamp() == 1_700_000_000.123
+    assert row.pop("offset") is None
     assert row == {"stream": "a/b", "key": b"k", "payload": b"\x00raw", "attributes": [("qos", "1"), ("ü", "")]}
     assert [(b.stream, b.num_rows) for b in others] == [("s", 1), ("n", 3), ("m", 1)]
     assert source(tmp_path / "j").schema() == writer.schemas()

@@ -42,6 +42,7 @@ CODES: dict[str, str] = {
     "PEN-1030": "the schema registry refused the credentials",
     "PEN-1031": "the schema registry does not have a subject or version",
     "PEN-1032": "the schema registry cannot be used as it is set up",
+    "PEN-1020": "a topic's schema is wrong",
     "PEN-2000": "a passing failure",
     "PEN-2001": "the connection broke",
     "PEN-2002": "rate limited",

@@ -57,7 +57,8 @@ class SourceRecord:
     """One message as the outside system sent it; decoding happens later, in bulk."""
 
     stream: str
-    payload: bytes
+    payload: bytes | None
+    """None: a tombstone, which says that what its key names is gone."""
     key: bytes | None = None
     attributes: Mapping[str, str] = field(default_factory=dict)
     timestamp_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
@@ -83,6 +84,19 @@ class SourceRecord:
 
     def with_attribute(self, name: str, value: str) -> SourceRecord:
         return replace(self, attributes={**self.attributes, name: value})
+
+
+ENVELOPE_SCHEMA = pa.schema(
+    [
+        pa.field("stream", pa.string(), nullable=False),
+        pa.field("key", pa.binary()),
+        pa.field("payload", pa.binary()),
+        pa.field("attributes", pa.map_(pa.string(), pa.string())),
+        pa.field("timestamp", pa.timestamp("ms", tz="UTC"), nullable=False),
+        pa.field("offset", pa.struct([("partition", pa.string()), ("value", pa.string())])),
+    ]
+)
+"""A message as a row: as it came. It is decoded later, in bulk, by the schema of its topic."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from penstock.durable import Json
 from penstock.errors import ConfigError
 from penstock.pipeline import checks, registry, shape
 from penstock.pipeline.checks import PipelineError, Problem
-from penstock.pipeline.options import Processing
+from penstock.pipeline.options import OnError, Processing
 from penstock.pipeline.routing import Router
+from penstock.pipeline.schemas import TopicSchemas
 from penstock.pipeline.shape import compare_shapes
 from penstock.sink import DeliveryGuarantee, SinkConnector
 from penstock.source import SourceConnector
@@ -34,6 +35,9 @@ class Pipeline:
     router: Router
     delivery: DeliveryGuarantee = DeliveryGuarantee.AT_LEAST_ONCE
     processing: Processing = field(default_factory=Processing)
+    schemas: TopicSchemas = field(default_factory=TopicSchemas)
+    on_error: Mapping[str, OnError] = field(default_factory=dict)
+    """Sources that say themselves what becomes of their bad records."""
     file: Path | None = None
     """The file it was read from, if any."""
 

@@ -9,22 +9,25 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from penstock import formats
 from penstock.config import Config, type_text
 from penstock.errors import ConfigError, ConnectorError
-from penstock.pipeline import Pipeline, checks, registry
+from penstock.pipeline import Pipeline, checks, registry, schemas
 from penstock.pipeline import toml as tomlfile
 from penstock.pipeline.checks import Problem
-from penstock.pipeline.options import Processing, RouteEntry, SchemaEntry
+from penstock.pipeline.options import OnError, Processing, RouteEntry, SchemaEntry
 from penstock.pipeline.registry import Kind
 from penstock.pipeline.routing import Router
+from penstock.pipeline.schemas import RegistryRef, TopicSchema, TopicSchemas
 from penstock.pipeline.toml import TomlFile, Where
+from penstock.schema.registry import registry_type
 from penstock.sink import DeliveryGuarantee
 from penstock.source import Connector
 
 M = TypeVar("M", bound=Config)
 
 _SECTIONS = (
-    "connector_name", "delivery", "processing", "schemas", "source", "sources", "sink", "sinks", "routes"
+    "connector_name", "delivery", "processing", "registry", "schemas", "source", "sources", "sink", "sinks", "routes"
 )  # fmt: skip
 
 
@@ -37,6 +40,7 @@ class Reader:
         self.places: dict[Where, Where] = {}
         """Where the file has each named connector."""
         self.declared: dict[Kind, list[str]] = {"source": [], "sink": []}
+        self.on_error: dict[str, Any] = {}
 
     def pipeline(self) -> Pipeline:
         data = self.file.data
@@ -46,10 +50,12 @@ class Reader:
         processing = self._processing()
         sources = self._connectors("source")
         sinks = self._connectors("sink")
-        self._schemas()
+        topics = self._schemas()
         routes = [entry.route() if entry else None for entry in self._entries("routes", RouteEntry)]
         router = Router(tuple(route for route in routes if route), tuple(self.declared["sink"]), processing.unrouted)
-        found = Pipeline(self._name(), sources, sinks, router, self._delivery(), processing, self.file.path)
+        found = Pipeline(
+            self._name(), sources, sinks, router, self._delivery(), processing, topics, self.on_error, self.file.path
+        )
         self.problems += checks.route_problems(routes, self.declared["source"], self.declared["sink"], found.base)
         self.problems += checks.evolution_problems(found)
         self.problems += checks.delivery_problems(found)
@@ -78,29 +84,56 @@ class Reader:
 
     def _processing(self) -> Processing:
         given = self.file.data.get("processing", {})
-        if isinstance(given, dict) and given.get("on_error") == "dead_letter":
-            self.problems.append(
-                Problem(
-                    "PEN-1009",
-                    'on_error = "dead_letter" is not supported yet: there is no dead-letter queue to put bad records in',
-                    'choose "stop", or "skip" to leave bad records out and count them',
-                    ("processing", "on_error"),
-                )
-            )
-            given = {key: value for key, value in given.items() if key != "on_error"}
         return self._section(Processing, given, "[processing]", ("processing",)) or Processing()
 
-    def _schemas(self) -> None:
-        for place, entry in enumerate(self._entries("schemas", SchemaEntry)):
-            topic = f" for the topic {entry.topic!r}" if entry else ""
-            self.problems.append(
-                Problem(
-                    "PEN-1009",
-                    f"[[schemas]]{topic} is not supported yet: rows would pass without being checked",
-                    "remove the entry",
-                    ("schemas", place),
-                )
-            )
+    def _registry(self) -> RegistryRef:
+        given = self.file.data.get("registry", {})
+        if not isinstance(given, dict) or not isinstance(given.get("type", "embedded"), str):
+            self.problems.append(Problem("PEN-1003", "[registry] must be a table with a `type`", where=("registry",)))
+            return RegistryRef()
+        name = given.get("type", "embedded")
+        try:
+            model = registry_type(name).config_type
+        except ConfigError as error:
+            self.problems.append(Problem(error.code, error.message, error.hint, ("registry", "type")))
+            return RegistryRef()
+        options = {key: value for key, value in given.items() if key != "type"}
+        config = self._section(model, options, "[registry]", ("registry",), ("type",))
+        return RegistryRef(name, config)
+
+    def _schemas(self) -> TopicSchemas:
+        given = self.file.data.get("schemas", [])
+        if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+            what = "'schemas' must be a list of tables"
+            self.problems.append(Problem("PEN-1003", what, "write [[schemas]]", ("schemas",)))
+            return TopicSchemas()
+        read = [self._schema(each, ("schemas", place)) for place, each in enumerate(given)]
+        entries = [each for each in read if each is not None]
+        if len(entries) == len(read):
+            for place, what, hint in schemas.problems(entries):
+                self.problems.append(Problem("PEN-1020", what, hint, ("schemas", place)))
+        return TopicSchemas(tuple(entries), self._registry())
+
+    def _schema(self, given: dict[str, Any], where: Where) -> TopicSchema | None:
+        """An entry's own keys and its format's, which stand in one table."""
+        own = {info.alias or name for name, info in SchemaEntry.model_fields.items()}
+        name = given.get("schema_type")
+        try:
+            model = formats.load(name).options_type if isinstance(name, str) else Config
+        except ConfigError as error:
+            self.problems.append(Problem(error.code, error.message, error.hint, (*where, "schema_type")))
+            return None
+        mine = {key: value for key, value in given.items() if key in own}
+        entry = self._section(SchemaEntry, mine, "[[schemas]]", where, tuple(model.model_fields))
+        rest = {key: value for key, value in given.items() if key not in own}
+        options = self._section(model, rest, "[[schemas]]", where, tuple(own))
+        if entry is None or options is None:
+            return None
+        try:
+            return TopicSchema(entry, options, schemas.read_schema(entry))
+        except ConfigError as error:
+            self.problems.append(Problem(error.code, error.message, error.hint, (*where, "schema_file")))
+            return None
 
     def _entries(self, key: str, model: type[M]) -> list[M | None]:
         given = self.file.data.get(key, [])
@@ -153,10 +186,13 @@ class Reader:
             self.problems.append(Problem("PEN-1003", what, hint, (*where, "name")))
         self.declared[kind].append(str(name))
         self.places[f"{kind}s", str(name)] = where
-        options = {key: value for key, value in given.items() if key not in ("name", "connector")}
+        beside = ("name", "connector", *(("on_error",) if kind == "source" else ()))
+        if kind == "source" and (on_error := self._on_error(given, label, where)):
+            self.on_error[str(name)] = on_error
+        options = {key: value for key, value in given.items() if key not in beside}
         if cls is None:
             return {}
-        config = self._section(registry.config_of(cls), options, label, where, ("name", "connector"))
+        config = self._section(registry.config_of(cls), options, label, where, beside)
         if config is None or len(self.problems) > before:
             return {}
         try:
@@ -164,6 +200,14 @@ class Reader:
         except ConnectorError as error:
             self.problems.append(Problem(error.code, error.message, error.hint, where))
             return {}
+
+    def _on_error(self, given: dict[str, Any], label: str, where: Where) -> Any:
+        value = given.get("on_error")
+        if value is None or value in get_args(OnError):
+            return value
+        what = f"'on_error' in {label} must be {type_text(OnError)}, not {checks.shown(value)}"
+        self.problems.append(Problem("PEN-1003", what, where=(*where, "on_error")))
+        return None
 
     def _section(self, model: type[M], given: Any, label: str, where: Where, also: Sequence[str] = ()) -> M | None:
         """The section as its class, or None and what is wrong with it; `also` are keys that are valid besides its own."""

@@ -5,11 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from penstock.config import Config
 from penstock.pipeline.routing import Route
+from penstock.schema.compatibility import Compatibility
 from penstock.schema.evolution import Policy
+from penstock.schema.registry.versions import VersionStrategy
+
+OnError = Literal["stop", "skip", "dead_letter"]
+"""What becomes of a record that cannot be used."""
 
 
 class Processing(Config):
@@ -57,11 +62,14 @@ class Processing(Config):
     unrouted: Literal["stop", "skip"] = "stop"
     """What to do with rows that no route takes: stop, or skip and count them."""
 
-    on_error: Literal["stop", "skip"] = "stop"
-    """What to do with bad records: stop, or skip and count them."""
+    on_error: OnError = "stop"
+    """What to do with bad records: stop, skip and count them, or keep them as dead letters."""
 
-    max_error_rate: float = Field(default=1.0, ge=0, le=1)
-    """Share of an epoch's records that may be bad, and skipped, before the pipeline stops."""
+    max_error_rate: float = Field(default=0.5, ge=0, le=1)
+    """Share of bad records, over the last 1,000 or more, at which the pipeline stops instead of leaving them out."""
+
+    dead_letter_sink: str | None = Field(default=None, min_length=1)
+    """Name of the sink that takes dead letters; none: a Delta table in `dead_letters` under `state_dir`."""
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port for metrics, health and status over HTTP, on 127.0.0.1; 0 chooses a free one, none serves nothing."""
@@ -109,42 +117,56 @@ class RouteEntry(Config):
     schema_evolution: Policy | None = None
     """What happens to rows that a target has no place for; none: as the sink says, see there."""
 
+    on_error: OnError | None = None
+    """What to do with this route's bad records; none: as the source says, else as `[processing]` says."""
+
     def route(self) -> Route:
         fields = self.model_dump(exclude={"match", "sinks", "key"})
         return Route(**fields, match=tuple(self.match.items()), sinks=tuple(self.sinks), key=tuple(self.key))
 
 
-class Pinned(Config):
-    """Exactly this version."""
-
-    pinned: PositiveInt
-    """The version."""
-
-
-class Minimum(Config):
-    """This version or a later one."""
-
-    minimum: PositiveInt
-    """The lowest version."""
+Metadata = Literal["key", "timestamp", "attributes", "offset", "stream"]
+"""What a message carries besides its payload, as `metadata` names it; the columns are `_key`, `_timestamp`, …"""
 
 
 class SchemaEntry(Config):
-    """One `[[schemas]]` entry: validate and serialise a topic by a schema. Not supported yet, and refused."""
+    """One `[[schemas]]` entry: what the payloads of a topic are. Options of the format stand beside these."""
 
-    topic: str
-    """The topic it is for."""
+    topic: str = Field(min_length=1)
+    """The topic, or a pattern as in a route: `/iot/+/temperature`, `/shop/#`."""
 
-    subject: str
-    """Its name in the schema registry."""
+    schema_type: str = Field(min_length=1)
+    """The format of the payloads: `json`, `json_schema`, `avro`, `protobuf`, `csv`, `string`, `number`, `bytes`, …"""
 
-    schema_type: Literal["json_schema", "string", "bytes", "number", "avro"]
-    """How payloads are written."""
+    direction: Literal["source", "sink"] | None = Field(default=None, alias="for")
+    """`"source"`: only for payloads that come in; `"sink"`: only for those that message sinks send; none: for both."""
 
     schema_file: Path | None = None
-    """File that holds the schema, relative to the pipeline file."""
+    """File that holds the schema, relative to the pipeline file; none: the registry's."""
 
-    auto_register: bool = False
-    """Register the schema when the registry does not have it."""
+    subject: str | None = Field(default=None, min_length=1)
+    """Its name in the schema registry; none: the topic without its leading slash, for formats that have a schema."""
 
-    version_strategy: Literal["latest"] | Pinned | Minimum = "latest"
+    auto_register: bool = True
+    """Add the file to the registry as a new version when it changed, if it is compatible; false: refuse to start then."""
+
+    compatibility: Compatibility | None = None
+    """What a new version must keep: `"none"`, `"backward"`, `"forward"`, `"full"` or one of these with `_transitive`."""
+
+    version_strategy: VersionStrategy = "latest"
     """Which version to use: `"latest"`, `{ pinned = 2 }` or `{ minimum = 1 }`."""
+
+    expected_subject: str | None = Field(default=None, min_length=1)
+    """Messages whose frame names a schema of another subject are failures."""
+
+    metadata: list[Metadata] = Field(default=[])
+    """What else becomes a column: `key`, `timestamp`, `attributes`, `offset`, `stream`; as `_key`, `_timestamp`, …"""
+
+    key: list[str] = Field(default=[], min_length=1)
+    """Columns that identify a row, for sinks that update by key."""
+
+    @model_validator(mode="after")
+    def _no_repeats(self) -> SchemaEntry:
+        if len(set(self.metadata)) < len(self.metadata):
+            raise ValueError("`metadata` names something twice")
+        return self

@@ -54,6 +54,8 @@ class Route:
     per_epoch: bool = False
     schema_evolution: Policy | None = None
     """None: as the sink says."""
+    on_error: str | None = None
+    """None: as the source says."""
 
     def key_columns(self, schema: pa.Schema) -> list[str]:
         """The columns whose value keeps its order over `partitions`: the route's, else the schema's, else an envelope's."""
@@ -288,6 +290,11 @@ def _expression(pattern: str) -> str:
     if pattern.endswith("/#"):
         return "/".join(levels[:-1]) + r"(?:/(?s:(.*)))?"
     return "/".join(levels)
+
+
+def matches(pattern: str, text: str) -> bool:
+    """True if a stream, a topic or an attribute satisfies a pattern."""
+    return _compiled(pattern).fullmatch(text) is not None
 
 
 @lru_cache(maxsize=1024)

@@ -244,7 +244,7 @@ class Files(RangeSource[FilesConfig, Inventoried]):
         schemas: dict[str, pa.Schema] = {}
         for sample in samples:
             split = self._split(Found(0, sample.attributes["file"], 0), {})
-            found = readers.infer(split, sample.payload)
+            found = readers.infer(split, sample.payload or b"")
             if found is not None:
                 widen = widest_text if split.format == "csv" else widest
                 schemas[sample.stream] = merge(schemas.get(sample.stream), found, widen=widen)

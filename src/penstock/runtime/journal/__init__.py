@@ -32,7 +32,16 @@ from penstock import failpoints
 from penstock.config import Config
 from penstock.durable import Json, canonical, disk_errors, fsync, make_directory, write_atomic
 from penstock.errors import ConnectorError, DataError, FatalError, RetryableError
-from penstock.source import Position, RangeSource, ReadLimit, Schemas, SourceBatch, SourceConnector, SourceEnvelope
+from penstock.source import (
+    ENVELOPE_SCHEMA,
+    Position,
+    RangeSource,
+    ReadLimit,
+    Schemas,
+    SourceBatch,
+    SourceConnector,
+    SourceEnvelope,
+)
 
 FORMAT_VERSION = 1
 
@@ -48,17 +57,6 @@ URGENT_BYTES = 1 << 20
 DEDUPE_KEYS = 100_000
 KNOWN_STREAMS = 10_000
 LEAST_SPLIT_ROWS = 1024
-
-ENVELOPE_SCHEMA = pa.schema(
-    [
-        pa.field("stream", pa.string(), nullable=False),
-        pa.field("key", pa.binary()),
-        pa.field("payload", pa.binary(), nullable=False),
-        pa.field("attributes", pa.map_(pa.string(), pa.string())),
-        pa.field("timestamp", pa.timestamp("ms", tz="UTC"), nullable=False),
-    ]
-)
-"""How message sources' records are journaled: raw, decoded later in tasks."""
 
 Item = SourceBatch | Sequence[SourceBatch] | Sequence[SourceEnvelope]
 """What is appended as one unit: durable as a whole or not at all."""
@@ -636,15 +634,26 @@ def encode(envelopes: Sequence[SourceEnvelope]) -> pa.RecordBatch:
             pa.array([value for pairs in attributes for value in pairs.values()], pa.string()),
         ),
         pa.array([record.timestamp_ms for record in records], pa.int64()).cast(ENVELOPE_SCHEMA.field("timestamp").type),
+        _offsets(envelopes),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=ENVELOPE_SCHEMA)
+
+
+def _offsets(envelopes: Sequence[SourceEnvelope]) -> pa.Array:
+    kind = ENVELOPE_SCHEMA.field("offset").type
+    if all(envelope.offset is None for envelope in envelopes):
+        return pa.nulls(len(envelopes), kind)
+    offsets = [envelope.offset for envelope in envelopes]
+    return pa.array([each and {"partition": each.partition, "value": str(each.value)} for each in offsets], kind)
 
 
 def size_of(envelope: SourceEnvelope) -> int:
     """About the bytes of an envelope; a `DataError` for one that Arrow or JSON could not hold."""
     record = envelope.record
     try:
-        size = 32 + len(record.stream.encode()) + memoryview(record.payload).nbytes
+        size = (
+            32 + len(record.stream.encode()) + (memoryview(record.payload).nbytes if record.payload is not None else 0)
+        )
         if record.key is not None:
             size += memoryview(record.key).nbytes
         for name, value in record.attributes.items():
@@ -684,7 +693,7 @@ def _pieces(item: list[SourceEnvelope] | Sequence[SourceBatch]) -> Iterator[tupl
     envelopes: list[SourceEnvelope] = item  # type: ignore[assignment]
     start = size = 0
     for end, envelope in enumerate(envelopes):
-        size += len(envelope.record.payload)
+        size += len(envelope.record.payload or b"")
         if size > PENDING_BYTES:  # an Arrow binary column ends at 2 GiB
             yield None, encode(envelopes[start : end + 1])
             start, size = end + 1, 0
@@ -732,6 +741,9 @@ def _write(file: FileIO, data: pa.Buffer | bytes) -> None:
 
 def _by_stream(batch: pa.RecordBatch) -> Iterator[SourceBatch]:
     """Envelopes grouped by stream; within a stream they keep their order, since the sort is stable."""
+    if "offset" not in batch.schema.names:  # of a journal that was written before messages had one
+        offsets = pa.nulls(batch.num_rows, ENVELOPE_SCHEMA.field("offset").type)
+        batch = pa.RecordBatch.from_arrays([*batch.columns, offsets], schema=ENVELOPE_SCHEMA)
     streams = batch.column("stream").dictionary_encode()
     if len(streams.dictionary) > 1:
         batch = batch.take(pc.sort_indices(streams.indices))

@@ -1,0 +1,101 @@
+"""On the driver: register schema files, choose the versions that an epoch uses, and hand decoders to its tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.errors import ConfigError, DataError
+from penstock.formats import Format, WireSchema
+from penstock.pipeline.schemas import TopicSchema, TopicSchemas
+from penstock.runtime.messages.decoding import Decoders, make_format
+from penstock.schema.registry import Registry
+from penstock.schema.registry.versions import choose, ensure_registered
+from penstock.sink import Topic
+
+
+@dataclass(frozen=True)
+class Resolve:
+    """Finds the writer's schema by the id in a message's frame; travels to tasks."""
+
+    registry: Registry
+    expected: str | None = None
+
+    def __call__(self, id: int) -> WireSchema:
+        schema = self.registry.fetch_schema_by_id(id)
+        if self.expected is not None and self.expected not in {subject for subject, _ in self.registry.places(id)}:
+            raise DataError(
+                f"the schema {id} is of {schema.subject or 'no subject'}, not of {self.expected}", code="PEN-3001"
+            )
+        return schema
+
+
+class Codecs:
+    """The formats of a pipeline's topics, and the registry that knows their schemas."""
+
+    def __init__(self, schemas: TopicSchemas, state_dir: Path) -> None:
+        self._schemas = schemas
+        self._registry = schemas.registry.make(state_dir) if schemas else None
+        self._wire: dict[tuple[str, int], WireSchema] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._schemas)
+
+    def register(self) -> None:
+        """Add schema files that changed as new versions; before anything starts. Refuses one that is not compatible."""
+        for each in self._with_subject():
+            if each.file is not None:
+                entry = each.entry
+                ensure_registered(self._known, str(each.subject), each.file, entry.auto_register, entry.compatibility)
+        self.decoders(self.choose(), {})  # refuse now what no task could use
+
+    def choose(self) -> dict[str, int]:
+        """The version of each subject that the next epoch uses; it is written into the manifest."""
+        chosen = {}
+        for each in self._with_subject():
+            found = choose(self._known, str(each.subject), each.entry.version_strategy)
+            if found.type != each.entry.schema_type and each.format_type.schema_use == "required":
+                raise ConfigError(
+                    f"the subject {each.subject!r} is of type {found.type}, not {each.entry.schema_type}",
+                    code="PEN-1020",
+                    hint="correct schema_type or subject",
+                )
+            chosen[str(each.subject)] = found.version
+            self._wire[str(each.subject), found.version] = found
+        return chosen
+
+    def decoders(self, versions: Mapping[str, int], columns: Mapping[Topic, pa.Schema]) -> Decoders:
+        """What the tasks of an epoch decode with: the same for the same versions and columns."""
+        if not self._schemas:
+            return Decoders()
+        expected = {each.entry.expected_subject for each in self._schemas.entries}
+        resolve = {subject: Resolve(self._known, subject) for subject in expected}
+        made = Decoders(self._schemas, self._chosen(versions), resolve, columns)
+        for each in self._schemas.entries:
+            make_format(each, made.wire, resolve[each.entry.expected_subject])
+        return made
+
+    def encoder(self, topic: Topic, versions: Mapping[str, int]) -> Format[Any] | None:
+        """The format in which message sinks send the rows of a topic; None: they choose."""
+        found = self._schemas.of(topic, "sink")
+        return None if found is None else make_format(found, self._chosen(versions), None)
+
+    @property
+    def _known(self) -> Registry:
+        assert self._registry is not None
+        return self._registry
+
+    def _chosen(self, versions: Mapping[str, int]) -> dict[str, WireSchema]:
+        chosen = {}
+        for subject, version in versions.items():
+            if (subject, version) not in self._wire:
+                self._wire[subject, version] = self._known.fetch_schema(subject, version)
+            chosen[subject] = self._wire[subject, version]
+        return chosen
+
+    def _with_subject(self) -> Sequence[TopicSchema]:
+        return [each for each in self._schemas.entries if each.subject is not None]

@@ -1,0 +1,166 @@
+"""Decode the envelopes of a topic into typed rows, in tasks and in bulk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.formats import Decoded, Failures, Format, Positions, Resolver, WireSchema
+from penstock.formats.inference import fit, merge
+from penstock.pipeline.options import Metadata
+from penstock.pipeline.schemas import TopicSchema, TopicSchemas
+from penstock.schema import with_key
+from penstock.sink import Topic
+from penstock.source import ENVELOPE_SCHEMA
+
+_SCHEMA = b"penstock.schema"
+"""Where a batch says by which schema it was decoded."""
+
+
+def is_envelope(schema: pa.Schema) -> bool:
+    """True for rows that are messages as they came, and not yet decoded."""
+    return {"key", "payload", "attributes", "timestamp"} <= set(schema.names)
+
+
+def schema_ref(schema: pa.Schema) -> dict[str, Any]:
+    """Subject, version and id of the schema by which rows were decoded; empty: they were not, or without a schema."""
+    return dict(json.loads((schema.metadata or {}).get(_SCHEMA, b"{}")))
+
+
+@dataclass(frozen=True)
+class DecodedRows:
+    """What became of a batch of envelopes."""
+
+    rows: pa.RecordBatch
+    positions: Positions
+    """Where each row's envelope stands in the batch."""
+    failures: Failures
+    columns: pa.Schema
+    """The payload's columns: those that were known, and those that this batch brought."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Turns the envelopes of one topic into rows."""
+
+    format: Format[Any]
+    metadata: Sequence[Metadata] = ()
+    key: Sequence[str] = ()
+    known: pa.Schema | None = None
+    """The payload's columns as of this epoch, for a format that infers them; None: none are known yet."""
+
+    def columns(self) -> pa.Schema | None:
+        """The payload's columns; None: none are known yet."""
+        return self.format.columns() or self.known
+
+    def schema(self) -> pa.Schema | None:
+        """What rows of the topic look like as of this epoch; None: nothing is known of them yet."""
+        columns = self.columns()
+        return None if columns is None else self._whole(columns)
+
+    def decode(self, envelopes: pa.RecordBatch) -> DecodedRows:
+        """Every envelope is a row or a failure, in order."""
+        payloads = envelopes.column("payload")
+        decoded: Decoded = self.format.decode(payloads, self.known)
+        rows, positions, failures = decoded.rows, decoded.positions, decoded.failures
+        if self.key:
+            rows, positions, failures = self._keyed(rows, positions, failures)
+        columns = rows.schema
+        kept = [name for name in columns.names if name not in self._own]
+        arrays = [rows.column(name) for name in kept]
+        if self.metadata:
+            taken = envelopes if len(positions) == envelopes.num_rows else envelopes.take(pa.array(positions))
+            arrays += [_metadata(taken, name) for name in self.metadata]
+        whole = self._whole(columns)
+        return DecodedRows(pa.RecordBatch.from_arrays(arrays, schema=whole), positions, failures, columns)
+
+    @property
+    def _own(self) -> frozenset[str]:
+        return frozenset(f"_{name}" for name in self.metadata)
+
+    def _whole(self, columns: pa.Schema) -> pa.Schema:
+        """With the columns that are not the payload's. Where a payload has a field of that name, the message's own wins."""
+        fields = [each for each in columns if each.name not in self._own]
+        fields += [pa.field(f"_{name}", _METADATA[name]) for name in self.metadata]
+        schema = pa.schema(fields, metadata=columns.metadata)
+        if (wire := self.format.schema) is not None and wire.subject:
+            ref = {"subject": wire.subject, "version": wire.version, "id": wire.id}
+            schema = schema.with_metadata({**(schema.metadata or {}), _SCHEMA: json.dumps(ref).encode()})
+        return with_key(schema, self.key) if self.key else schema
+
+    def _keyed(
+        self, rows: pa.RecordBatch, positions: Positions, failures: Failures
+    ) -> tuple[pa.RecordBatch, Positions, Failures]:
+        """A row whose key has no value cannot be found again: it is a failure."""
+        missing = np.zeros(rows.num_rows, bool)
+        for name in self.key:
+            at = rows.schema.get_field_index(name)
+            missing |= True if at < 0 else rows.column(at).is_null().to_numpy(zero_copy_only=False)
+        if not missing.any():
+            return rows, positions, failures
+        why = ("key.missing", f"the key column {' or '.join(self.key)} has no value")
+        found = dict(
+            zip(failures.positions.tolist(), zip(failures.rules, failures.reasons, strict=True), strict=True)
+        ) | dict.fromkeys(positions[missing].tolist(), why)
+        return rows.filter(pa.array(~missing)), positions[~missing], Failures.of(found)
+
+
+@dataclass(frozen=True)
+class Decoders:
+    """The decoders of a pipeline as of one epoch; picklable."""
+
+    schemas: TopicSchemas = field(default_factory=TopicSchemas)
+    wire: Mapping[str, WireSchema] = field(default_factory=dict)
+    """The version of each subject that this epoch uses."""
+    resolve: Mapping[str | None, Resolver] = field(default_factory=dict)
+    """How schemas that frames name are found, by the subject that is expected."""
+    columns: Mapping[Topic, pa.Schema] = field(default_factory=dict)
+    """The columns of topics whose format infers them."""
+    _made: dict[Topic, Decoder | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def of(self, topic: Topic) -> Decoder | None:
+        """The decoder of a topic; None: its payloads stay as they are."""
+        if topic not in self._made:
+            found = self.schemas.of(topic, "source")
+            self._made[topic] = None if found is None else self._decoder(found, topic)
+        return self._made[topic]
+
+    def _decoder(self, found: TopicSchema, topic: Topic) -> Decoder:
+        entry = found.entry
+        format = make_format(found, self.wire, self.resolve.get(entry.expected_subject))
+        return Decoder(format, entry.metadata, entry.key, self.columns.get(topic))
+
+
+def make_format(found: TopicSchema, wire: Mapping[str, WireSchema], resolve: Resolver | None) -> Format[Any]:
+    """The format of an entry, with the version of its schema that an epoch uses."""
+    schema = wire.get(found.subject, found.file) if found.subject is not None else found.file
+    return found.format_type(found.options, schema, resolve)
+
+
+def merged(known: pa.Schema | None, found: Sequence[pa.Schema]) -> pa.Schema | None:
+    """The columns of a topic after tasks have met some; where two tasks disagree, the first in the order of the range wins."""
+    return merge(found, known) if found else known
+
+
+def conform(rows: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """Decoded rows with exactly these columns."""
+    return rows if rows.schema.equals(schema) else fit(rows, schema)
+
+
+_METADATA = {
+    "key": pa.binary(),
+    "timestamp": pa.timestamp("ms", tz="UTC"),
+    "attributes": pa.map_(pa.string(), pa.string()),
+    "offset": ENVELOPE_SCHEMA.field("offset").type,
+    "stream": pa.string(),
+}
+
+
+def _metadata(envelopes: pa.RecordBatch, name: str) -> pa.Array:
+    at = envelopes.schema.get_field_index(name)
+    return pa.nulls(envelopes.num_rows, _METADATA[name]) if at < 0 else envelopes.column(at)

@@ -1,0 +1,158 @@
+"""
+Dead letters: records that could not be used, kept with all that is needed to try them again.
+
+A letter is a row of the internal topic `/_dead_letters`, staged and committed in the epoch of the good rows by an ordinary
+sink. There are two kinds. A *message* holds the payload as it came, and goes through routing and decoding again. A *row*
+is one that was decoded, or never was a message, and that a sink refused: it holds the row as Arrow, and goes to that sink
+again.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import pyarrow as pa
+
+from penstock.formats import Failures
+from penstock.pipeline.routing import Route, Target
+from penstock.sink import Epoch, Topic
+from penstock.source import ENVELOPE_SCHEMA
+
+TOPIC: Topic = "/_dead_letters"
+SINK = "_dead_letters"
+"""Name of the sink that is used when the file names none."""
+
+LETTERS = pa.schema(
+    [
+        pa.field("kind", pa.string(), nullable=False),
+        pa.field("source", pa.string(), nullable=False),
+        pa.field("stream", pa.string(), nullable=False),
+        pa.field("topic", pa.string(), nullable=False),
+        pa.field("sink", pa.string()),
+        pa.field("key", pa.binary()),
+        pa.field("payload", pa.binary()),
+        pa.field("attributes", pa.map_(pa.string(), pa.string())),
+        pa.field("timestamp", pa.timestamp("us", tz="UTC")),
+        pa.field("offset", pa.string()),
+        pa.field("code", pa.string(), nullable=False),
+        pa.field("rule", pa.string(), nullable=False),
+        pa.field("reason", pa.string(), nullable=False),
+        pa.field("epoch", pa.int64(), nullable=False),
+        pa.field("failed_at", pa.timestamp("us", tz="UTC"), nullable=False),
+        pa.field("attempt", pa.int32(), nullable=False),
+    ]
+)
+"""The columns of a letter. `sink` names the one that refused the row; null: it was bad for all of them."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where records came from and where they were going."""
+
+    source: str
+    stream: str
+    topic: Topic
+    sink: str | None = None
+    attempt: int = 1
+
+
+def of_messages(
+    envelopes: pa.RecordBatch, failures: Failures, place: Place, epoch: Epoch, code: str = "PEN-3001"
+) -> pa.RecordBatch:
+    """Letters for the envelopes at the failures' positions."""
+    taken = envelopes.take(pa.array(failures.positions))
+    columns = {name: taken.column(name) for name in taken.schema.names}
+    return _letters(
+        "message",
+        place,
+        epoch,
+        [code] * len(failures),
+        failures.rules,
+        failures.reasons,
+        key=columns.get("key"),
+        payload=columns["payload"],
+        attributes=columns.get("attributes"),
+        timestamp=columns["timestamp"].cast(LETTERS.field("timestamp").type) if "timestamp" in columns else None,
+        offset=_offset_text(columns.get("offset")),
+    )
+
+
+def of_rows(rows: pa.RecordBatch, code: str, rule: str, reason: str, place: Place, epoch: Epoch) -> pa.RecordBatch:
+    """Letters for rows that a sink refused, each as an Arrow stream of its own."""
+    count = rows.num_rows
+    payloads = pa.array([to_ipc(rows.slice(at, 1)) for at in range(count)], pa.binary())
+    return _letters("row", place, epoch, [code] * count, [rule] * count, [reason] * count, payload=payloads)
+
+
+def to_ipc(rows: pa.RecordBatch) -> bytes:
+    """Rows as an Arrow stream."""
+    buffer = io.BytesIO()
+    with pa.ipc.new_stream(buffer, rows.schema) as writer:
+        writer.write_batch(rows)
+    return buffer.getvalue()
+
+
+def rows_of(payload: bytes) -> pa.RecordBatch:
+    """The row that a letter of that kind holds."""
+    return pa.ipc.open_stream(payload).read_next_batch()
+
+
+def target(sink: str) -> Target:
+    """Where letters go."""
+    return Target(TOPIC, (sink,), Route())
+
+
+def _letters(
+    kind: str,
+    place: Place,
+    epoch: Epoch,
+    codes: Sequence[str],
+    rules: Sequence[str],
+    reasons: Sequence[str],
+    *,
+    key: pa.Array | None = None,
+    payload: pa.Array | None = None,
+    attributes: pa.Array | None = None,
+    timestamp: pa.Array | None = None,
+    offset: pa.Array | None = None,
+) -> pa.RecordBatch:
+    count = len(codes)
+    same = {
+        "kind": kind,
+        "source": place.source,
+        "stream": place.stream,
+        "topic": place.topic,
+        "sink": place.sink,
+        "epoch": epoch.number,
+        "failed_at": datetime.now(UTC),
+        "attempt": place.attempt,
+    }
+    given = {
+        "key": key,
+        "payload": payload,
+        "attributes": attributes,
+        "timestamp": timestamp,
+        "offset": offset,
+        "code": pa.array(codes, pa.string()),
+        "rule": pa.array(rules, pa.string()),
+        "reason": pa.array(reasons, pa.string()),
+    }
+    columns = []
+    for field in LETTERS:
+        if field.name in same:
+            columns.append(pa.repeat(pa.scalar(same[field.name], field.type), count))
+        else:
+            found = given[field.name]
+            columns.append(pa.nulls(count, field.type) if found is None else found)
+    return pa.RecordBatch.from_arrays(columns, schema=LETTERS)
+
+
+def _offset_text(offsets: pa.Array | None) -> pa.Array | None:
+    """`partition@value`, as people write it."""
+    if offsets is None or offsets.type != ENVELOPE_SCHEMA.field("offset").type:
+        return None
+    values = [None if each is None else f"{each['partition']}@{each['value']}" for each in offsets.to_pylist()]
+    return pa.array(values, pa.string())

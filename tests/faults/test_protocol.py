@@ -46,7 +46,7 @@ class Run:
     source_type: type = MemorySource
     sink_type: type = MemorySink
 
-    def loop(self, on_lost="stop", sinks=("lake",)):
+    def loop(self, on_lost="stop", sinks=("lake",), state="state"):
         (self.path / "source").mkdir(exist_ok=True)
         source = self.source_type.of(
             self.path / "source",
@@ -58,7 +58,7 @@ class Run:
             ),
         )
         made = {name: self.sink_type(MemorySinkConfig(path=self.path / name)) for name in sinks}
-        state = State(self.path / "state", "orders")
+        state = State(self.path / state, "orders")
         state.open()
         try:
             loop = EpochLoop(
@@ -359,3 +359,56 @@ def test_after_a_reset_a_target_may_be_empty(run):
     reset(run.path / "state", "orders")
     assert run.step(count=2) is None
     assert run.ids("/a") == [0, 1]
+
+
+def put_back(run, topic, entries):
+    """The target as it was some epochs ago."""
+    log = sorted((run.path / "lake" / topic / "log").iterdir())
+    for entry in log[entries:]:
+        entry.unlink()
+
+
+@pytest.mark.parametrize("failpoint", [None, "plan.after=fail", "prepare.after=fail"])
+def test_a_target_that_the_newest_epoch_did_not_touch_is_missed_when_it_is_put_back(tmp_path, failpoint):
+    run = Run(tmp_path, items=6, items_of_b=2)  # the epochs after the second have nothing for /b
+    run.step(count=3)
+    if failpoint is not None:
+        run.step(failpoint)
+    put_back(run, "b", 1)
+    for _ in range(2):
+        with pytest.raises(FatalError, match="PEN-5010 epoch 2 of /b is committed, and sink 'lake' holds epoch 1"):
+            run.step()
+
+
+def test_a_target_of_before_a_resume_is_missed_when_it_is_put_back(run):
+    run.step(count=3)
+    run.lose_state()
+    assert run.step(on_lost="resume", count=2) is None
+    put_back(run, "a", 3)
+    with pytest.raises(FatalError, match=r"PEN-5010.*of an earlier incarnation"):
+        run.step()
+
+
+def test_each_target_is_asked_once_at_a_start(tmp_path, monkeypatch):
+    run = Run(tmp_path)
+    run.step(count=2)
+    asked = []
+    real = MemorySink.committed_epoch
+    monkeypatch.setattr(
+        MemorySink, "committed_epoch", lambda self, pipeline, topic: asked.append(topic) or real(self, pipeline, topic)
+    )
+    run.loop().state.close()
+    assert sorted(asked) == ["/a", "/b"]
+
+
+def test_a_run_on_a_copy_of_the_state_that_reached_the_same_number_with_another_end_is_fenced(tmp_path):
+    run = Run(tmp_path)
+    run.step(count=1)
+    shutil.copytree(run.path / "state", run.path / "copy")
+    copy = run.loop(state="copy")
+    copy.max_epoch_rows = 4  # its epoch 2 has two rows of each topic, that of the other run has one
+    run.step(count=1)
+    with pytest.raises(Fenced, match="other ranges"):
+        copy.step()
+    copy.state.close()
+    assert run.ids("/a") == run.ids("/b") == [0, 1]

@@ -160,6 +160,7 @@ class EpochLoop:
             ranges=ranges,
             attempts=[uuid4().hex[:8]],
             unswept=newest.unswept if newest else [],
+            held=newest.held if newest else {},
         )
         self._on_phase(manifest.number, "plan")
         failpoints.hit("plan.before")
@@ -215,9 +216,12 @@ class EpochLoop:
         return manifest
 
     def _finish(self, manifest: Manifest) -> Manifest:
-        self._markers.remember(manifest)
-        applied = manifest.applied if manifest.number in manifest.unswept else {}
-        manifest = self.state.save(manifest.model_copy(update={"state": "committed", "applied": applied}))
+        update = {
+            "state": "committed",
+            "held": self._markers.after(manifest),
+            "applied": manifest.applied if manifest.number in manifest.unswept else {},
+        }
+        manifest = self.state.save(manifest.model_copy(update=update))
         failpoints.hit("committed.after")
         self._unacked = self._ends(manifest)
         return manifest

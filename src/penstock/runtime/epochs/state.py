@@ -89,7 +89,7 @@ class State:
         old, last = self.identity.incarnation, self.newest.number if self.newest else 0
         replaces = [*self.identity.replaces, (old, last)]
         # Identity first: after a crash in between, the manifests of another incarnation are set aside when read.
-        self.save_identity(incarnation=str(uuid4()), replaces=replaces, adopts=[], resumes=None, topics={}, shape=None)
+        self.save_identity(incarnation=str(uuid4()), replaces=replaces, adopts=[], resumes=None, shape=None)
         self._set_aside(old)
         self.newest = None
 

@@ -407,6 +407,10 @@ def test_a_run_on_a_copy_of_the_state_that_reached_the_same_number_with_another_
     shutil.copytree(run.path / "state", run.path / "copy")
     copy = run.loop(state="copy")
     copy.max_epoch_rows = 4  # its epoch 2 has two rows of each topic, that of the other run has one
+    failpoints.arm("prepare.after=fail")
+    with pytest.raises(RetryableError):
+        copy.step()
+    failpoints.arm(None)
     run.step(count=1)
     with pytest.raises(Fenced, match="other ranges"):
         copy.step()

@@ -369,7 +369,7 @@ class TestCheck:
             "from penstock.errors import FatalError\n"
             "from penstock.connectors.generator import Generator\n"
             "class Shut(Generator):\n"
-            "    def open(self):\n"
+            "    def open(self, context=None):\n"
             "        raise FatalError('no one answers', code='PEN-5001', hint='start the server')\n"
         )
         file.write_text(PIPELINE.replace('connector = "generator"', 'connector = "shut:Shut"'))

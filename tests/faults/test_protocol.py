@@ -271,7 +271,7 @@ class NotedSource(MemorySource):
         yield from super().read(split)
         yield Note(split)
 
-    def advance(self, end, notes):
+    def next_start(self, end, notes):
         assert notes or not end.index, "the notes of the last epoch are gone"
         return end
 

@@ -16,8 +16,21 @@ from penstock import failpoints
 from penstock.durable import Json
 from penstock.errors import ConnectorError, DataError, StagingLost, is_of_stream
 from penstock.pipeline.routing import Route, Router, Target
-from penstock.sink import Applied, Epoch, Receipt, SinkConnector, Task, Topic, TopicSink, Work, WriteResult
-from penstock.source import Note, RangeSource, Schemas
+from penstock.sink import (
+    Applied,
+    Epoch,
+    Receipt,
+    SinkConnector,
+    SinkContext,
+    Task,
+    Topic,
+    TopicContext,
+    TopicSink,
+    Work,
+    WriteResult,
+)
+from penstock.source import Note, RangeSource, Schemas, SourceContext
+from penstock.tables import Refused, TableSource
 
 
 @dataclass(frozen=True)
@@ -47,8 +60,8 @@ class Job:
     aside: frozenset[tuple[str, str]] = frozenset()
     """Sources and streams that are left out, each with a note that says so."""
 
-    renewed: frozenset[tuple[str, Topic]] = frozenset()
-    """Sinks and topics whose targets are cleared and take the types of the rows."""
+    contexts: Mapping[str, SinkContext] = field(default_factory=dict)
+    """What the sinks are opened with."""
 
     def wants(self, sink: str, topic: Topic) -> bool:
         return sink in self.sinks and (self.only is None or (sink, topic) in self.only)
@@ -97,6 +110,8 @@ class ApplyJob:
     sinks: Mapping[str, TopicSink[Any, Any]]
     work: Sequence[tuple[str, Work]]
     """Each with the name of its sink."""
+    contexts: Mapping[str, SinkContext] = field(default_factory=dict)
+    """What the sinks are opened with."""
 
     def groups(self, count: int) -> list[list[int]]:
         """The numbers of the work items for each of at most `count` tasks, about the same number of bytes in each."""
@@ -171,8 +186,7 @@ def read_parts(
         for part in parts:
             if part.source not in opened:
                 source = job.sources[part.source]
-                source.columns = columns
-                source.open()
+                source.open(SourceContext(columns=columns, in_task=True))
                 opened[part.source] = source
             tally = tallies[part.number] = Tally(part.source)
             try:
@@ -206,14 +220,18 @@ class Writer:
         self._job = job
         self._task = task
         self._open: dict[str, SinkConnector[Any, Any]] = {}
+        self._topics: dict[str, dict[Topic, TopicContext]] = {
+            name: dict(job.contexts.get(name, SinkContext()).topics) for name in job.sinks
+        }
         self._written: dict[tuple[str, Topic], WriteResult] = defaultdict(WriteResult)
 
     def write(self, target: Target, batch: pa.RecordBatch) -> None:
         """Hand the rows to every sink of the target."""
         for name in target.sinks:
             if batch.num_rows and self._job.wants(name, target.topic):
+                topics = self._topics[name]  # the driver may not have known the topic: then the route says its policy
+                topics[target.topic] = target.context(topics.get(target.topic, TopicContext()))
                 sink = self._open.get(name) or self._begin(name)
-                target.tell_policy(sink)
                 written = sink.write_batch(target.topic, batch)  # first: what a sink refuses is not written
                 self._written[name, target.topic] += written
                 failpoints.hit("stage.middle")
@@ -222,6 +240,7 @@ class Writer:
         """Stage what was written: durable, not visible."""
         result = TaskResult(written=dict(self._written), attempt=self._task.attempt)
         for name, sink in self._open.items():
+            sink.flush()
             result.receipts[name] = sink.pre_commit(self._job.epoch)
         failpoints.hit("stage.task")
         return result
@@ -234,8 +253,7 @@ class Writer:
     def _begin(self, name: str) -> SinkConnector[Any, Any]:
         sink = self._job.sinks[name]
         self._open[name] = sink
-        sink.cleared = frozenset(topic for other, topic in self._job.renewed if other == name)
-        sink.open()
+        sink.open(SinkContext(self._topics[name]))
         sink.begin_epoch(self._job.epoch, self._task)
         return sink
 
@@ -248,15 +266,14 @@ def write(writer: Writer, target: Target, rows: pa.RecordBatch, tally: Tally, jo
 
 @contextlib.contextmanager
 def leaving_out(tally: Tally, job: Job) -> Iterator[None]:
-    """Leave the stream in hand out from here on if its rows are refused and its source can begin it anew."""
+    """Leave the stream in hand out from here on if its rows are refused and its source can copy it again."""
     try:
         yield
     except ConnectorError as error:
-        note = job.sources[tally.source].set_aside(tally.stream, error) if is_of_stream(error) else None
-        if note is None:
+        if not (isinstance(job.sources[tally.source], TableSource) and is_of_stream(error)):
             raise
         tally.aside.add(tally.stream)
-        tally.notes.append(note)
+        tally.notes.append(Refused.because(tally.stream, error).note())
 
 
 def run_task(
@@ -283,8 +300,8 @@ def run_work(job: ApplyJob, numbers: Sequence[int], task: Task) -> ApplyResult:
     """A task that does some of the work, with sinks that it opens."""
     opened = {job.work[number][0]: job.sinks[job.work[number][0]] for number in numbers}
     try:
-        for sink in opened.values():
-            sink.open()
+        for name, sink in opened.items():
+            sink.open(job.contexts.get(name, SinkContext()))
         return do_work(job, numbers, task)
     finally:
         for sink in opened.values():

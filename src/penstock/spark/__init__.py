@@ -57,6 +57,7 @@ from penstock.schema import key_of, with_key
 from penstock.sink import Task, Topic
 from penstock.source import RangeSource, ReadLimit, SourceBatch
 from penstock.spark.java import java_problem
+from penstock.tables import Refused, TableSource
 
 PER_EPOCH = {
     "Aggregate",
@@ -861,9 +862,9 @@ def _without(job: Job, target: Target, error: ConnectorError) -> TaskResult:
     for source, streams in job.schemas.items():
         for stream in streams:
             if target in job.router.targets(source, stream):
-                note = job.sources[source].set_aside(stream, error)
-                if note is None:
+                if not isinstance(job.sources[source], TableSource):
                     raise error
+                note = Refused.because(stream, error).note()
                 result.notes.append((source, note))
     return result
 
@@ -1056,7 +1057,7 @@ def _range_source(options: dict[str, str]) -> tuple[RangeSource[Any, Any], str, 
     kind = source_type(connector)
     if not issubclass(kind, RangeSource):
         raise ConfigError(f"{connector} is not a range source; run it in a pipeline", code="PEN-1009")
-    if kind.has_tables:
+    if issubclass(kind, TableSource):
         raise ConfigError(
             f"{connector} takes notes while it copies tables, and Spark's own readers keep none",
             code="PEN-1009",

@@ -210,8 +210,7 @@ class Stage:
             sweep.SWEEP_AFTER_SECS = 0.0  # no task of an earlier run is alive
         loop = self.loop(run)
         _open_when_free(loop.state)
-        for connector in (*loop.sources.values(), *loop.sinks.values()):
-            connector.open()
+        loop.contexts.open()
         loop.start([(sink, topic) for sink in SINKS for topic in TOPICS], run.on_lost)
         if loop.unacked:
             loop.ack()

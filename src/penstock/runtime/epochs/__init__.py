@@ -4,9 +4,21 @@ The epoch protocol: bind a number to its ranges, stage, prepare, commit, acknowl
 The manifest is the only authority. `docs/spec/epochs.md` has the crash matrix.
 """
 
+from penstock.runtime.epochs.contexts import Contexts
 from penstock.runtime.epochs.loop import EpochLoop, EpochReport
 from penstock.runtime.epochs.manifest import Identity, Manifest, Range
 from penstock.runtime.epochs.state import State, reset
-from penstock.runtime.epochs.wiring import followed
+from penstock.runtime.epochs.wiring import Wiring, followed
 
-__all__ = ["EpochLoop", "EpochReport", "Identity", "Manifest", "Range", "State", "followed", "reset"]
+__all__ = [
+    "Contexts",
+    "EpochLoop",
+    "EpochReport",
+    "Identity",
+    "Manifest",
+    "Range",
+    "State",
+    "Wiring",
+    "followed",
+    "reset",
+]

@@ -12,9 +12,9 @@ from uuid import uuid4
 from penstock import failpoints
 from penstock.durable import Json
 from penstock.errors import ConnectorError, FatalError, PlanStale, StagingLost
+from penstock.runtime.epochs.contexts import Contexts
 from penstock.runtime.epochs.manifest import Manifest
 from penstock.runtime.epochs.state import State
-from penstock.runtime.epochs.wiring import Wiring
 from penstock.runtime.job import ApplyJob, Engine, do_work
 from penstock.sink import (
     ABOUT,
@@ -76,9 +76,10 @@ class _Commit:
 class Commits:
     """Commits a prepared epoch. May be called again for the same manifest, in this process or in another."""
 
-    def __init__(self, state: State, wiring: Wiring, engine: Engine, threads: int) -> None:
+    def __init__(self, state: State, contexts: Contexts, engine: Engine, threads: int) -> None:
         self._state = state
-        self._wiring = wiring
+        self._wiring = contexts.wiring
+        self._contexts = contexts
         self._engine = engine
         self._threads = threads
 
@@ -180,7 +181,8 @@ class Commits:
         names = {commit.name for commit, _, _ in items}
         small = sum(work.bytes for _, _, work in items) <= SMALL_WORK_BYTES
         sinks = {name: self._wiring.sinks[name] if small else self._wiring.fresh_sink(name) for name in names}
-        job = ApplyJob(epoch, sinks, [(commit.name, work) for commit, _, work in items])  # type: ignore[arg-type]
+        work = [(commit.name, work) for commit, _, work in items]
+        job = ApplyJob(epoch, sinks, work, self._contexts.in_tasks())  # type: ignore[arg-type]
         results = [do_work(job, range(len(items)), Task(0))] if small else self._engine.apply(job)
         for result in results:
             for number, applied in result.applied.items():

@@ -10,13 +10,15 @@ import pyarrow as pa
 
 from penstock.durable import Json
 from penstock.errors import ConfigError, ConnectorError, is_of_stream
+from penstock.runtime.epochs.contexts import Contexts
 from penstock.runtime.epochs.manifest import Manifest
-from penstock.runtime.epochs.wiring import Pair, Wiring, followed
+from penstock.runtime.epochs.wiring import Pair, followed
 from penstock.runtime.job import is_plain
 from penstock.schema import ChangeKind, SchemaEvolvable
 from penstock.schema.evolution import Policy, refusal, widens
 from penstock.sink import Topic
 from penstock.source import Schemas
+from penstock.tables import Refused, TableSource
 
 
 @dataclass
@@ -32,8 +34,9 @@ class Following:
 class Followers:
     """The sinks, and the schema that each of them was last seen to follow."""
 
-    def __init__(self, wiring: Wiring) -> None:
-        self._wiring = wiring
+    def __init__(self, contexts: Contexts) -> None:
+        self._wiring = contexts.wiring
+        self._contexts = contexts
         self._evolved: dict[Pair, pa.Schema] = {}
 
     def follow(
@@ -46,14 +49,13 @@ class Followers:
             source = self._wiring.sources[name]
             for stream, schema in streams.items():
                 try:
-                    if source.has_tables:
+                    if isinstance(source, TableSource):
                         self._claim(name, stream, owners)
                     following.renewed.update(list(self._evolve(name, stream, schema, (name, stream) in cleared)))
                 except ConnectorError as error:
-                    note = source.set_aside(stream, error) if is_of_stream(error) else None
-                    if note is None:
+                    if not (isinstance(source, TableSource) and is_of_stream(error)):
                         raise
-                    following.skipped[name, stream] = note
+                    following.skipped[name, stream] = Refused.because(stream, error).note()
         return following
 
     def _owners(self, manifest: Manifest) -> dict[Pair, str]:
@@ -86,7 +88,7 @@ class Followers:
         for target in self._wiring.router.targets(source, stream):
             for name in target.sinks:
                 sink, pair = self._wiring.sinks[name], (name, target.topic)
-                target.tell(sink, new)
+                self._contexts.learn(name, target, new)
                 policy = sink.policy(target.topic)
                 # Of SQL only the tasks know the schema, and what is discarded is known there row by row.
                 if not is_plain(target.route) or policy.discards or self._evolved.get(pair) == new:
@@ -101,7 +103,8 @@ def _evolve_one(sink: Any, topic: Topic, policy: Policy, new: pa.Schema, cleared
     """True if the target changes only with the rows, since it cannot follow, and is cleared."""
     old = sink.schema(topic)
     changes = sink.diff_schemas(old, new) if old is not None else ()
-    if cleared and policy is Policy.EVOLVE and not sink.evaluate_evolution(changes) and sink.renews(topic, changes):
+    can_follow = not cleared or policy is not Policy.EVOLVE or sink.evaluate_evolution(changes)
+    if not can_follow and sink.evaluate_evolution(changes, refilled=topic):
         return True
     for change in changes:
         added = change.kind is ChangeKind.ADDED

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
+from penstock import tables
 from penstock.durable import Json
 from penstock.errors import ConnectorError, RetryableError
 from penstock.runtime.epochs.state import State
 from penstock.runtime.epochs.wiring import Pair, Wiring
+from penstock.tables import TableSource
 
 
 class Capture(Protocol):
@@ -43,9 +45,10 @@ class FirstCopies:
         newest = self._state.newest
         if newest is not None and newest.state == "committed":
             for name, source in self._wiring.sources.items():
-                if source.has_tables and name in newest.ranges:
+                if isinstance(source, TableSource) and name in newest.ranges:
                     end = source.position_type.model_validate(newest.ranges[name].end)
-                    self._mark_tables(name, source.seeded(source.advance(end, newest.notes.get(name, ()))))
+                    known = source.tables(source.next_start(end, newest.notes.get(name, ())))
+                    self._mark_tables(name, tables.seeded(known))
         for name, capture in self.captures.items():
             committed = self._state.edges(name)["committed"]
             for stream, made_for in capture.copied(committed).items() if committed else ():

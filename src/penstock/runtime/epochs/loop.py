@@ -6,15 +6,14 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from uuid import uuid4
 
 from penstock import failpoints
-from penstock.errors import ConnectorError, DataError, FatalError, RetryableError, StagingLost
+from penstock.errors import ConnectorError, DataError, FatalError, RangeGone, StagingLost
 from penstock.pipeline.routing import Router
 from penstock.runtime.epochs.commit import THREADS, Commits, has_second_stage
-from penstock.runtime.epochs.first_copies import FirstCopies
+from penstock.runtime.epochs.contexts import Contexts
 from penstock.runtime.epochs.lost_state import Markers, OnLost
 from penstock.runtime.epochs.manifest import Manifest, Range
 from penstock.runtime.epochs.stage import Staged, Stager
@@ -62,6 +61,7 @@ class EpochLoop:
         threads: int = THREADS,
         on_phase: Callable[[int, str], None] = lambda number, phase: None,
         on_ack_failed: Callable[[str, ConnectorError], None] = lambda source, error: None,
+        contexts: Contexts | None = None,
     ) -> None:
         self.state = state
         self.sources = sources
@@ -73,16 +73,15 @@ class EpochLoop:
         self._max_error_rate = max_error_rate
         self._on_phase = on_phase
         self._on_ack_failed = on_ack_failed
-        wiring = Wiring(sources, sinks, router).pack()
+        self.contexts = contexts or Contexts(state, Wiring(sources, sinks, router))
+        """What the connectors are to be opened with."""
+        wiring = self.contexts.wiring.pack()
         self._markers = Markers(state, wiring)
-        self._stager = Stager(wiring, engine, skip_bad)
-        self._commits = Commits(state, wiring, engine, threads)
+        self._stager = Stager(self.contexts, engine, skip_bad)
+        self._commits = Commits(state, self.contexts, engine, threads)
         self._sweeper = Sweeper(state, wiring, self._epoch)
-        self.copies = FirstCopies(state, wiring)
+        self.copies = self.contexts.copies
         self._unacked: dict[str, Any] = {}
-        for name, source in sources.items():
-            if source.has_tables:
-                source.held = partial(self.copies.held, name)
 
     def start(self, pairs: Iterable[Pair], on_lost: OnLost = "stop") -> None:
         """Compare the state with what the targets say; after the sources and sinks are open, before the first step."""
@@ -118,9 +117,10 @@ class EpochLoop:
             try:
                 with _timed(seconds, "stage"):
                     manifest = self._prepare(*self._stage(manifest, again=recovered))
-            except FatalError:
-                if not self._withdraw():
+            except RangeGone:
+                if manifest.only is not None:
                     raise
+                self._withdraw()
                 return EpochReport(manifest.number, {}, {}, 0, seconds, recovered)
         with _timed(seconds, "commit"):
             manifest = self._finish(self._commit(manifest, again))
@@ -141,14 +141,12 @@ class EpochLoop:
 
     def _plan(self) -> Manifest | None:
         newest = self.state.newest
-        limit = ReadLimit(rows=self.max_epoch_rows, parallelism=self.engine.parallelism)
         ranges: dict[str, Range] = {}
         moved = False
         for name, source in self.sources.items():
             start = self.position(name)
-            end = source.latest(start, limit)
-            if self.frozen is not None:
-                end = source.earlier(end, self.frozen[name])
+            until = self.frozen[name] if self.frozen is not None else None
+            end = source.latest(start, ReadLimit(self.max_epoch_rows, self.engine.parallelism, until))
             moved = moved or end != start
             ranges[name] = Range(start=start.model_dump(mode="json"), end=end.model_dump(mode="json"))
         if not moved:
@@ -282,25 +280,12 @@ class EpochLoop:
         }
         return self.state.save(manifest.model_copy(update=update))
 
-    def _withdraw(self) -> bool:
+    def _withdraw(self) -> None:
         """Close a planned epoch that can never be staged: its number stays bound, to an empty range."""
-        manifest = self.state.newest
-        if manifest is None or manifest.state != "planned" or manifest.only is not None:
-            return False
-        try:
-            gone = any(
-                source.withdraw(*(source.position_type.model_validate(edge) for edge in (span.start, span.end)))
-                for name, span in manifest.ranges.items()
-                if span.start != span.end and (source := self.sources[name])
-            )
-        except RetryableError:
-            gone = False  # the source does not answer: what failed is told, and this is asked at the next start
-        if not gone:
-            return False
-        manifest = self._roll_back(manifest)
+        assert self.state.newest is not None
+        manifest = self._roll_back(self.state.newest)
         ranges = {name: Range(start=span.start, end=span.start) for name, span in manifest.ranges.items()}
         self.state.save(manifest.model_copy(update={"state": "committed", "ranges": ranges}))
-        return True
 
     def _epoch(self, manifest: Manifest, attempt: str | None = None) -> Epoch:
         adopts = frozenset((incarnation, number) for incarnation, number in self.state.identity.adopts)
@@ -323,7 +308,7 @@ class EpochLoop:
         if newest is None or name not in newest.ranges:
             return source.initial()
         end = source.position_type.model_validate(newest.ranges[name].end)
-        return source.advance(end, newest.notes.get(name, ()))
+        return source.next_start(end, newest.notes.get(name, ()))
 
     def _ends(self, manifest: Manifest) -> dict[str, Any]:
         return {

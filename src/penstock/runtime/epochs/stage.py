@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from penstock import tables
 from penstock.durable import Json
+from penstock.runtime.epochs.contexts import Contexts
 from penstock.runtime.epochs.evolve import Followers
-from penstock.runtime.epochs.manifest import Manifest
-from penstock.runtime.epochs.wiring import Pair, Wiring
+from penstock.runtime.epochs.manifest import Manifest, Range
+from penstock.runtime.epochs.wiring import Pair
 from penstock.runtime.job import Engine, Job, Part, Tally, TaskResult
 from penstock.sink import Epoch, Topic, WriteResult
 from penstock.source import Schemas
+from penstock.tables import CopyAgain, Refused, TableSource
 
 
 @dataclass
@@ -75,11 +79,12 @@ class Staged:
 class Stager:
     """Runs the jobs that stage."""
 
-    def __init__(self, wiring: Wiring, engine: Engine, skip_bad: bool) -> None:
-        self._wiring = wiring
+    def __init__(self, contexts: Contexts, engine: Engine, skip_bad: bool) -> None:
+        self._wiring = contexts.wiring
+        self._contexts = contexts
         self._engine = engine
         self._skip_bad = skip_bad
-        self._followers = Followers(wiring)
+        self._followers = Followers(contexts)
 
     def run(self, manifest: Manifest, epoch: Epoch, sinks: Sequence[str], only: Sequence[Pair] | None) -> Staged:
         """Stage the epoch for these sinks; with `only`, for these of their topics."""
@@ -92,7 +97,9 @@ class Stager:
             if start != end:
                 parts += [Part(len(parts) + i, name, split) for i, split in enumerate(source.split(start, end))]
                 schemas[name] = source.schema()
-                cleared |= {(name, stream) for stream in source.cleared(start, end)}
+                if isinstance(source, TableSource):
+                    refilled = tables.refilled(source.tables(start), source.tables(end))
+                    cleared |= {(name, stream) for stream in refilled}
         following = self._followers.follow(schemas, manifest, cleared)
         skipped = following.skipped
         job = Job(
@@ -107,7 +114,7 @@ class Stager:
             skip_bad=self._skip_bad,
             only=None if only is None else frozenset((sink, topic) for sink, topic in only),
             aside=frozenset(skipped),
-            renewed=frozenset(following.renewed),
+            contexts=self._contexts.in_tasks(following.renewed),
         )
         return Staged.of(self._engine.run(job) if parts else (), skipped)
 
@@ -115,7 +122,24 @@ class Stager:
         """The notes of an epoch whose range was read again for these sinks and topics alone."""
         counted = dict(manifest.notes)
         for name, again in staged.notes.items():
-            source = self._wiring.sources[name]
-            streams = frozenset(s for s in source.schema() if not set(pairs).isdisjoint(self._wiring.pairs(name, s)))
-            counted[name] = list(source.reread(manifest.notes.get(name, ()), again, streams))
+            first, source = manifest.notes.get(name, []), self._wiring.sources[name]
+            if isinstance(source, TableSource):
+                streams = {s for s in source.schema() if not set(pairs).isdisjoint(self._wiring.pairs(name, s))}
+                counted[name] = [*first, *_differing(source, manifest.ranges[name], again, streams)]
+            else:
+                counted[name] = list(first or again)
         return counted
+
+
+def _differing(source: TableSource[Any, Any], span: Range, again: Sequence[Json], streams: set[str]) -> Iterator[Json]:
+    """
+    What is to be noted of tables that were staged a second time, for some sinks alone.
+
+    A copy that is read twice may hold other rows the second time: so that all sinks get the same, it is made once more. A
+    table that was refused this time is missing in one sink.
+    """
+    start, end = (source.position_type.model_validate(edge) for edge in (span.start, span.end))
+    copied = tables.copied(source.tables(start), source.tables(source.next_start(end, again))) & streams
+    if copied:
+        yield CopyAgain(streams=tuple(sorted(copied))).note()
+    yield from (note for note in again if (refused := Refused.read(note)) and refused.stream in streams)

@@ -10,6 +10,7 @@ from penstock.errors import ConfigError, ConnectorError, is_of_stream
 from penstock.pipeline.routing import Router
 from penstock.sink import SinkConnector, Topic
 from penstock.source import RangeSource
+from penstock.tables import TableSource
 
 Pair = tuple[str, Topic]
 """A sink and one of its topics."""
@@ -55,13 +56,14 @@ class Wiring:
 
     def is_told_later(self, error: ConnectorError) -> bool:
         """True if following the streams tells of each one that it is about, and goes on with the others."""
-        return is_of_stream(error) and all(source.has_tables for source in self.sources.values())
+        return is_of_stream(error) and all(isinstance(source, TableSource) for source in self.sources.values())
 
 
 def followed(source: RangeSource[Any, Any], position: Any) -> list[str]:
     """The tables whose targets are theirs at a position; not those that have met another there."""
+    tables = source.tables(position) if isinstance(source, TableSource) else {}
     left = ("gone", "skipped")
-    return [each.stream for each in source.streams(position) if each.state not in left and each.code != "PEN-1011"]
+    return [stream for stream, each in tables.items() if each.state not in left and each.code != "PEN-1011"]
 
 
 def _pickled(kind: str, name: str, connector: Any) -> bytes:

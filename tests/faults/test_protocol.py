@@ -10,13 +10,14 @@ import pyarrow as pa
 import pytest
 
 from penstock import failpoints
-from penstock.errors import ConnectorError, FatalError, Fenced, RetryableError
+from penstock.errors import ConnectorError, FatalError, Fenced, RetryableError, SchemaError
 from penstock.pipeline.routing import Router
 from penstock.runtime.epochs import EpochLoop, State, reset
 from penstock.runtime.epochs import sweep as protocol
 from penstock.runtime.job import run_task, run_work
 from penstock.sink import SinkConnectorCapabilities, Task
 from penstock.source import Note, SourceBatch
+from penstock.tables import TableSource, TableState
 from penstock.testing import MemorySink, MemorySinkConfig, MemorySource
 
 TOPICS = [("lake", "/a"), ("lake", "/b")]
@@ -416,3 +417,32 @@ def test_a_run_on_a_copy_of_the_state_that_reached_the_same_number_with_another_
         copy.step()
     copy.state.close()
     assert run.ids("/a") == run.ids("/b") == [0, 1]
+
+
+class TwoTables(MemorySource, TableSource):
+    """Its streams are tables: one that a sink refuses is left out, and the others go on."""
+
+    def tables(self, position):
+        return {stream: TableState("active") for stream in ("a", "b")}
+
+
+class Choosy(MemorySink):
+    """`other` takes the first row of `/b`, and refuses the second one."""
+
+    def write_batch(self, topic, batch):
+        if topic == "/b" and self.config.path.name == "other" and batch["id"][0].as_py() > 0:
+            raise SchemaError("no place for this row")
+        return super().write_batch(topic, batch)
+
+
+def test_a_table_that_one_sink_refuses_is_in_no_sink_of_that_epoch(tmp_path):
+    run = Run(tmp_path, items=2, source_type=TwoTables, sink_type=Choosy)
+    loop = run.loop(sinks=("lake", "other"))
+    loop.max_epoch_rows = 4
+    report = loop.step()
+    loop.state.close()
+    assert run.ids("/a") == run.ids("/a", "other") == [0, 1]
+    assert run.ids("/b") == run.ids("/b", "other") == []
+    (note,) = State(run.path / "state", "orders").peek().newest.notes["memory"]
+    assert (note["failed"]["stream"], note["failed"]["code"]) == ("b", "PEN-4000")
+    assert ("lake", "/b") not in report.rows_out

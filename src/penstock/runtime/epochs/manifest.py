@@ -53,6 +53,8 @@ class Manifest(BaseModel):
     discarded: dict[str, dict[Topic, int]] = {}
     """Rows that `schema_evolution` left out or took a value from, per sink and topic."""
     skipped: int = 0
+    restage: list[Topic] | None = None
+    """Asked for by `offsets restage`: stage again what is not committed, without these topics."""
     unswept: list[int] = []
     """Epochs whose failed tries may have left staged data."""
 

@@ -22,6 +22,7 @@ from penstock.changes import Op
 from penstock.config import Config
 from penstock.durable import canonical, disk_errors, fsync, make_directory, publish_once, write_atomic
 from penstock.errors import ConfigError, FatalError, StagingLost
+from penstock.schema.codec import pack_schema, unpack_schema
 from penstock.schema.evolution import EvolutionConfig, fit, follow, widened
 from penstock.sink import (
     CommittedEpoch,
@@ -226,7 +227,7 @@ class MemorySink(TopicSink[MemorySinkConfig, MemoryReceipt]):
             "pipeline": epoch.pipeline,
             "marker": marker.model_dump(mode="json"),
             "files": files,
-            "schema": schema.serialize().to_pybytes().hex() if schema is not None else None,
+            "schema": pack_schema(schema) if schema is not None else None,
         }
         make_directory(self._topic(topic) / "log")
         failpoints.hit("commit.before")
@@ -273,7 +274,7 @@ class MemorySink(TopicSink[MemorySinkConfig, MemoryReceipt]):
     def _stored(self, topic: Topic) -> pa.Schema | None:
         """The columns of the target; None: it is not there."""
         log = self._log(topic)
-        return pa.ipc.read_schema(pa.BufferReader(bytes.fromhex(log[-1]["schema"]))) if log else None
+        return unpack_schema(log[-1]["schema"]) if log else None
 
     def _log(self, topic: Topic) -> list[dict[str, Any]]:
         return [json.loads(file.read_bytes()) for file in sorted((self._topic(topic) / "log").glob("*.json"))]

@@ -39,11 +39,10 @@ from penstock.connectors.lake.staging import (
     StagedTopic,
     StagingConfig,
     StagingSink,
-    pack_schema,
-    unpack_schema,
 )
 from penstock.errors import ConfigError, ConnectorError, DataError, FatalError, RetryableError, SchemaError, StagingLost
 from penstock.schema import ChangeKind, SchemaChange, key_of, with_key
+from penstock.schema.codec import pack_schema, unpack_schema
 from penstock.schema.evolution import Policy, diff, follow, refusal, widens
 from penstock.sink import CommittedEpoch, Epoch, Positions, Task, Topic, WriteResult, is_committed
 

@@ -23,12 +23,11 @@ from penstock.connectors.lake.staging import (
     StagedFiles,
     StagingConfig,
     StagingSink,
-    pack_schema,
-    unpack_schema,
 )
 from penstock.errors import ConfigError, FatalError, RetryableError, StagingLost
 from penstock.formats import jsonl
 from penstock.schema import key_of
+from penstock.schema.codec import pack_schema, unpack_schema
 from penstock.schema.evolution import follow
 from penstock.sink import CommittedEpoch, Epoch, Positions, Topic, WriteResult, is_committed
 

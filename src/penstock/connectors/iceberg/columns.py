@@ -22,8 +22,9 @@ from pyiceberg.io.pyarrow import (
 from pyiceberg.schema import Schema
 
 from penstock import durable
-from penstock.connectors.lake.staging import ParquetPart, StagedFile, pack_schema, unpack_schema
+from penstock.connectors.lake.staging import ParquetPart, StagedFile
 from penstock.errors import DataError, SchemaError
+from penstock.schema.codec import pack_schema, unpack_schema
 from penstock.sink import Topic
 
 _ID = b"PARQUET:field_id"

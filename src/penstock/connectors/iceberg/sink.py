@@ -42,6 +42,7 @@ from penstock.connectors.lake import staging
 from penstock.connectors.lake.staging import HIDDEN, StagedFile, StagedFiles, StagedTopic, StagingConfig, StagingSink
 from penstock.errors import ConfigError, FatalError, RetryableError, SchemaError, StagingLost
 from penstock.schema import ChangeKind, SchemaChange, key_of
+from penstock.schema.codec import unpack_schema
 from penstock.schema.evolution import Policy, diff, follow, refusal, widened
 from penstock.sink import CommittedEpoch, Epoch, Positions, Task, Topic, WriteResult, is_committed
 
@@ -236,7 +237,7 @@ class Iceberg(StagingSink[IcebergConfig]):
                     raise StagingLost(f"{lost} of {epoch} is gone or has another size")
                 with durable.disk_errors(), catalog_errors(topic):
                     if table is None:
-                        self._create(topic, [staging.unpack_schema(part.columns) for part in parts])
+                        self._create(topic, [unpack_schema(part.columns) for part in parts])
                     else:
                         self._commit(epoch, topic, table, parts, end)
                         break
@@ -265,7 +266,7 @@ class Iceberg(StagingSink[IcebergConfig]):
     def _commit(self, epoch: Epoch, topic: Topic, table: Table, parts: Sequence[StagedTopic], end: Positions) -> None:
         columns = known = table.columns()
         for part in parts:
-            columns = self._wider(topic, columns, staging.unpack_schema(part.columns))
+            columns = self._wider(topic, columns, unpack_schema(part.columns))
         ids = dict(ids_of(columns.schema))
         target = self._targets.claim(topic)
         files = [file for part in parts for file in part.files]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import os
 from collections import OrderedDict
@@ -22,6 +21,7 @@ from penstock import durable
 from penstock.config import FilePath
 from penstock.connectors.lake.partitions import hive, split
 from penstock.errors import ConfigError, SchemaError
+from penstock.schema.codec import pack_schema
 from penstock.schema.evolution import EvolutionConfig, Policy, Widens, fit, follow
 from penstock.sink import Epoch, Receipt, SinkConnectorCapabilities, Task, Topic, TopicSink
 from penstock.source import HealthStatus
@@ -72,14 +72,6 @@ class StagedFiles(Receipt):
 
     def topics(self) -> Iterable[Topic]:
         return self.staged
-
-
-def pack_schema(schema: pa.Schema) -> str:
-    return base64.b64encode(schema.serialize().to_pybytes()).decode()
-
-
-def unpack_schema(text: str) -> pa.Schema:
-    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
 
 
 @dataclass

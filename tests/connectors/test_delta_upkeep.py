@@ -120,7 +120,7 @@ def test_a_process_killed_while_it_joins_has_committed_its_epoch_and_a_sweep_fin
         commit(sink, number, rows(number * 10))
     e = epoch(upkeep.FAN)
     receipts = [stage(sink, e, rows(80))]
-    module = "import penstock.connectors.delta.sink as s; " if where.startswith("upkeep") else ""
+    module = "import penstock.connectors.delta.commit as s; " if where.startswith("upkeep") else ""
     what = "s.join_small_files" if where.startswith("upkeep") else where
     hook = f"{module}{what} = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)"
     assert commit_in_a_process(sink, e, receipts, hook=hook) == -9

@@ -35,7 +35,7 @@ from penstock.connectors.iceberg.commit import IcebergTarget
 from penstock.connectors.iceberg.table import Table
 from penstock.errors import ConfigError, FatalError, RetryableError, SchemaError
 from penstock.schema.evolution import Policy
-from penstock.sink import Task
+from penstock.sink import SinkContext, Task, TopicContext
 from penstock.testing import SinkContract
 from penstock.testing.postgres import PostgresServer
 
@@ -126,7 +126,8 @@ def test_a_catalog_whose_tables_another_task_makes_at_the_same_time_is_used(make
 
 def test_a_table_of_which_no_rows_came_is_there_and_empty(make, catalog):
     sink = make()
-    sink.current = {ORDERS: pa.schema([("id", pa.int64()), ("small", pa.int16())])}
+    schema = pa.schema([("id", pa.int64()), ("small", pa.int16())])
+    sink.open(SinkContext({ORDERS: TopicContext(source_schema=schema)}))
     sink.mark_seeded(ORDERS)
     table = catalog.load_table("lake.orders").scan().to_arrow()
     assert (table.num_rows, table.column_names) == (0, ["id", "small"])
@@ -759,7 +760,7 @@ def test_partitions_that_do_not_fit_are_refused(make, catalog, tmp_path):
         make(partition_by=["hour(ts)"])
     with pytest.raises(SchemaError, match=r"PEN-4002 .*day\(id\)"):
         stage(make(partition_by=["day(id)"]), epoch(1), rows(0))
-    with pytest.raises(SchemaError, match=r"PEN-4002 .*wants country"):
+    with pytest.raises(SchemaError, match=r"PEN-4002 .*needs country"):
         stage(make(partition_by=["country"]), epoch(1), rows(0))
     catalog.create_namespace("lake")
     bucket = PartitionField(source_id=1, field_id=1000, transform=BucketTransform(4), name="id_bucket")

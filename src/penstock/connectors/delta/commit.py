@@ -118,7 +118,9 @@ class DeltaTarget(LakeTarget[Table]):
         marker = table.marker(commit.epoch.pipeline)
         sent = {name for each in commit.schemas() for name in stored_columns(self.config, each).names}
         sent.update(marker.columns if marker else ())
-        stored = partial(as_stored, schema=schema, gone=gone_columns(sent, self.sink.current.get(self.topic)))
+        stored = partial(
+            as_stored, schema=schema, gone=gone_columns(sent, self.sink.context.topic(self.topic).source_schema)
+        )
         changes = [StagedChanges(self.place(commit, file), stored) for file in commit.files]
         own = pa.schema([each for each in schema if not self.config.soft_delete or each.name != MARK.name])
         key = one_key(self.topic, [key_of(each) for each in commit.schemas()])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -21,7 +20,7 @@ from penstock.connectors.upsert import check_options
 from penstock.errors import ConfigError
 from penstock.schema import ChangeKind, SchemaChange
 from penstock.schema.evolution import diff, widens
-from penstock.sink import Epoch, Task, Topic
+from penstock.sink import Epoch, SinkContext, Task, Topic
 
 
 class Delta(LakeSink[DeltaConfig]):
@@ -45,16 +44,16 @@ class Delta(LakeSink[DeltaConfig]):
 
     name = "delta"
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+    def __init__(self, config: DeltaConfig) -> None:
+        super().__init__(config)
         if self.config.mode != "append":
             self.capabilities = self.capabilities.with_changelog()
         if self.config.upserts:
             self.capabilities = self.capabilities.with_upsert().with_idempotent()
 
-    def open(self) -> None:
+    def open(self, context: SinkContext = SinkContext()) -> None:
         check_options(self.config)
-        super().open()
+        super().open(context)
         if MISREAD.search(str(self.targets.root)):
             what = f"the Delta client reads the %-code or backslash in `path` as another character: {self.config.path}"
             raise ConfigError(what, code="PEN-1003", hint="choose another path")
@@ -91,16 +90,15 @@ class Delta(LakeSink[DeltaConfig]):
     def diff_schemas(self, old: pa.Schema, new: pa.Schema) -> Sequence[SchemaChange]:
         return diff(*(delta_schema("the topic", stored_columns(self.config, schema)) for schema in (old, new)))
 
-    def evaluate_evolution(self, changes: Sequence[SchemaChange]) -> bool:
+    def evaluate_evolution(self, changes: Sequence[SchemaChange], refilled: Topic | None = None) -> bool:
+        if refilled is not None:
+            return self._delta(refilled).can_replace_types(changes)
         retyped = [change for change in changes if change.kind is ChangeKind.RETYPED]
         return all(widens(change.new, change.old) or can_widen(change.old, change.new) for change in retyped)
 
     def apply_evolution(self, topic: Topic, changes: Sequence[SchemaChange]) -> None:
         new = pa.schema([(change.column, change.new) for change in changes if change.new is not None])
         self._delta(topic).evolve_early(new)
-
-    def renews(self, topic: Topic, changes: Sequence[SchemaChange]) -> bool:
-        return self._delta(topic).can_replace_types(changes)
 
 
 def _begin_changes(path: Path, schema: pa.Schema) -> Part:

@@ -67,7 +67,7 @@ class DeltaTask(LakeTask):
             topic: each.model_copy(
                 update={
                     "columns": pack_schema(with_key(unpack_schema(each.columns), self._keys[topic])),
-                    "renews": topic in self.sink.cleared,
+                    "renews": self.sink.context.topic(topic).refilled,
                 }
             )
             for topic, each in receipt.staged.items()
@@ -76,7 +76,8 @@ class DeltaTask(LakeTask):
 
     def accept(self, topic: Topic, rows: pa.Schema, policy: Policy) -> pa.Schema:
         config = self.sink.config
-        stored, staged = self.stored(topic) if topic not in self.sink.cleared else None, self.stage.schema(topic)
+        stored = None if self.sink.context.topic(topic).refilled else self.stored(topic)
+        staged = self.stage.schema(topic)
         columns = stored or stored_columns(config, staged or rows)
         if stored is not None and staged is not None:
             columns = follow_rows(topic, config, stored, stored_columns(config, staged))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 
@@ -20,7 +20,7 @@ from penstock.connectors.lake.staging import FileSpec, Part, Stage
 from penstock.errors import ConfigError
 from penstock.schema import ChangeKind, SchemaChange
 from penstock.schema.evolution import diff
-from penstock.sink import Epoch, Task, Topic
+from penstock.sink import Epoch, SinkContext, Task, Topic
 
 
 class Iceberg(LakeSink[IcebergConfig]):
@@ -40,18 +40,16 @@ class Iceberg(LakeSink[IcebergConfig]):
 
     def __init__(self, config: IcebergConfig) -> None:
         super().__init__(config)
+        self._uri = config.catalog_uri
         if config.catalog_uri.startswith("sqlite:///"):
             self._uri = "sqlite:///" + os.path.abspath(config.catalog_uri.removeprefix("sqlite:///"))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_uri": self.__dict__.get("_uri", self.config.catalog_uri)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if self.config.mode == "changes":
+        if config.mode == "changes":
             self.capabilities = self.capabilities.with_changelog()
 
-    def open(self) -> None:
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+        return type(self), (self.config.model_copy(update={"path": self._path, "catalog_uri": self._uri}),)
+
+    def open(self, context: SinkContext = SinkContext()) -> None:
         if self.config.mode == "upsert":
             raise ConfigError(
                 '`mode = "upsert"` is not supported yet',
@@ -60,7 +58,7 @@ class Iceberg(LakeSink[IcebergConfig]):
             )
         self.names = Names(self.config)
         self.layout = Layout.parse(self.config.partition_by)
-        super().open()
+        super().open(context)
         self.catalogs = Catalogs(self.config.catalog, catalog_url(self.config, self._uri, self.targets.root))
 
     def close(self) -> None:
@@ -92,7 +90,7 @@ class Iceberg(LakeSink[IcebergConfig]):
     def diff_schemas(self, old: pa.Schema, new: pa.Schema) -> Sequence[SchemaChange]:
         return diff(*(iceberg_schema("the topic", schema) for schema in (old, new)))
 
-    def evaluate_evolution(self, changes: Sequence[SchemaChange]) -> bool:
+    def evaluate_evolution(self, changes: Sequence[SchemaChange], refilled: Topic | None = None) -> bool:
         return all(
             change.kind is not ChangeKind.RETYPED or widens(change.old, change.new) or widens(change.new, change.old)
             for change in changes

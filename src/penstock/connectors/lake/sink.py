@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import pyarrow as pa
 from pydantic import PositiveInt
@@ -23,6 +23,7 @@ from penstock.sink import (
     Epoch,
     Positions,
     SinkConnectorCapabilities,
+    SinkContext,
     Task,
     Topic,
     TopicSink,
@@ -68,17 +69,14 @@ class LakeSink(TopicSink[S, StagedFiles]):
         path = config.path.removeprefix("file://") if config.path.startswith("file:///") else config.path
         # Here and not in `open`: the working directory of an executor may be another one.
         self._path = path if "://" in path else os.path.abspath(path)
-        self.__setstate__(self.__getstate__())
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config, "_path": self._path}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
         self._task: LakeTask | None = None
         self._known: dict[Topic, LakeTarget[Any]] = {}
 
-    def open(self) -> None:
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+        return type(self), (self.config.model_copy(update={"path": self._path}),)
+
+    def open(self, context: SinkContext = SinkContext()) -> None:
+        super().open(context)
         self.targets = Targets(self._path)
         durable.make_directory(self.targets.root)
 
@@ -151,7 +149,7 @@ class LakeSink(TopicSink[S, StagedFiles]):
         return self.target(topic).is_seeded()
 
     def mark_seeded(self, topic: Topic) -> None:
-        self.target(topic).mark_seeded(self.current.get(topic))
+        self.target(topic).mark_seeded(self.context.topic(topic).source_schema)
 
     def health_check(self) -> HealthStatus:
         root = self.targets.root

@@ -25,7 +25,9 @@ from pyarrow import types
 from pydantic import Field, NonNegativeInt
 
 from penstock import durable
-from penstock.changes import Op, check_changes, collapse_parts, is_changelog, own_columns
+from penstock.changes import Op, is_changelog, own_columns
+from penstock.changes.checks import check_changes
+from penstock.changes.streamed import collapse_parts
 from penstock.config import Secret
 from penstock.connectors.delta.columns import StatsPart, as_delta, delta_schema, has_empty_text
 from penstock.connectors.delta.rewrite import StagedChanges, rewrite

@@ -19,6 +19,7 @@ from pydantic import Field
 
 from penstock import failpoints
 from penstock.changes import Op
+from penstock.changes.old_key import unpack_key
 from penstock.config import Config
 from penstock.durable import canonical, disk_errors, fsync, make_directory, publish_once, write_atomic
 from penstock.errors import ConfigError, FatalError, StagingLost
@@ -324,7 +325,7 @@ def _upsert(found: dict[Any, dict[str, Any]], values: tuple[Any, ...], row: dict
     elif row.get("_op") == Op.DELETE:
         found.pop(values, None)
     else:
-        old_key = json.loads(row["_old_key"]) if row.get("_old_key") else None
+        old_key = unpack_key(row["_old_key"]) if row.get("_old_key") else None
         moved = found.pop(tuple(old_key[name] for name in key), None) if old_key else None
         said = {name: value for name, value in row.items() if name not in (row.get("_unchanged") or ())}
         found[values] = {**(found.get(values) or moved or {}), **said}

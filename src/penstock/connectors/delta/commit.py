@@ -17,7 +17,7 @@ from deltalake import DeltaTable
 from deltalake.exceptions import CommitFailedError, DeltaError, DeltaProtocolError, TableNotFoundError
 
 from penstock import durable
-from penstock.changes import collapse_parts
+from penstock.changes.streamed import collapse_parts
 from penstock.connectors.delta.columns import MARK, delta_schema, follow_rows, refuse_partitions, stored_columns
 from penstock.connectors.delta.rewrite import StagedChanges, as_stored, rewrite
 from penstock.connectors.delta.table import Table, claim, delta_errors, unknown_feature

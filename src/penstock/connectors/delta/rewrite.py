@@ -19,7 +19,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import types
 
-from penstock.changes import Collapsed, Ints, Keys, Mask, own_columns
+from penstock.changes import own_columns
+from penstock.changes.collapse import Collapsed
+from penstock.changes.keys import Ints, Keys, Mask
 from penstock.connectors.delta.table import Table
 from penstock.connectors.lake.partitions import partition_text
 from penstock.connectors.lake.staging import ROW_GROUP_ROWS, Stage, StagedFile, StagedTopic
@@ -82,7 +84,7 @@ def rewrite(
     candidates = _candidates(actions, keys, table.partition_by())
     if changes.truncated:
         candidates = np.arange(actions.num_rows)
-    found = Keys(keys) if len(candidates) else None
+    found = Keys(keys, changes.equality) if len(candidates) else None
     kept = _Kept(changes, schema, table.path / HIDDEN)
     with contextlib.ExitStack() as abandoned:
 

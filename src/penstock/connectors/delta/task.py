@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import Schema as DeltaSchema
 
-from penstock.changes import Op, check_changes, is_changelog, own_columns
+from penstock.changes import Op, is_changelog, own_columns
+from penstock.changes.checks import check_changes
 from penstock.connectors.delta.columns import (
     TYPES,
     delta_schema,

@@ -16,7 +16,8 @@ import pyarrow.compute as pc
 import pyarrow.csv
 from pydantic import BaseModel, ConfigDict
 
-from penstock.changes import Op, collapse, is_changelog, own_columns
+from penstock.changes import Op, is_changelog, own_columns
+from penstock.changes.collapse import collapse
 from penstock.connectors.postgres.target import DELETED, Column, Target
 from penstock.connectors.postgresql.types import quoted
 from penstock.errors import SchemaError, StagingLost

@@ -12,7 +12,8 @@ import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.changes import Op, is_changelog, unpack_keys
+from penstock.changes import Op, is_changelog
+from penstock.changes.old_key import unpack_keys
 from penstock.connectors.postgres import columns
 from penstock.connectors.postgres.apply import StagedPart
 from penstock.connectors.postgres.target import Target

@@ -23,7 +23,7 @@ import pytest
 
 from penstock import failpoints
 from penstock.changes import CHANGE_FIELDS
-from penstock.durable import canonical
+from penstock.changes.old_key import pack_key
 from penstock.errors import FatalError, Fenced, RetryableError
 from penstock.pipeline.routing import Router
 from penstock.runtime.epochs import EpochLoop, State, sweep
@@ -665,7 +665,7 @@ def _changes(stream: str, first: int, count: int) -> SourceBatch:
     ]
     before = max(first - count, 0)
     events += [{"_op": "u", "id": id, "name": f"since {first}", **kept} for id in _span(before, count - 1)]
-    moved = {"_op": "u", **kept, "_old_key": canonical({"id": -first})} if first else {"_op": "c", "doc": "moves"}
+    moved = {"_op": "u", **kept, "_old_key": pack_key({"id": -first})} if first else {"_op": "c", "doc": "moves"}
     events.append({"id": -first - count, "name": "moves", **moved})
     for place, event in enumerate(events):
         event["_position"] = f"{first:06d}.{place:03d}"

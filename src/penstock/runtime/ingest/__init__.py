@@ -17,7 +17,8 @@ import pyarrow as pa
 from penstock import failpoints
 from penstock.capture import Ack, Change, ChangeCapture, Delete, SnapshotTable, Upsert
 from penstock.changes import CHANGE_FIELDS, Op
-from penstock.durable import Json, canonical
+from penstock.changes.old_key import pack_key
+from penstock.durable import Json
 from penstock.errors import ConnectorError, DataError, FatalError, RetryableError
 from penstock.runtime.journal import Item, Journal, JournalConfig, JournalPosition, JournalSource, size_of
 from penstock.source import (
@@ -724,4 +725,4 @@ def _missing(change: Change, names: Sequence[str]) -> list[str] | None:
 
 def _old_key(change: Change) -> str | None:
     old_key = change.event.old_key if isinstance(change.event, Upsert) else None
-    return None if old_key is None else canonical(old_key)
+    return None if old_key is None else pack_key(old_key)

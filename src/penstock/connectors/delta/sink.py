@@ -43,6 +43,7 @@ class Delta(LakeSink[DeltaConfig]):
     """
 
     name = "delta"
+    concurrent = True
 
     def __init__(self, config: DeltaConfig) -> None:
         super().__init__(config)

@@ -19,9 +19,11 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 from sink_protocol import END, ORDERS, SinkProtocol, commit_in_a_process, epoch, rows, stage
 
-from penstock.changes import CHANGE_FIELDS, collapse_parts
+from penstock.changes import CHANGE_FIELDS
+from penstock.changes.streamed import collapse_parts
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.delta import rewrite as rewriting
+from penstock.connectors.delta.commit import DeltaTarget
 from penstock.errors import ConfigError, DataError, Fenced, RetryableError, SchemaError, StagingLost
 from penstock.schema import ChangeKind, SchemaChange, with_key
 from penstock.sink import Epoch, SinkContext, Task, TopicContext
@@ -204,8 +206,8 @@ def test_what_other_writers_have_written_is_found_and_kept(sink, make, target, p
 @pytest.mark.parametrize("held_rows", [0, 1 << 20])
 def test_random_changes_leave_what_a_dict_of_them_holds(make, target, monkeypatch, held_rows):
     """With files and chunks so small that every way through the rewriting is taken."""
-    monkeypatch.setattr("penstock.changes.HELD_ROWS", held_rows)
-    monkeypatch.setattr("penstock.changes.BUCKET_ROWS", 7)
+    monkeypatch.setattr("penstock.changes.streamed.HELD_ROWS", held_rows)
+    monkeypatch.setattr("penstock.changes.streamed.BUCKET_ROWS", 7)
     monkeypatch.setattr(rewriting, "RANKED_ROWS", 5)
     monkeypatch.setattr(rewriting, "SMALL_FILE_ROWS", 8)
     monkeypatch.setattr(rewriting, "CHUNK_ROWS", 4)
@@ -395,16 +397,16 @@ def test_changes_that_a_twin_has_applied_and_dropped_are_done_and_not_lost(sink,
     commit(sink, 1, insert(1, 2))
     e = epoch(2)
     receipts = [stage(sink, e, insert(2, name="newer"))]
-    is_there, twin = Delta._lost, make()
+    is_there, twin = DeltaTarget.lost, make()
 
     def look(self, *args):
-        if self is sink and not twin_ran:
+        if self.sink is sink and not twin_ran:
             twin_ran.append(1)
             twin.commit_epoch(e, receipts, END)
         return is_there(self, *args)
 
     twin_ran: list[int] = []
-    monkeypatch.setattr(Delta, "_lost", look)
+    monkeypatch.setattr(DeltaTarget, "lost", look)
     sink.commit_epoch(e, receipts, END)
     assert twin_ran
     assert names(target) == {1: "new", 2: "newer"}
@@ -491,8 +493,8 @@ def test_changes_mode_keeps_every_change_as_it_is(make, target):
 
 def test_of_many_changes_only_the_keys_are_held_while_their_rows_are_written(tmp_path, monkeypatch):
     rows, wide = 40_000, "x" * 500
-    monkeypatch.setattr("penstock.changes.HELD_ROWS", 1000)
-    monkeypatch.setattr("penstock.changes.BUCKET_ROWS", 1000)
+    monkeypatch.setattr("penstock.changes.streamed.HELD_ROWS", 1000)
+    monkeypatch.setattr("penstock.changes.streamed.BUCKET_ROWS", 1000)
     monkeypatch.setattr(rewriting, "CHUNK_ROWS", 2000)
     path = tmp_path / "changes.parquet"
     with pq.ParquetWriter(path, changes().schema) as writer:

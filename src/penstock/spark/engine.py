@@ -268,5 +268,5 @@ def _without(job: Job, target: Target, error: ConnectorError) -> TaskResult:
             if target in job.router.targets(source, stream):
                 if not isinstance(job.sources[source], TableSource):
                     raise error
-                result.notes.append((source, Refused.because(stream, error).note()))
+                result.refused[source, stream] = Refused.because(stream, error).note()
     return result

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import pyarrow as pa
 
-from penstock.changes import Fates, is_changelog
+from penstock.changes import is_changelog
 from penstock.errors import ConfigError, DataError, SchemaError, from_text
 from penstock.pipeline.routing import Route, Target
 from penstock.runtime.job import (
@@ -19,6 +19,7 @@ from penstock.runtime.job import (
 )
 from penstock.schema import key_of
 from penstock.sink import Topic
+from penstock.spark.deletes import FilteredChanges
 from penstock.spark.failures import first_line, last_line
 
 PER_EPOCH = {
@@ -210,13 +211,13 @@ def _computed(frame: Any) -> set[str]:
     return {name for number, name in _ids(plan.output()).items() if number not in inputs}
 
 
-def filtered_changes(job: Job, target: Target, schema: pa.Schema) -> Fates | None:
+def filtered_changes(job: Job, target: Target, schema: pa.Schema) -> FilteredChanges | None:
     """For changes on their way to sinks that apply them by key."""
     keyed = tuple(name for name in target.sinks if name in job.sinks and job.sinks[name].capabilities.upsert)
     if not keyed or not is_changelog(schema):
         return None
     key = getattr(job.sinks[keyed[0]].config, "key", ()) or key_of(schema)
-    return Fates(list(key), keyed)
+    return FilteredChanges(list(key), keyed)
 
 
 def computed_on(frame: Any, known: frozenset[str]) -> frozenset[str]:

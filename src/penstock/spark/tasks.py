@@ -15,7 +15,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from penstock.changes import Fates
 from penstock.errors import (
     SchemaError,
 )
@@ -33,6 +32,7 @@ from penstock.runtime.job import (
     write,
 )
 from penstock.sink import Task, Topic
+from penstock.spark.deletes import FilteredChanges
 
 
 def pack(value: Any) -> bytes:
@@ -138,12 +138,14 @@ def gather_task(packed: bytes, offset: int) -> Callable[[int, Iterable[tuple[Key
                 tally = told.setdefault(source, Tally(source))
                 tally.stream = stream
                 for batch in pa.ipc.open_stream(rows):
-                    if stream not in tally.aside:
+                    if stream not in tally.refused:
                         write(writer, target, batch, tally, job)
             result = writer.finish()
         finally:
             writer.close()
-        result.notes = [(source, note) for source, tally in told.items() for note in tally.notes]
+        result.refused = {
+            (source, each): note for source, tally in told.items() for each, note in tally.refused.items()
+        }
         yield pack(result)
 
     return task
@@ -156,7 +158,7 @@ def read_task(
     schema: pa.Schema,
     known: frozenset[str],
     tallies: Any,
-    fates: Fates | None,
+    fates: FilteredChanges | None,
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def task(ids: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         job: Job = pickle.loads(packed)
@@ -190,7 +192,7 @@ def _side_file(job: Job) -> Path:
 
 
 def write_task(
-    packed: bytes, target: Target, columns: pa.Schema, fates: Fates | None
+    packed: bytes, target: Target, columns: pa.Schema, fates: FilteredChanges | None
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext

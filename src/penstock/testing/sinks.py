@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from penstock import failpoints
 from penstock.changes import CHANGE_FIELDS
+from penstock.changes.old_key import pack_key
 from penstock.durable import canonical
 from penstock.errors import Fenced, RetryableError, SchemaError, StagingLost
 from penstock.schema import with_key
@@ -457,7 +458,7 @@ class SinkContract:
         """Two rows swap their keys over a third one; another moves twice, in two epochs."""
 
         def move(old: int, new: int) -> tuple[Any, ...]:
-            return ("u", new, None, {"_unchanged": ["name"], "_old_key": canonical({"id": old})})
+            return ("u", new, None, {"_unchanged": ["name"], "_old_key": pack_key({"id": old})})
 
         _apply(sink, 1, [("c", 1, "one"), ("c", 2, "two"), ("c", 7, "seven")])
         _apply(sink, 2, [move(1, 3), move(2, 1), move(3, 2), move(7, 8)])

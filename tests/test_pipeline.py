@@ -300,7 +300,11 @@ ERRORS = [
         4,
         'PEN-1003 {}\'unrouted\' in [processing] must be "stop" or "skip", not "drop"',
     ),
-    ("[processing]\non_error = 'dead_letter'", 4, 'PEN-1009 {}on_error = "dead_letter" is not supported yet'),
+    (
+        "[processing]\non_error = 'drop'",
+        4,
+        'PEN-1003 {}\'on_error\' in [processing] must be "stop" or "skip" or "dead_letter", not "drop"',
+    ),
     ("processing = 5", 2, "PEN-1003 {}[processing] must be a table"),
     (
         "delivery = 'at-most-once'",
@@ -345,9 +349,9 @@ ERRORS = [
         "PEN-1010 {}two routes lead to 't' in one sink and differ",
     ),
     (
-        "[[schemas]]\ntopic = '/a'\nsubject = 's'\nschema_type = 'avro'\nversion_strategy = { pinned = 2 }",
-        3,
-        "PEN-1009 {}[[schemas]] for the topic '/a' is not supported yet",
+        "[[schemas]]\ntopic = '/a'\nschema_type = 'json'\nmetadata = ['colour']",
+        6,
+        "PEN-1003 {}'metadata.0' in [[schemas]]",
     ),
 ]
 

@@ -18,8 +18,9 @@ from penstock import reference
 from penstock.config import Config, FilePath, Secret, type_text
 from penstock.errors import CODES
 from penstock.pipeline import Pipeline, registry
-from penstock.pipeline.options import Minimum, Pinned, Processing, RouteEntry, SchemaEntry
+from penstock.pipeline.options import Processing, RouteEntry, SchemaEntry
 from penstock.pipeline.registry import BUILT_IN
+from penstock.schema.registry.versions import Minimum, Pinned
 
 PACKAGE = Path(penstock.__file__).parent
 DOCS = PACKAGE.parent.parent / "docs"

@@ -16,6 +16,7 @@ Every error Penstock raises, chosen by what should happen next.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import ClassVar
 
@@ -161,9 +162,11 @@ class DataError(ConnectorError):
     default_code = "PEN-3000"
     count = 1
     """How many records; a source that yields the good rows first and then raises sets it."""
+    rows: Sequence[int] = ()
+    """Which rows of the batch, if a sink knows; else the runtime finds them by halves."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (*super().__reduce__(), {"count": self.count})
+        return (*super().__reduce__(), {"count": self.count, "rows": tuple(self.rows)})
 
 
 class SchemaError(ConnectorError):

@@ -17,7 +17,7 @@ from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.errors import ConfigError, SchemaError
 from penstock.pipeline.routing import Route, Router
 from penstock.runtime.epochs import EpochLoop, State
-from penstock.runtime.job import run_task
+from penstock.runtime.task import run_task
 from penstock.schema import with_key
 from penstock.schema.evolution import Policy
 from penstock.sink import SinkContext, Task, TopicContext

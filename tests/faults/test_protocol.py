@@ -14,7 +14,7 @@ from penstock.errors import ConnectorError, FatalError, Fenced, RetryableError, 
 from penstock.pipeline.routing import Router
 from penstock.runtime.epochs import EpochLoop, State, reset
 from penstock.runtime.epochs import sweep as protocol
-from penstock.runtime.job import run_task, run_work
+from penstock.runtime.task import run_task, run_work
 from penstock.sink import SinkConnectorCapabilities, Task
 from penstock.source import Note, SourceBatch
 from penstock.tables import TableSource, TableState

@@ -12,8 +12,8 @@ from penstock.durable import Json
 from penstock.errors import ConfigError
 from penstock.pipeline import checks, registry, shape
 from penstock.pipeline.checks import PipelineError, Problem
-from penstock.pipeline.options import OnError, Processing
-from penstock.pipeline.routing import Router
+from penstock.pipeline.options import Processing
+from penstock.pipeline.routing import OnError, Router
 from penstock.pipeline.schemas import TopicSchemas
 from penstock.pipeline.shape import compare_shapes
 from penstock.sink import DeliveryGuarantee, SinkConnector

@@ -15,9 +15,9 @@ from penstock.errors import ConfigError, ConnectorError
 from penstock.pipeline import Pipeline, checks, registry, schemas
 from penstock.pipeline import toml as tomlfile
 from penstock.pipeline.checks import Problem
-from penstock.pipeline.options import OnError, Processing, RouteEntry, SchemaEntry
+from penstock.pipeline.options import Processing, RouteEntry, SchemaEntry
 from penstock.pipeline.registry import Kind
-from penstock.pipeline.routing import Router
+from penstock.pipeline.routing import OnError, Router
 from penstock.pipeline.schemas import RegistryRef, TopicSchema, TopicSchemas
 from penstock.pipeline.toml import TomlFile, Where
 from penstock.schema.registry import registry_type

@@ -8,13 +8,10 @@ from typing import Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from penstock.config import Config
-from penstock.pipeline.routing import Route
+from penstock.pipeline.routing import OnError, Route
 from penstock.schema.compatibility import Compatibility
 from penstock.schema.evolution import Policy
 from penstock.schema.registry.versions import VersionStrategy
-
-OnError = Literal["stop", "skip", "dead_letter"]
-"""What becomes of a record that cannot be used."""
 
 
 class Processing(Config):

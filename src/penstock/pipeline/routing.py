@@ -34,6 +34,10 @@ _SKIP = 'set unrouted = "skip" in [processing] to leave such rows out'
 _CACHED_STREAMS = 10_000  # a broker may have any number of topics; memory must not follow it
 
 
+OnError = Literal["stop", "skip", "dead_letter"]
+"""What becomes of a record that cannot be used."""
+
+
 @dataclass(frozen=True)
 class Route:
     """One `[[routes]]` entry."""
@@ -56,7 +60,7 @@ class Route:
     per_epoch: bool = False
     schema_evolution: Policy | None = None
     """None: as the sink says."""
-    on_error: str | None = None
+    on_error: OnError | None = None
     """None: as the source says."""
 
     def key_columns(self, schema: pa.Schema) -> list[str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -12,25 +10,21 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from penstock import failpoints
 from penstock.durable import Json
-from penstock.errors import ConnectorError, DataError, StagingLost, is_of_stream
-from penstock.pipeline.routing import Route, Router, Target
+from penstock.pipeline.routing import OnError, Route, Router, Target
+from penstock.runtime.messages.decoding import Decoders
 from penstock.sink import (
     Applied,
     Epoch,
     Receipt,
     SinkConnector,
     SinkContext,
-    Task,
     Topic,
-    TopicContext,
     TopicSink,
     Work,
     WriteResult,
 )
-from penstock.source import Note, RangeSource, Schemas, SourceContext
-from penstock.tables import Refused, TableSource
+from penstock.source import RangeSource, Schemas
 
 
 @dataclass(frozen=True)
@@ -40,6 +34,18 @@ class Part:
     number: int
     source: str
     split: Any
+
+
+@dataclass(frozen=True)
+class OnErrors:
+    """What becomes of records that cannot be used: the route's word goes before the source's, that before the pipeline's."""
+
+    pipeline: OnError = "stop"
+    sources: Mapping[str, OnError] = field(default_factory=dict)
+
+    def of(self, source: str, route: Route | None = None) -> OnError:
+        own = route.on_error if route is not None else None
+        return own or self.sources.get(source, self.pipeline)
 
 
 @dataclass(frozen=True)
@@ -53,12 +59,18 @@ class Job:
     router: Router
     schemas: Mapping[str, Schemas] = field(default_factory=dict)
     """Schema of each stream, per source, as of this epoch; what SQL is analysed against."""
-    skip_bad: bool = False
-    """Leave bad records out and count them (`on_error = "skip"`)."""
+    on_error: OnErrors = field(default_factory=OnErrors)
+    """What becomes of records that cannot be used."""
+    letters: str | None = None
+    """Name of the sink that takes dead letters; None: no record becomes one."""
+    decoders: Decoders = field(default_factory=Decoders)
+    """What makes rows of messages."""
     only: frozenset[tuple[str, Topic]] | None = None
     """Stage for these sinks and topics alone; None: for all."""
     without: frozenset[tuple[str, Topic]] = frozenset()
     """Sinks and topics for which nothing is staged."""
+    look: frozenset[Topic] = frozenset()
+    """Topics of SQL whose payloads are decoded only to see what columns they have."""
     aside: frozenset[tuple[str, str]] = frozenset()
     """Sources and streams that are left out, each with a note that says so."""
 
@@ -76,20 +88,50 @@ class Job:
         return [list(self.parts[a:b]) for a, b in pairwise(edges)]
 
 
+@dataclass(frozen=True)
+class Bad:
+    """One record that could not be used, for people: the first few of an epoch are shown."""
+
+    source: str
+    stream: str
+    topic: Topic
+    code: str
+    rule: str
+    reason: str
+
+
+SAMPLES = 5
+"""Bad records that a task shows; the others are counted."""
+
+
 @dataclass
 class Tally:
     """What reading one part came to. Keyed by part, so that a task that runs twice is counted once."""
 
     source: str
     rows: int = 0
-    skipped: int = 0
     unrouted: int = 0
-    """How many of those skipped were good rows that no route takes."""
+    """Good rows that no route takes."""
+    skipped: dict[Topic, int] = field(default_factory=dict)
+    """Records that could not be used and were left out, per topic; what the source itself refuses has none."""
+    letters: dict[Topic, int] = field(default_factory=dict)
+    """Records that became dead letters, per topic."""
+    samples: list[Bad] = field(default_factory=list)
     notes: list[Json] = field(default_factory=list)
     stream: str = ""
     """The stream in hand."""
     refused: dict[str, Json] = field(default_factory=dict)
     """Streams that a sink refused, with the notes that say so; their rows are left out from there on."""
+
+    def add(self, other: Tally) -> None:
+        """Take over what another task made of the same part: it may have read it for another topic, or written some of it."""
+        self.rows, self.unrouted = max(self.rows, other.rows), max(self.unrouted, other.unrouted)
+        for mine, others in ((self.skipped, other.skipped), (self.letters, other.letters)):
+            for topic, count in others.items():
+                mine[topic] = mine.get(topic, 0) + count
+        self.samples += other.samples
+        self.notes += [note for note in other.notes if note not in self.notes]
+        self.refused |= other.refused
 
 
 @dataclass
@@ -101,6 +143,8 @@ class TaskResult:
     tallies: dict[int, Tally] = field(default_factory=dict)
     refused: dict[tuple[str, str], Json] = field(default_factory=dict)
     """Sources and streams that a sink refused where no part of theirs was being read, with the notes that say so."""
+    columns: dict[Topic, pa.Schema] = field(default_factory=dict)
+    """Columns of payloads that the epoch did not know yet, together with those that it did."""
     attempt: int = 0
     """Which try of the task this was; more than 0 means that an earlier one may have left staged data."""
 
@@ -174,152 +218,3 @@ class Engine(Protocol):
 def is_plain(route: Route) -> bool:
     """True for passthrough: rows never enter the JVM."""
     return route.sql is None and route.transform is None
-
-
-def read_parts(
-    job: Job,
-    parts: Sequence[Part],
-    tallies: dict[int, Tally],
-    wanted: Callable[[Target], bool] = lambda _: True,
-    columns: frozenset[str] | None = None,
-) -> Iterator[tuple[Tally, Target, pa.RecordBatch]]:
-    """Read the parts in order and yield their rows by target, with the tally of their part; in a task."""
-    opened: dict[str, RangeSource[Any, Any]] = {}
-    try:
-        for part in parts:
-            if part.source not in opened:
-                source = job.sources[part.source]
-                source.open(SourceContext(columns=columns, in_task=True))
-                opened[part.source] = source
-            tally = tallies[part.number] = Tally(part.source)
-            try:
-                for item in opened[part.source].read(part.split):
-                    if isinstance(item, Note):
-                        tally.notes.append(item.value)
-                        continue
-                    if item.stream in tally.refused or (part.source, item.stream) in job.aside:
-                        continue
-                    tally.stream = item.stream
-                    tally.rows += item.num_rows
-                    for target, rows in job.router.route(part.source, item):
-                        if target is None:
-                            tally.skipped += rows.num_rows
-                            tally.unrouted += rows.num_rows
-                        elif wanted(target):
-                            yield tally, target, rows
-            except DataError as error:
-                if not job.skip_bad:
-                    raise
-                tally.skipped += error.count
-    finally:
-        for source in opened.values():
-            source.close()
-
-
-class Writer:
-    """The sinks of one task: each is opened when its first rows come, and staged by `finish`."""
-
-    def __init__(self, job: Job, task: Task) -> None:
-        self._job = job
-        self._task = task
-        self._open: dict[str, SinkConnector[Any, Any]] = {}
-        self._topics: dict[str, dict[Topic, TopicContext]] = {
-            name: dict(job.contexts.get(name, SinkContext()).topics) for name in job.sinks
-        }
-        self._written: dict[tuple[str, Topic], WriteResult] = defaultdict(WriteResult)
-
-    def write(self, target: Target, batch: pa.RecordBatch) -> None:
-        """Hand the rows to every sink of the target."""
-        for name in target.sinks:
-            if batch.num_rows and self._job.wants(name, target.topic):
-                topics = self._topics[name]  # the driver may not have known the topic: then the route says its policy
-                topics[target.topic] = target.context(topics.get(target.topic, TopicContext()))
-                sink = self._open.get(name) or self._begin(name)
-                written = sink.write_batch(target.topic, batch)  # first: what a sink refuses is not written
-                self._written[name, target.topic] += written
-                failpoints.hit("stage.middle")
-
-    def finish(self) -> TaskResult:
-        """Stage what was written: durable, not visible."""
-        result = TaskResult(written=dict(self._written), attempt=self._task.attempt)
-        for name, sink in self._open.items():
-            sink.flush()
-            result.receipts[name] = sink.pre_commit(self._job.epoch)
-        failpoints.hit("stage.task")
-        return result
-
-    def close(self) -> None:
-        for sink in self._open.values():
-            sink.close()
-        self._open.clear()
-
-    def _begin(self, name: str) -> SinkConnector[Any, Any]:
-        sink = self._job.sinks[name]
-        self._open[name] = sink
-        sink.open(SinkContext(self._topics[name]))
-        sink.begin_epoch(self._job.epoch, self._task)
-        return sink
-
-
-def write(writer: Writer, target: Target, rows: pa.RecordBatch, tally: Tally, job: Job) -> None:
-    """Write rows of the stream in hand."""
-    with leaving_out(tally, job):
-        writer.write(target, rows)
-
-
-@contextlib.contextmanager
-def leaving_out(tally: Tally, job: Job) -> Iterator[None]:
-    """Leave the stream in hand out from here on if its rows are refused and its source can copy it again."""
-    try:
-        yield
-    except ConnectorError as error:
-        if not (isinstance(job.sources[tally.source], TableSource) and is_of_stream(error)):
-            raise
-        tally.refused[tally.stream] = Refused.because(tally.stream, error).note()
-
-
-def run_task(
-    job: Job,
-    parts: Sequence[Part],
-    task: Task,
-    wanted: Callable[[Target], bool] = lambda target: is_plain(target.route),
-) -> TaskResult:
-    """A passthrough task from its first row to its receipts."""
-    failpoints.hit("stage.begin")
-    tallies: dict[int, Tally] = {}
-    writer = Writer(job, task)
-    try:
-        for tally, target, rows in read_parts(job, parts, tallies, wanted):
-            write(writer, target, rows, tally, job)
-        result = writer.finish()
-    finally:
-        writer.close()
-    result.tallies = tallies
-    return result
-
-
-def run_work(job: ApplyJob, numbers: Sequence[int], task: Task) -> ApplyResult:
-    """A task that does some of the work, with sinks that it opens."""
-    opened = {job.work[number][0]: job.sinks[job.work[number][0]] for number in numbers}
-    try:
-        for name, sink in opened.items():
-            sink.open(job.contexts.get(name, SinkContext()))
-        return do_work(job, numbers, task)
-    finally:
-        for sink in opened.values():
-            sink.close()
-
-
-def do_work(job: ApplyJob, numbers: Sequence[int], task: Task) -> ApplyResult:
-    """Some of the work, with sinks that are open."""
-    failpoints.hit("apply.begin")
-    result = ApplyResult(attempt=task.attempt)
-    for number in numbers:
-        name, work = job.work[number]
-        try:
-            result.applied[number] = job.sinks[name].apply(job.epoch, work, task)
-        except StagingLost:
-            result.lost.add(number)
-        failpoints.hit("apply.middle")
-    failpoints.hit("apply.task")
-    return result

@@ -20,14 +20,18 @@ from penstock.errors import Action, ConnectorError, FatalError, RetryableError, 
 from penstock.pipeline import Pipeline, compare_shapes
 from penstock.pipeline.routing import Router, Target
 from penstock.runtime.epochs import Contexts, EpochLoop, EpochReport, State, Wiring, followed
+from penstock.runtime.epochs.messages import Messages
 from penstock.runtime.ingest import Ingest
-from penstock.runtime.job import Engine
+from penstock.runtime.job import Engine, OnErrors
 from penstock.runtime.journal import JournalPosition
+from penstock.runtime.messages import letters
+from penstock.runtime.messages.codecs import Codecs
+from penstock.runtime.messages.store import letter_sink
 from penstock.runtime.monitor import Monitor, Step
 from penstock.runtime.retry import Backoff
 from penstock.runtime.telemetry import Telemetry
 from penstock.schema import discover
-from penstock.sink import Topic
+from penstock.sink import SinkConnector, Topic
 from penstock.source import (
     HealthStatus,
     PollingSource,
@@ -117,6 +121,9 @@ class _Supervisor:
     requests: list[threading.Event] = field(default_factory=list)
     router: Router = field(init=False)
     contexts: Contexts = field(init=False)
+    sinks: dict[str, SinkConnector[Any, Any]] = field(default_factory=dict)
+    """Those of the pipeline, and the one that takes dead letters."""
+    messages: Messages = field(default_factory=Messages)
     skipped: int = 0
     step: Step | None = None
     """The step in hand, for the monitor."""
@@ -144,7 +151,13 @@ class _Supervisor:
             resources.callback(self.serve(self.telemetry, processing.metrics_port).close)
         starting = _Starting(engine, directory / "lock.jvm", self.telemetry)
         resources.callback(starting.stop)
-        self.contexts = Contexts(state, Wiring(self.ranges, self.pipeline.sinks, self.router))
+        letters = letter_sink(self.pipeline, directory)
+        self.sinks = {**self.pipeline.sinks, **letters}
+        codecs = Codecs(self.pipeline.schemas, directory)
+        codecs.register()  # a schema that is not compatible is refused before anything starts
+        policies = OnErrors(processing.on_error, self.pipeline.on_error)
+        self.messages = Messages(codecs, policies, next(iter(letters), None), processing.max_error_rate)
+        self.contexts = Contexts(state, Wiring(self.ranges, self.sinks, self.router))
         self.contexts.copies.captures = self.ingests
         self._open(state, resources)
         if not starting.wait(self.stop):
@@ -177,7 +190,7 @@ class _Supervisor:
 
     def _open(self, state: State, resources: contextlib.ExitStack) -> None:
         """Open every connector once; the first open is never retried. Sinks first: a capture asks them what is seeded."""
-        for name, sink in self.pipeline.sinks.items():
+        for name, sink in self.sinks.items():
             self._open_one(f"sink:{name}", sink, resources, partial(sink.open, self.contexts.sink(name)))
         for name, source in self.pipeline.sources.items():
             context = self.contexts.source(name)
@@ -252,23 +265,28 @@ class _Supervisor:
         loop = EpochLoop(
             state,
             self.ranges,
-            self.pipeline.sinks,
+            self.sinks,
             self.router,
             engine,
             max_epoch_rows=processing.max_epoch_rows,
-            skip_bad=processing.on_error == "skip",
-            max_error_rate=processing.max_error_rate,
+            messages=self.messages,
             on_phase=self._phase,
             on_ack_failed=lambda name, error: self.telemetry.retry(f"source:{name}", error, 0.0),
             contexts=self.contexts,
         )
         routes: list[tuple[Target, pa.Schema]] = []
         pairs: set[tuple[str, Topic]] = set()
+        if self.messages.letters is not None:
+            pairs.add((self.messages.letters, letters.TOPIC))
+        decoders = self.messages.decoders_now(state.newest)
         known = self._placed({name: discover(source) for name, source in self.ranges.items()}, state)
         for name, schemas in known.items():
-            for stream, schema in schemas.items():
+            for stream, given in schemas.items():
                 for target in self.router.targets(name, stream):
                     pairs |= {(sink, target.topic) for sink in target.sinks}
+                    schema = decoders.schema(target.topic, given)
+                    if schema is None:
+                        continue  # its payloads are not known yet, nor what SQL would make of them
                     for sink in target.sinks:
                         self.contexts.learn(sink, target, schema)
                     routes.append((target, schema))

@@ -52,8 +52,8 @@ from penstock.spark.tasks import (
     pack,
     plain_task,
     read_task,
+    result_param,
     scatter_task,
-    tally_param,
     work_task,
     write_task,
 )
@@ -187,7 +187,7 @@ class SparkEngine:
         results: list[TaskResult] = []
         with driver_errors():
             self._context.setJobGroup(job.epoch.pipeline, str(job.epoch), False)
-            if any(is_plain(route) for route in routes):
+            if job.look or any(is_plain(route) for route in routes):
                 results += self._passthrough(job)
             for target, schemas in sql_targets(job).items():
                 try:
@@ -234,7 +234,7 @@ class SparkEngine:
 
         groups = job.groups(self.parallelism)
         packed = pack(job)
-        tallies = self._context.accumulator({}, tally_param())
+        readers = self._context.accumulator({}, result_param())
         session = clone(self.session)
 
         known = frozenset(schema.names)
@@ -242,7 +242,7 @@ class SparkEngine:
 
         def queried(schema: pa.Schema) -> Any:
             seeds = session.range(0, len(groups), 1, len(groups))
-            task = read_task(packed, groups, target, schema, known, tallies, fates)
+            task = read_task(packed, groups, target, schema, known, readers, fates)
             rows = seeds.mapInArrow(task, spark_schema(schema, target.topic))
             return transform(session, target.route, target.topic, rows)
 
@@ -256,7 +256,7 @@ class SparkEngine:
         columns = with_key(to_arrow_schema(frame.schema, timezone="UTC"), key)
         written = frame.mapInArrow(write_task(packed, target, columns, fates), _RESULT).collect()
         results = [pickle.loads(row.result) for row in written]
-        results.append(TaskResult(tallies=dict(tallies.value)))
+        results += readers.value.values()
         return results
 
 

@@ -278,8 +278,10 @@ def sql_targets(job: Job) -> dict[Target, list[pa.Schema]]:
     for source, streams in job.schemas.items():
         for stream, schema in streams.items():
             for target in job.router.targets(source, stream):
-                if not is_plain(target.route) and any(job.wants(sink, target.topic) for sink in target.sinks):
-                    schemas.setdefault(target, []).append(schema)
+                decoded = job.decoders.schema(target.topic, schema)
+                wanted = any(job.wants(sink, target.topic) for sink in target.sinks)
+                if not is_plain(target.route) and wanted and decoded is not None:
+                    schemas.setdefault(target, []).append(decoded)
     return schemas
 
 

@@ -18,19 +18,13 @@ import pyarrow as pa
 from penstock.errors import (
     SchemaError,
 )
-from penstock.pipeline.routing import Route, Target, partition_of, split_by
-from penstock.runtime.job import (
-    Job,
-    Part,
-    Tally,
-    Writer,
-    is_plain,
-    leaving_out,
-    read_parts,
-    run_task,
-    run_work,
-    write,
-)
+from penstock.pipeline.routing import Route, Target
+from penstock.runtime.job import Job, Part, Tally, TaskResult, is_plain
+from penstock.runtime.messages import letters
+from penstock.runtime.messages.letters import rows_of, to_ipc
+from penstock.runtime.reading import Reading, Rows
+from penstock.runtime.task import run_task, run_work
+from penstock.runtime.writing import Writer
 from penstock.sink import Task, Topic
 from penstock.spark.deletes import FilteredChanges
 
@@ -88,35 +82,27 @@ def lanes_of(routes: Sequence[Route]) -> dict[Route, int]:
 def scatter_task(
     packed: bytes, groups: list[list[Part]], lanes: dict[Route, int]
 ) -> Callable[[int, Iterable[int]], Iterator[tuple[Key, bytes]]]:
-    """Read a group; write what needs no order across tasks, and send the rest to its lane as opaque Arrow bytes."""
+    """Read a group; write what needs no order across tasks, and send the rest to its lane as opaque bytes."""
 
     def task(index: int, nothing: Iterable[int]) -> Iterator[tuple[Key, bytes]]:
         list(nothing)  # a worker whose input is not read to its end is thrown away
         job: Job = pickle.loads(packed)
-        tallies: dict[int, Tally] = {}
+        reading = Reading(job, groups[index], lambda target: is_plain(target.route))
         writer = Writer(job, Task(index, _attempt()))
         try:
             sequence = 0
-            for tally, target, batch in read_parts(job, groups[index], tallies, lambda target: is_plain(target.route)):
-                if target.route not in lanes:
-                    write(writer, target, batch, tally, job)
+            for rows in reading:
+                route = rows.target.route
+                if route not in lanes or rows.target.topic == letters.TOPIC:
+                    writer.take(rows)
                     continue
-                count = target.route.partitions
-                key = target.route.key_columns(batch.schema)
-                split: list[pa.RecordBatch | None] = []
-                with leaving_out(tally, job):
-                    split = split_by(batch, partition_of(batch, key, count), count)
-                for lane, rows in enumerate(split):
-                    if rows is not None and rows.num_rows:
+                for lane, part in enumerate(writer.spread(rows, route.partitions)):
+                    if part is not None:
                         sequence += 1
-                        yield (
-                            (lanes[target.route] + lane, index, sequence),
-                            pickle.dumps((target, tally.source, tally.stream, _to_ipc(rows))),
-                        )
-            result = writer.finish()
+                        yield (lanes[route] + lane, index, sequence), _to_lane(part, job)
+            result = reading.finish(writer.finish())
         finally:
             writer.close()
-        result.tallies = tallies
         yield (0, -1, index), pack(result)
 
     return task
@@ -128,24 +114,19 @@ def gather_task(packed: bytes, offset: int) -> Callable[[int, Iterable[tuple[Key
     def task(index: int, items: Iterable[tuple[Key, bytes]]) -> Iterator[bytes]:
         job: Job = pickle.loads(packed)
         writer = Writer(job, Task(offset + index, _attempt()))
-        told: dict[str, Tally] = {}
+        tallies: dict[int, Tally] = {}
         try:
             for (_, group, _), blob in items:
                 if group < 0:
                     yield blob
                     continue
-                target, source, stream, rows = pickle.loads(blob)
-                tally = told.setdefault(source, Tally(source))
-                tally.stream = stream
-                for batch in pa.ipc.open_stream(rows):
-                    if stream not in tally.refused:
-                        write(writer, target, batch, tally, job)
+                rows = _from_lane(blob, tallies)
+                if rows.tally.stream not in rows.tally.refused:
+                    writer.take(rows)
             result = writer.finish()
         finally:
             writer.close()
-        result.refused = {
-            (source, each): note for source, tally in told.items() for each, note in tally.refused.items()
-        }
+        result.tallies = tallies
         yield pack(result)
 
     return task
@@ -157,26 +138,52 @@ def read_task(
     wanted: Target,
     schema: pa.Schema,
     known: frozenset[str],
-    tallies: Any,
+    results: Any,
     fates: FilteredChanges | None,
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def task(ids: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         job: Job = pickle.loads(packed)
-        columns = frozenset(schema.names) if len(schema) < len(known) else None
+        decoder = job.decoders.of(wanted.topic)
+        columns = frozenset(schema.names) if len(schema) < len(known) and decoder is None else None
         if fates is not None and columns is not None:
             columns |= fates.columns(known)
         with fates.noting(_side_file(job)) if fates else contextlib.nullcontext(lambda rows: None) as note:
             for batch in ids:
                 for index in batch.column(0).to_pylist():
-                    found: dict[int, Tally] = {}
-                    for _, _, rows in read_parts(
-                        job, groups[index], found, lambda target: _same(target, wanted), columns
-                    ):
-                        note(rows)  # before the rows go on: who has seen the last of them finds all notes
-                        yield conform(rows, schema, known, wanted.topic)
-                    tallies.add(found)
+                    reading = Reading(job, groups[index], lambda target: _same(target, wanted), columns)
+                    writer = Writer(job, Task(READERS + index, _attempt()))
+                    try:
+                        for rows in reading:
+                            if rows.target.topic == letters.TOPIC:
+                                writer.take(rows)
+                                continue
+                            note(rows.batch)  # before the rows go on: who has seen the last of them finds all notes
+                            # Columns that the epoch does not know have it staged again.
+                            seen = known if rows.envelopes is None else known.union(rows.batch.schema.names)
+                            yield conform(rows.batch, schema, seen, wanted.topic)
+                        results.add({index: reading.finish(writer.finish())})
+                    finally:
+                        writer.close()
 
     return task
+
+
+READERS = 50_000
+"""Tasks that read for SQL have numbers from here on: those that write have the first ones."""
+
+
+def _to_lane(rows: Rows, job: Job) -> bytes:
+    """Rows on their way to a lane; with the messages they came from only if a sink's refusal may make letters of them."""
+    kept = rows.envelopes if job.on_error.of(rows.tally.source, rows.target.route) == "dead_letter" else None
+    envelopes = None if kept is None else to_ipc(kept)
+    return pickle.dumps((rows.target, rows.tally.source, rows.tally.stream, rows.part, to_ipc(rows.batch), envelopes))
+
+
+def _from_lane(blob: bytes, tallies: dict[int, Tally]) -> Rows:
+    target, source, stream, part, batch, envelopes = pickle.loads(blob)
+    tally = tallies.setdefault(part, Tally(source))
+    tally.stream = stream
+    return Rows(target, rows_of(batch), tally, None if envelopes is None else rows_of(envelopes), part)
 
 
 def _same(target: Target, wanted: Target) -> bool:
@@ -241,22 +248,15 @@ def conform(batch: pa.RecordBatch, schema: pa.Schema, known: frozenset[str], top
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def _to_ipc(batch: pa.RecordBatch) -> bytes:
-    buffer = pa.BufferOutputStream()
-    with pa.ipc.new_stream(buffer, batch.schema) as writer:
-        writer.write_batch(batch)
-    return bytes(buffer.getvalue())
-
-
-def tally_param() -> Any:
+def result_param() -> Any:
     from pyspark.accumulators import AccumulatorParam
 
-    class Tallies(AccumulatorParam[dict[int, Tally]]):  # type: ignore[misc]
-        def zero(self, value: dict[int, Tally]) -> dict[int, Tally]:
+    class Results(AccumulatorParam[dict[int, TaskResult]]):  # type: ignore[misc]
+        def zero(self, value: dict[int, TaskResult]) -> dict[int, TaskResult]:
             return {}
 
-        def addInPlace(self, value1: dict[int, Tally], value2: dict[int, Tally]) -> dict[int, Tally]:
-            value1.update(value2)  # by part, so a task that ran twice counts once
+        def addInPlace(self, value1: dict[int, TaskResult], value2: dict[int, TaskResult]) -> dict[int, TaskResult]:
+            value1.update(value2)  # by group, so a task that ran twice counts once
             return value1
 
-    return Tallies()
+    return Results()

@@ -24,15 +24,13 @@ from penstock.runtime.job import (
     ApplyJob,
     ApplyResult,
     Job,
-    Tally,
     TaskResult,
-    Writer,
     is_plain,
-    read_parts,
-    run_task,
-    run_work,
-    write,
 )
+from penstock.runtime.messages import letters
+from penstock.runtime.reading import Reading
+from penstock.runtime.task import run_task, run_work
+from penstock.runtime.writing import Writer
 from penstock.sink import Task, Topic
 
 T = TypeVar("T")
@@ -190,17 +188,18 @@ def _tasks(job: Job, parallelism: int) -> list[Callable[..., TaskResult]]:
 def _run_lane(job: Job, lane: int, lanes: int, task: Task) -> TaskResult:
     """Read everything and keep the rows whose key belongs to this lane: per-key order without a shuffle."""
     failpoints.hit("stage.begin")
-    tallies: dict[int, Tally] = {}
+    reading = Reading(job, job.parts, lambda target: target.route.partitions == lanes, failures=lane == 0)
     writer = Writer(job, task)
     try:
-        for tally, target, rows in read_parts(job, job.parts, tallies, lambda target: target.route.partitions == lanes):
-            mine = partition_of(rows, target.route.key_columns(rows.schema), lanes) == lane
-            write(writer, target, rows.filter(pa.array(mine)), tally, job)
-        result = writer.finish()
+        for rows in reading:
+            if rows.target.topic != letters.TOPIC:
+                rows = rows.only(
+                    partition_of(rows.batch, rows.target.route.key_columns(rows.batch.schema), lanes) == lane
+                )
+            writer.take(rows)
+        return reading.finish(writer.finish())
     finally:
         writer.close()
-    result.tallies = tallies
-    return result
 
 
 def _refuse_sql(route: Route, topic: Topic) -> None:

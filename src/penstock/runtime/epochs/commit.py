@@ -15,7 +15,8 @@ from penstock.errors import ConnectorError, FatalError, PlanStale, StagingLost
 from penstock.runtime.epochs.contexts import Contexts
 from penstock.runtime.epochs.manifest import Manifest
 from penstock.runtime.epochs.state import State
-from penstock.runtime.job import ApplyJob, Engine, do_work
+from penstock.runtime.job import ApplyJob, Engine
+from penstock.runtime.task import do_work
 from penstock.sink import (
     ABOUT,
     PLANS,

@@ -14,6 +14,7 @@ from penstock.runtime.epochs.contexts import Contexts
 from penstock.runtime.epochs.manifest import Manifest
 from penstock.runtime.epochs.wiring import Pair, followed
 from penstock.runtime.job import is_plain
+from penstock.runtime.messages.decoding import Decoders
 from penstock.schema import ChangeKind, SchemaEvolvable
 from penstock.schema.evolution import Policy, refusal, widens
 from penstock.sink import Topic
@@ -40,7 +41,11 @@ class Followers:
         self._evolved: dict[Pair, pa.Schema] = {}
 
     def follow(
-        self, schemas: Mapping[str, Schemas], manifest: Manifest, cleared: Collection[tuple[str, str]]
+        self,
+        schemas: Mapping[str, Schemas],
+        manifest: Manifest,
+        cleared: Collection[tuple[str, str]],
+        decoders: Decoders,
     ) -> Following:
         """`cleared`: sources and streams whose rows in this epoch follow a clear of their target."""
         following = Following()
@@ -51,7 +56,8 @@ class Followers:
                 try:
                     if isinstance(source, TableSource):
                         self._claim(name, stream, owners)
-                    following.renewed.update(list(self._evolve(name, stream, schema, (name, stream) in cleared)))
+                    renewed = self._evolve(name, stream, schema, (name, stream) in cleared, decoders)
+                    following.renewed.update(list(renewed))
                 except ConnectorError as error:
                     if not (isinstance(source, TableSource) and is_of_stream(error)):
                         raise
@@ -83,9 +89,12 @@ class Followers:
                     hint="put {schema}, {stream} or {source} into `to` of the route; or leave the table out",
                 )
 
-    def _evolve(self, source: str, stream: str, new: pa.Schema, cleared: bool) -> Iterable[Pair]:
+    def _evolve(self, source: str, stream: str, schema: pa.Schema, cleared: bool, decoders: Decoders) -> Iterable[Pair]:
         """Let each sink of a stream follow its schema; yields those that do it later, with the rows."""
         for target in self._wiring.router.targets(source, stream):
+            new = decoders.schema(target.topic, schema)
+            if new is None:
+                continue  # nothing is known of the payloads yet
             for name in target.sinks:
                 sink, pair = self._wiring.sinks[name], (name, target.topic)
                 self._contexts.learn(name, target, new)

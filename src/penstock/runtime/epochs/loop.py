@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -16,11 +16,12 @@ from penstock.runtime.epochs.commit import THREADS, Commits, has_second_stage
 from penstock.runtime.epochs.contexts import Contexts
 from penstock.runtime.epochs.lost_state import Markers, OnLost
 from penstock.runtime.epochs.manifest import Manifest, Range
+from penstock.runtime.epochs.messages import Messages
 from penstock.runtime.epochs.stage import Staged, Stager, Wanted
 from penstock.runtime.epochs.state import State
 from penstock.runtime.epochs.sweep import Sweeper
 from penstock.runtime.epochs.wiring import Pair, Wiring
-from penstock.runtime.job import Engine
+from penstock.runtime.job import Bad, Engine
 from penstock.sink import Epoch, SinkConnector, Topic, WriteResult
 from penstock.source import RangeSource, ReadLimit
 
@@ -36,6 +37,10 @@ class EpochReport:
     """Rows written, per sink and topic."""
     skipped: int = 0
     """Rows left out by `on_error = "skip"` and `unrouted = "skip"`."""
+    letters: Mapping[Topic, int] = field(default_factory=dict)
+    """Records that became dead letters, per topic."""
+    bad: Sequence[Bad] = ()
+    """The first few of the records that could not be used."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Time spent in plan, stage, commit and ack."""
     recovered: bool = False
@@ -56,8 +61,7 @@ class EpochLoop:
         engine: Engine,
         *,
         max_epoch_rows: int = 10_000_000,
-        skip_bad: bool = False,
-        max_error_rate: float = 1.0,
+        messages: Messages | None = None,
         threads: int = THREADS,
         on_phase: Callable[[int, str], None] = lambda number, phase: None,
         on_ack_failed: Callable[[str, ConnectorError], None] = lambda source, error: None,
@@ -70,18 +74,19 @@ class EpochLoop:
         self.max_epoch_rows = max_epoch_rows
         self.frozen: dict[str, Any] | None = None
         """Ends beyond which nothing is planned (`--drain`); None: no such ends."""
-        self._max_error_rate = max_error_rate
         self._on_phase = on_phase
         self._on_ack_failed = on_ack_failed
         self.contexts = contexts or Contexts(state, Wiring(sources, sinks, router))
         """What the connectors are to be opened with."""
         wiring = self.contexts.wiring.pack()
         self._markers = Markers(state, wiring)
-        self._stager = Stager(self.contexts, engine, skip_bad)
+        self._messages = messages or Messages()
+        self._stager = Stager(self.contexts, engine, self._messages)
         self._commits = Commits(state, self.contexts, engine, threads)
         self._sweeper = Sweeper(state, wiring, self._epoch)
         self.copies = self.contexts.copies
         self._unacked: dict[str, Any] = {}
+        self._bad: list[Bad] = []
 
     def start(self, pairs: Iterable[Pair], on_lost: OnLost = "stop") -> None:
         """Compare the state with what the targets say; after the sources and sinks are open, before the first step."""
@@ -121,7 +126,7 @@ class EpochLoop:
                 if manifest.only is not None:
                     raise
                 self._withdraw()
-                return EpochReport(manifest.number, {}, {}, 0, seconds, recovered)
+                return EpochReport(manifest.number, seconds=seconds, recovered=recovered)
         with _timed(seconds, "commit"):
             manifest = self._finish(self._commit(manifest, again))
         with _timed(seconds, "ack"):
@@ -133,6 +138,8 @@ class EpochLoop:
             rows_in=manifest.rows_in,
             rows_out=manifest.written(),
             skipped=manifest.skipped,
+            letters=manifest.letters,
+            bad=tuple(self._bad),
             seconds=seconds,
             recovered=recovered,
         )
@@ -159,6 +166,7 @@ class EpochLoop:
             attempts=[uuid4().hex[:8]],
             unswept=newest.unswept if newest else [],
             held=newest.held if newest else {},
+            **self._messages.plan(newest),
         )
         self._on_phase(manifest.number, "plan")
         failpoints.hit("plan.before")
@@ -174,13 +182,7 @@ class EpochLoop:
         return manifest, staged
 
     def _prepare(self, manifest: Manifest, staged: Staged) -> Manifest:
-        read = staged.bad + sum(staged.rows_in.values())
-        if staged.bad > self._max_error_rate * read:
-            raise DataError(
-                f"{staged.bad} of {read} records of epoch {manifest.number} had to be skipped",
-                code="PEN-3002",
-                hint="mend the data, or raise `max_error_rate`",
-            )
+        self._messages.check(manifest.number, staged)
         notes = staged.notes if manifest.only is None else self._stager.reread(manifest, staged, manifest.only)
         self._markers.check(staged.rows_out)
         update = {
@@ -191,10 +193,13 @@ class EpochLoop:
             "rows_out": staged.rows_out,
             "discarded": staged.discarded,
             "skipped": staged.skipped,
+            "letters": staged.letters,
             "applies": [uuid4().hex[:8]] if any(map(has_second_stage, self.sinks.values())) else [],
             "unswept": sorted({*manifest.unswept, manifest.number}) if staged.retried else manifest.unswept,
         }
         manifest = self.state.save(manifest.model_copy(update=update))
+        self._messages.count(staged)
+        self._bad = staged.samples
         failpoints.hit("prepare.after")
         return manifest
 
@@ -257,10 +262,10 @@ class EpochLoop:
                 sink.rollback_epoch(self._epoch(manifest, attempt), ())
         return self._name_try(manifest)
 
-    def _name_try(self, manifest: Manifest) -> Manifest:
+    def _name_try(self, manifest: Manifest, **changed: Any) -> Manifest:
         unswept = sorted({*manifest.unswept, manifest.number})
         attempts = [*manifest.attempts, uuid4().hex[:8]]
-        return self.state.save(manifest.model_copy(update={"attempts": attempts, "unswept": unswept}))
+        return self.state.save(manifest.model_copy(update={"attempts": attempts, "unswept": unswept, **changed}))
 
     def _stage_again(self, manifest: Manifest, name: str) -> Manifest:
         """One sink lost what it had staged: stage the topics that it has not committed, from the range."""
@@ -310,15 +315,19 @@ class EpochLoop:
         return manifest
 
     def _run(self, manifest: Manifest, wanted: Wanted) -> tuple[Manifest, Staged]:
-        """Stage, and stage again without the tables that a sink refuses: each is in an epoch whole, or not at all."""
+        """
+        Stage, and stage again without the tables that a sink refuses, each of which is in an epoch whole or not at all; or
+        with columns that payloads turned out to have, so that all rows of an epoch have the same.
+        """
         while True:
             self._on_phase(manifest.number, "stage")
             staged = self._stager.run(manifest, self._epoch(manifest), wanted)
-            if not staged.refused:
+            columns = self._messages.learned(manifest, staged.columns)
+            if columns is None and not staged.refused:
                 return manifest, staged
             wanted.left_out |= staged.refused
             self._sweeper.abandon()
-            manifest = self._name_try(manifest)
+            manifest = self._name_try(manifest, columns=columns or manifest.columns)
 
     def _withdraw(self) -> None:
         """Close a planned epoch that can never be staged: its number stays bound, to an empty range."""

@@ -48,6 +48,12 @@ class Manifest(BaseModel):
     replaced: dict[str, list[Json]] = {}
     """Receipts of a sink that lost some topics: what they name of the other topics is committed and must not be swept."""
     notes: dict[str, list[Json]] = {}
+    versions: dict[str, int] = {}
+    """The version of each schema by which messages of this epoch are decoded, per subject."""
+    columns: dict[Topic, str] = {}
+    """Columns of topics whose format infers them, as far as they are known with this epoch."""
+    letters: dict[Topic, int] = {}
+    """Dead letters of this epoch, per topic."""
     rows_in: dict[str, int] = {}
     rows_out: dict[str, dict[Topic, tuple[int, int]]] = {}
     discarded: dict[str, dict[Topic, int]] = {}

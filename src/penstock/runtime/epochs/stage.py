@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
 
 from penstock import tables
 from penstock.durable import Json
@@ -13,10 +15,13 @@ from penstock.runtime.epochs.contexts import Contexts
 from penstock.runtime.epochs.evolve import Followers
 from penstock.runtime.epochs.manifest import Manifest, Range
 from penstock.runtime.epochs.wiring import Pair
-from penstock.runtime.job import Engine, Job, Part, Tally, TaskResult
+from penstock.runtime.job import SAMPLES, Bad, Engine, Job, Part, Tally, TaskResult, is_plain
 from penstock.sink import Epoch, Topic, WriteResult
 from penstock.source import Schemas
 from penstock.tables import CopyAgain, Refused, TableSource
+
+if TYPE_CHECKING:
+    from penstock.runtime.epochs.messages import Messages
 
 
 @dataclass
@@ -32,7 +37,13 @@ class Staged:
     discarded: dict[str, dict[Topic, int]] = field(default_factory=dict)
     skipped: int = 0
     bad: int = 0
-    """How many of those skipped were not good rows without a route."""
+    """Records that could not be used, skipped or kept as dead letters."""
+    letters: dict[Topic, int] = field(default_factory=dict)
+    """Dead letters, per topic."""
+    samples: list[Bad] = field(default_factory=list)
+    """The first few of the bad ones."""
+    columns: dict[Topic, list[pa.Schema]] = field(default_factory=dict)
+    """Columns of payloads that tasks have met and the epoch does not know."""
     retried: bool = False
     """A task was tried again: its first try may have left files."""
     refused: dict[tuple[str, str], Json] = field(default_factory=dict)
@@ -42,8 +53,14 @@ class Staged:
     def of(cls, results: Sequence[TaskResult], skipped: Mapping[tuple[str, str], Json]) -> Staged:
         """`skipped`: streams that no task has read, with their notes."""
         staged = cls(retried=any(result.attempt for result in results))
-        staged._count({number: tally for result in results for number, tally in result.tallies.items()})
-        staged._note(results, skipped)
+        parts = _by_part(results)
+        staged._count(parts)
+        staged._note(parts, skipped)
+        for result in results:
+            for pair, note in result.refused.items():
+                staged.refused.setdefault(pair, note)
+            for topic, columns in result.columns.items():
+                staged.columns.setdefault(topic, []).append(columns)
         total: dict[tuple[str, Topic], WriteResult] = {}
         for result in results:
             for name, receipt in result.receipts.items():
@@ -60,25 +77,32 @@ class Staged:
     def _count(self, tallies: Mapping[int, Tally]) -> None:
         for tally in tallies.values():
             self.rows_in[tally.source] = self.rows_in.get(tally.source, 0) + tally.rows
-            self.skipped += tally.skipped
-            self.bad += tally.skipped - tally.unrouted
+            skipped = sum(tally.skipped.values())
+            self.skipped += skipped + tally.unrouted
+            self.bad += skipped + sum(tally.letters.values())
+            self.samples += tally.samples[: SAMPLES - len(self.samples)]
+            for topic, count in tally.letters.items():
+                self.letters[topic] = self.letters.get(topic, 0) + count
 
-    def _note(self, results: Sequence[TaskResult], skipped: Mapping[tuple[str, str], Json]) -> None:
-        parts: dict[int, tuple[str, list[Json]]] = {}
-        for result in results:
-            for number, tally in result.tallies.items():
-                _, found = parts.setdefault(number, (tally.source, []))
-                found += [note for note in tally.notes if note not in found]
+    def _note(self, parts: Mapping[int, Tally], skipped: Mapping[tuple[str, str], Json]) -> None:
         for (source, _), note in skipped.items():
             self.notes.setdefault(source, []).append(note)
-        for _, (source, found) in sorted(parts.items()):
-            self.notes.setdefault(source, []).extend(found)
-        for result in results:
-            for tally in result.tallies.values():
-                for stream, note in tally.refused.items():
-                    self.refused.setdefault((tally.source, stream), note)
-            for pair, note in result.refused.items():
-                self.refused.setdefault(pair, note)
+        for _, tally in sorted(parts.items()):
+            self.notes.setdefault(tally.source, []).extend(tally.notes)
+            for stream, note in tally.refused.items():
+                self.refused.setdefault((tally.source, stream), note)
+
+
+def _by_part(results: Sequence[TaskResult]) -> dict[int, Tally]:
+    """What became of each part, over all tasks that had to do with it."""
+    parts: dict[int, Tally] = {}
+    for result in results:
+        for number, tally in result.tallies.items():
+            if number in parts:
+                parts[number].add(tally)
+            else:
+                parts[number] = tally
+    return parts
 
 
 @dataclass
@@ -97,11 +121,11 @@ class Wanted:
 class Stager:
     """Runs the jobs that stage."""
 
-    def __init__(self, contexts: Contexts, engine: Engine, skip_bad: bool) -> None:
+    def __init__(self, contexts: Contexts, engine: Engine, messages: Messages) -> None:
         self._wiring = contexts.wiring
         self._contexts = contexts
         self._engine = engine
-        self._skip_bad = skip_bad
+        self._messages = messages
         self._followers = Followers(contexts)
 
     def run(self, manifest: Manifest, epoch: Epoch, wanted: Wanted) -> Staged:
@@ -118,7 +142,8 @@ class Stager:
                 if isinstance(source, TableSource):
                     refilled = tables.refilled(source.tables(start), source.tables(end))
                     cleared |= {(name, stream) for stream in refilled}
-        following = self._followers.follow(schemas, manifest, cleared)
+        decoders = self._messages.decoders(manifest)
+        following = self._followers.follow(schemas, manifest, cleared, decoders)
         skipped = {**wanted.left_out, **following.skipped}
         job = Job(
             epoch=epoch,
@@ -129,13 +154,20 @@ class Stager:
             schemas={
                 n: {s: each for s, each in found.items() if (n, s) not in skipped} for n, found in schemas.items()
             },
-            skip_bad=self._skip_bad,
+            on_error=self._messages.on_error,
+            letters=self._messages.letters,
+            decoders=decoders,
             only=None if wanted.only is None else frozenset((sink, topic) for sink, topic in wanted.only),
             without=wanted.without,
             aside=frozenset(skipped),
             contexts=self._contexts.in_tasks(following.renewed),
         )
-        return Staged.of(self._engine.run(job) if parts else (), skipped)
+        unknown = _unknown(job)
+        if unknown and parts:  # SQL is analysed against columns, so they have to be known before it runs
+            looked = Staged.of(self._engine.run(replace(job, only=frozenset(), look=unknown)), skipped)
+            if looked.columns:
+                return looked
+        return Staged.of(self._engine.run(replace(job, look=unknown)) if parts else (), skipped)
 
     def refusals(self, pairs: Collection[Pair], error: ConnectorError) -> dict[tuple[str, str], Json]:
         """The tables that go to these targets, with the notes that have them copied again."""
@@ -158,6 +190,17 @@ class Stager:
             else:
                 counted[name] = list(first or again)
         return counted
+
+
+def _unknown(job: Job) -> frozenset[Topic]:
+    """Topics of SQL whose payloads have columns that nothing is known of."""
+    return frozenset(
+        target.topic
+        for source, streams in job.schemas.items()
+        for stream, schema in streams.items()
+        for target in job.router.targets(source, stream)
+        if not is_plain(target.route) and job.decoders.schema(target.topic, schema) is None
+    )
 
 
 def _differing(source: TableSource[Any, Any], span: Range, again: Sequence[Json], streams: set[str]) -> Iterator[Json]:

@@ -130,6 +130,11 @@ class Decoders:
             self._made[topic] = None if found is None else self._decoder(found, topic)
         return self._made[topic]
 
+    def schema(self, topic: Topic, schema: pa.Schema) -> pa.Schema | None:
+        """What rows of a topic look like whose stream has this schema; None: nothing is known of its payloads yet."""
+        decoder = self.of(topic) if is_envelope(schema) else None
+        return schema if decoder is None else decoder.schema()
+
     def _decoder(self, found: TopicSchema, topic: Topic) -> Decoder:
         entry = found.entry
         format = make_format(found, self.wire, self.resolve.get(entry.expected_subject))

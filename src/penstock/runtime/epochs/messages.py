@@ -1,0 +1,90 @@
+"""What an epoch knows of messages: the versions and columns they are decoded by, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.errors import DataError
+from penstock.runtime.epochs.manifest import Manifest
+from penstock.runtime.epochs.stage import Staged
+from penstock.runtime.job import OnErrors
+from penstock.runtime.messages.codecs import Codecs
+from penstock.runtime.messages.decoding import Decoders, merged
+from penstock.schema.codec import pack_schema, unpack_schema
+from penstock.sink import Topic
+
+WINDOW = 1000
+"""Records, at least, over which the share of bad ones is looked at: one bad record of two is no reason to stop."""
+
+
+class Messages:
+    """On the driver. Versions and columns are part of the manifest, so a range that is read again gives the same rows."""
+
+    def __init__(
+        self,
+        codecs: Codecs | None = None,
+        on_error: OnErrors | None = None,
+        letters: str | None = None,
+        max_error_rate: float = 1.0,
+    ) -> None:
+        """`letters`: name of the sink that takes dead letters."""
+        self.on_error = on_error or OnErrors()
+        self.letters = letters
+        self._codecs = codecs
+        self._max_error_rate = max_error_rate
+        self._window: deque[tuple[int, int]] = deque()
+
+    def plan(self, newest: Manifest | None) -> dict[str, Any]:
+        """What a new manifest says of messages."""
+        if not self._codecs:
+            return {}
+        return {"versions": self._codecs.choose(), "columns": newest.columns if newest else {}}
+
+    def decoders(self, manifest: Manifest) -> Decoders:
+        """What the tasks of an epoch decode with."""
+        if not self._codecs:
+            return Decoders()
+        columns = {topic: unpack_schema(text) for topic, text in manifest.columns.items()}
+        return self._codecs.decoders(manifest.versions, columns)
+
+    def decoders_now(self, newest: Manifest | None) -> Decoders:
+        """What the next epoch would decode with, as far as is known before it is planned."""
+        if not self._codecs:
+            return Decoders()
+        columns = {topic: unpack_schema(text) for topic, text in (newest.columns if newest else {}).items()}
+        return self._codecs.decoders(self._codecs.choose(), columns)
+
+    def learned(self, manifest: Manifest, found: dict[Topic, list[pa.Schema]]) -> dict[Topic, str] | None:
+        """The columns of an epoch after its tasks have met some that it did not know; None: it knew them all."""
+        columns = dict(manifest.columns)
+        for topic, schemas in found.items():
+            known = unpack_schema(columns[topic]) if topic in columns else None
+            wider = merged(known, schemas)
+            if wider is not None and wider != known:
+                columns[topic] = pack_schema(wider)
+        return None if columns == manifest.columns else columns
+
+    def check(self, number: int, staged: Staged) -> None:
+        """Stop before an epoch that leaves too many records out, instead of draining a topic into the dead letters."""
+        read = sum(staged.rows_in.values())
+        bad, total = staged.bad, max(read, staged.bad)
+        for earlier_bad, earlier_total in reversed(self._window):
+            if total >= WINDOW:
+                break
+            bad, total = bad + earlier_bad, total + earlier_total
+        if staged.bad and total >= WINDOW and bad > self._max_error_rate * total:
+            shown = "".join(f"\n  {each.stream}: {each.reason} ({each.rule})" for each in staged.samples)
+            raise DataError(
+                f"{bad:,} of the last {total:,} records, up to epoch {number}, cannot be used{shown}",
+                code="PEN-3002",
+                hint="correct the schema or the data; or raise `max_error_rate`, the share at which the pipeline stops",
+            )
+
+    def count(self, staged: Staged) -> None:
+        """An epoch is prepared: its records count for the ones after it."""
+        self._window.append((staged.bad, max(sum(staged.rows_in.values()), staged.bad)))
+        while len(self._window) > 1 and sum(total for _, total in self._window) - self._window[0][1] >= WINDOW:
+            self._window.popleft()

@@ -1,0 +1,169 @@
+"""The sinks of one task, and what becomes of rows that they refuse."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pyarrow as pa
+
+from penstock import failpoints
+from penstock.errors import ConnectorError, DataError, SchemaError, is_of_stream
+from penstock.formats import Failures
+from penstock.pipeline.routing import Target, partition_of, split_by
+from penstock.runtime.job import Job, TaskResult
+from penstock.runtime.messages import letters
+from penstock.runtime.reading import Rows
+from penstock.sink import SinkConnector, SinkContext, Task, Topic, TopicContext, WriteResult
+from penstock.tables import Refused, TableSource
+
+HOPELESS = 64
+"""So many rows were refused one by one, and none was taken: it is the batch that does not fit, not its rows."""
+
+
+class Writer:
+    """The sinks of one task: each is opened when its first rows come, and staged by `finish`."""
+
+    def __init__(self, job: Job, task: Task) -> None:
+        self._job = job
+        self._task = task
+        self._open: dict[str, SinkConnector[Any, Any]] = {}
+        self._topics: dict[str, dict[Topic, TopicContext]] = {
+            name: dict(job.contexts.get(name, SinkContext()).topics) for name in job.sinks
+        }
+        self._written: dict[tuple[str, Topic], WriteResult] = defaultdict(WriteResult)
+
+    def take(self, rows: Rows) -> None:
+        """Write rows of a part. What a sink refuses is left out, kept as dead letters or raised, by policy."""
+        for name in rows.target.sinks:
+            try:
+                self._put(name, rows.target, rows.batch)
+            except ConnectorError as error:
+                if not self._kept(name, rows, error):
+                    _leave_out(rows, self._job, error)
+                    return
+
+    def spread(self, rows: Rows, count: int) -> list[Rows | None]:
+        """The rows by the partition of their key; None where there are none."""
+        key = rows.target.route.key_columns(rows.batch.schema)
+        try:
+            where = partition_of(rows.batch, key, count)
+        except ConnectorError as error:
+            _leave_out(rows, self._job, error)
+            return []
+        batches = split_by(rows.batch, where, count)
+        kept = [None] * count if rows.envelopes is None else split_by(rows.envelopes, where, count)
+        return [b and replace(rows, batch=b, envelopes=e) for b, e in zip(batches, kept, strict=True)]
+
+    def write(self, target: Target, batch: pa.RecordBatch) -> None:
+        """Hand rows to every sink of the target; raises what one of them refuses."""
+        for name in target.sinks:
+            self._put(name, target, batch)
+
+    def finish(self) -> TaskResult:
+        """Stage what was written: durable, not visible."""
+        result = TaskResult(written=dict(self._written), attempt=self._task.attempt)
+        for name, sink in self._open.items():
+            sink.flush()
+            result.receipts[name] = sink.pre_commit(self._job.epoch)
+        failpoints.hit("stage.task")
+        return result
+
+    def close(self) -> None:
+        for sink in self._open.values():
+            sink.close()
+        self._open.clear()
+
+    def _put(self, name: str, target: Target, batch: pa.RecordBatch) -> None:
+        if not batch.num_rows or not self._job.wants(name, target.topic):
+            return
+        topics = self._topics[name]  # the driver may not have known the topic: then the route says its policy
+        topics[target.topic] = target.context(topics.get(target.topic, TopicContext()))
+        sink = self._open.get(name) or self._begin(name)
+        written = sink.write_batch(target.topic, batch)  # first: what a sink refuses is not written
+        self._written[name, target.topic] += written
+        failpoints.hit("stage.middle")
+
+    def _begin(self, name: str) -> SinkConnector[Any, Any]:
+        sink = self._job.sinks[name]
+        self._open[name] = sink
+        sink.open(SinkContext(self._topics[name]))
+        sink.begin_epoch(self._job.epoch, self._task)
+        return sink
+
+    def _kept(self, name: str, rows: Rows, error: ConnectorError) -> bool:
+        """Keep the rows that a sink refuses for themselves as dead letters, and write the others; False: it is not the rows."""
+        job, tally = self._job, rows.tally
+        policy = job.on_error.of(tally.source, rows.target.route)
+        if policy != "dead_letter" or not isinstance(error, DataError | SchemaError) or job.letters is None:
+            return False
+        if rows.target.topic == letters.TOPIC:
+            return False
+        found = self._at_fault(name, rows, error)
+        if not found:
+            return False
+        topic = rows.target.topic
+        tally.letters[topic] = tally.letters.get(topic, 0) + len(found)
+        for at, why in found:
+            place = letters.Place(tally.source, tally.stream, topic, name)
+            if rows.envelopes is not None:
+                failure = Failures.of({at: ("sink", why.message)})
+                made = letters.of_messages(rows.envelopes, failure, place, job.epoch, why.code)
+            else:
+                made = letters.of_rows(rows.batch.slice(at, 1), why.code, "sink", why.message, place, job.epoch)
+            self._put(job.letters, letters.target(job.letters), made)
+        return True
+
+    def _at_fault(self, name: str, rows: Rows, error: ConnectorError) -> list[tuple[int, ConnectorError]]:
+        """Write the rows that the sink takes, and give back the others; none: it is the whole batch that does not fit."""
+        taken = 0
+
+        def refused(start: int, stop: int) -> ConnectorError | None:
+            nonlocal taken
+            try:
+                self._put(name, rows.target, rows.batch.slice(start, stop - start))
+            except (DataError, SchemaError) as why:
+                return why
+            taken += stop - start
+            return None
+
+        found: list[tuple[int, ConnectorError]] = []
+        named = getattr(error, "rows", None)
+        for start, stop in _runs(named, rows.batch.num_rows):
+            why = refused(start, stop) if named else error
+            for each in bisect(refused, start, stop, why) if why is not None else ():
+                found.append(each)
+                if len(found) >= HOPELESS and not taken:
+                    return []
+        return found
+
+
+def bisect(
+    refused: Callable[[int, int], ConnectorError | None], start: int, stop: int, why: ConnectorError
+) -> Iterator[tuple[int, ConnectorError]]:
+    """The rows of a refused run that are refused by themselves; each takes about log2 of the run's length in tries."""
+    if stop - start == 1:
+        yield start, why
+        return
+    middle = (start + stop) // 2
+    for low, high in ((start, middle), (middle, stop)):
+        if (error := refused(low, high)) is not None:
+            yield from bisect(refused, low, high, error)
+
+
+def _runs(named: Sequence[int] | None, count: int) -> list[tuple[int, int]]:
+    """The whole batch; or, if the sink names the rows, each of them and what lies between them."""
+    if not named:
+        return [(0, count)]
+    edges = sorted({0, count, *(edge for at in named for edge in (at, at + 1))})
+    return list(pairwise(edges))
+
+
+def _leave_out(rows: Rows, job: Job, error: ConnectorError) -> None:
+    """Leave the stream in hand out from here on if its rows are refused and its source can copy it again; else raise."""
+    if not (isinstance(job.sources[rows.tally.source], TableSource) and is_of_stream(error)):
+        raise error
+    rows.tally.refused[rows.tally.stream] = Refused.because(rows.tally.stream, error).note()

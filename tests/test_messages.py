@@ -1,0 +1,219 @@
+"""Messages become rows: decoded by their topic's schema, and what cannot be decoded is kept, counted or stops the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable
+
+from penstock.config import Config
+from penstock.errors import ConfigError, ConnectorError
+from penstock.pipeline import Pipeline
+from penstock.runtime import supervisor
+from penstock.source import Offset, PollingSource, SourceCheckpoint, SourceEnvelope, SourceRecord
+from penstock.testing import ForkEngine
+
+
+class ListedConfig(Config):
+    path: Path
+    """A file with a JSON value per line: stream, key, payload as text or null."""
+
+
+class Listed(PollingSource[ListedConfig]):
+    """Messages from a file: a line is one message."""
+
+    name = "listed"
+
+    def __init__(self, config: ListedConfig) -> None:
+        super().__init__(config)
+        self._at = 0
+
+    def schema(self) -> dict[str, pa.Schema]:
+        return {}
+
+    def poll_batch(self, max_records: int) -> list[SourceEnvelope] | None:
+        lines = self.config.path.read_text().splitlines()[self._at : self._at + max_records]
+        found = []
+        for number, line in enumerate(lines, self._at):
+            stream, key, payload = json.loads(line)
+            record = SourceRecord(stream, None if payload is None else payload.encode(), timestamp_ms=1000 + number)
+            if key is not None:
+                record = record.with_key(key).with_attribute("site", "north")
+            found.append(SourceEnvelope.with_offset(record, Offset("p0", number)))
+        self._at += len(lines)
+        return found or None
+
+    def checkpoint(self) -> SourceCheckpoint:
+        return SourceCheckpoint(offsets={"at": self._at})
+
+    def restore(self, checkpoint: SourceCheckpoint) -> None:
+        self._at = checkpoint.offsets["at"]
+
+
+PIPELINE = """
+connector_name = "messages"
+delivery = "exactly-once"
+
+[processing]
+on_error = "{on_error}"
+{processing}
+
+{schemas}
+
+[source]
+connector = "test_messages:Listed"
+path = "in.jsonl"
+{source}
+
+[[routes]]
+to = "/{{stream}}"
+partitions = {partitions}
+key = ["id"]
+
+[sink]
+connector = "delta"
+path = "lake/{{topic}}"
+"""
+
+JSON = '[[schemas]]\ntopic = "/a"\nschema_type = "json"\n'
+
+
+class Home:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def put(self, *messages: Any, stream: str = "a") -> None:
+        with open(self.path / "in.jsonl", "a") as file:
+            for each in messages:
+                key, payload = each if isinstance(each, tuple) else (None, each)
+                text = payload if isinstance(payload, str | None) else json.dumps(payload)
+                file.write(json.dumps([stream, key, text]) + "\n")
+
+    def pipeline(self, schemas: str = JSON, on_error: str = "dead_letter", **parts: Any) -> Pipeline:
+        (self.path / "in.jsonl").touch()
+        values = {"processing": "", "source": "", "partitions": 1, **parts}
+        file = self.path / "pipeline.toml"
+        file.write_text(PIPELINE.format(schemas=schemas, on_error=on_error, **values))
+        return Pipeline.from_toml(file)
+
+    def run(self, schemas: str = JSON, on_error: str = "dead_letter", **parts: Any) -> supervisor.Summary:
+        return supervisor.run(self.pipeline(schemas, on_error, **parts), ForkEngine(2), drain=True)
+
+    def rows(self, topic: str = "a") -> list[dict[str, Any]]:
+        table = DeltaTable(self.path / "lake" / topic).to_pyarrow_table()
+        return sorted(table.to_pylist(), key=repr)
+
+    def letters(self) -> list[dict[str, Any]]:
+        path = self.path / "state" / "dead_letters"
+        return DeltaTable(path).to_pyarrow_table().to_pylist() if (path / "_delta_log").exists() else []
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    return Home(tmp_path)
+
+
+def test_json_becomes_typed_rows_and_new_fields_become_columns(home: Home) -> None:
+    home.put({"id": 1, "v": 2}, {"id": 2, "v": 2.5, "tags": ["x"]})
+    home.run()
+    assert home.rows() == [{"id": 1, "v": 2.0, "tags": None}, {"id": 2, "v": 2.5, "tags": ["x"]}]
+    home.put({"id": 3, "place": {"lat": 1.5}})
+    home.run()
+    assert home.rows()[2] == {"id": 3, "v": None, "tags": None, "place": {"lat": 1.5}}
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_only_the_bad_messages_become_dead_letters_with_all_that_they_had(home: Home, partitions: int) -> None:
+    home.put({"id": 1}, ("k", '{"id": oops'), {"id": 2}, {"id": "text"})
+    home.run(partitions=partitions)
+    assert home.rows() == [{"id": 1}, {"id": 2}]
+    first, second = sorted(home.letters(), key=lambda letter: letter["offset"])
+    assert first["payload"] == b'{"id": oops'
+    assert first["key"] == b"k"
+    assert first["attributes"] == [("site", "north")]
+    assert (first["source"], first["stream"], first["topic"], first["offset"]) == ("listed", "a", "/a", "p0@1")
+    assert (first["code"], first["attempt"], first["epoch"], first["kind"]) == ("PEN-3001", 1, 1, "message")
+    assert first["rule"].startswith("json.")
+    assert second["payload"] == b'{"id": "text"}'
+
+
+def test_a_bad_message_stops_the_run_unless_told_otherwise(home: Home) -> None:
+    home.put({"id": 1}, "{")
+    with pytest.raises(ConnectorError, match="PEN-3001"):
+        home.run(on_error="stop")
+    assert home.run(on_error="skip").skipped == 1
+    assert home.rows() == [{"id": 1}]
+
+
+def test_metadata_becomes_columns(home: Home) -> None:
+    home.put(("k", {"id": 1}))
+    home.run(JSON + 'metadata = ["key", "timestamp", "attributes", "offset", "stream"]\n')
+    (row,) = home.rows()
+    assert row["_key"] == b"k"
+    assert row["_timestamp"].timestamp() == 1
+    assert row["_attributes"] == [("site", "north")]
+    assert row["_offset"] == {"partition": "p0", "value": "0"}
+    assert row["_stream"] == "a"
+
+
+def test_a_tombstone_is_a_row_of_nulls_and_without_its_key_a_dead_letter(home: Home) -> None:
+    home.put(("k", {"id": 1}), ("k", None))
+    home.run(JSON + 'metadata = ["key"]\n')
+    assert home.rows() == [{"id": 1, "_key": b"k"}, {"id": None, "_key": b"k"}]
+    home.put(("k", None), stream="b")
+    home.run(JSON + '\n[[schemas]]\ntopic = "/b"\nschema_type = "json"\nkey = ["id"]\n')
+    (letter,) = home.letters()
+    assert (letter["rule"], letter["payload"]) == ("key.missing", None)
+
+
+def test_a_topic_without_a_schema_carries_the_envelope(home: Home) -> None:
+    home.put({"id": 1}, stream="raw")
+    home.run()
+    assert home.rows("raw")[0]["payload"] == b'{"id": 1}'
+
+
+def test_avro_by_file_is_registered_and_an_incompatible_change_is_refused_before_anything_starts(home: Home) -> None:
+    fastavro = pytest.importorskip("fastavro")
+    del fastavro
+    schema = {"type": "record", "name": "R", "fields": [{"name": "id", "type": "long"}]}
+    (home.path / "r.avsc").write_text(json.dumps(schema))
+    entry = '[[schemas]]\ntopic = "/a"\nschema_type = "avro"\nschema_file = "r.avsc"\nsubject = "r"\n'
+    home.put("\x02", "\x04", "\x06trailing")
+    home.run(entry)
+    assert home.rows() == [{"id": 1}, {"id": 2}]
+    assert len(home.letters()) == 1
+    schema["fields"] = [{"name": "id", "type": "string"}]
+    (home.path / "r.avsc").write_text(json.dumps(schema))
+    home.put("\x08")
+    with pytest.raises(ConnectorError, match=r"PEN-4030(.|\n)*id"):
+        home.run(entry)
+    assert len(home.rows()) == 2
+
+
+def test_most_of_a_topic_does_not_drain_into_the_dead_letters(home: Home) -> None:
+    home.put(*({"id": n} for n in range(500)))
+    home.put(*(["x"] for _ in range(600)))
+    with pytest.raises(ConnectorError, match="PEN-3002"):
+        home.run()
+    assert home.letters() == []
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ('topic = "/a"\nschema_type = "jsn"', "did you mean 'json'"),
+        ('topic = "/a"\nschema_type = "json"\nmax_deph = 3', "max_depth"),
+        ('topic = "/a"\nschema_type = "avro"\nschema_file = "gone.avsc"', "cannot read the schema file"),
+        ('topic = "/a"\nschema_type = "string"\nsubject = "x"', "has no schema"),
+        ('topic = "/a/#"\nschema_type = "avro"', "names no subject"),
+        ('topic = "/a"\nschema_type = "json"\n[[schemas]]\ntopic = "/a"\nschema_type = "csv"', "two .* entries"),
+    ],
+)
+def test_what_is_wrong_with_an_entry_is_said_with_its_place(home: Home, entry: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        home.pipeline("[[schemas]]\n" + entry + "\n")

@@ -30,9 +30,7 @@ def field(name: str, type: Any, **more: Any) -> dict[str, Any]:
 
 
 def found(reader: Any, writer: Any) -> list[tuple[str, str]]:
-    return [
-        (each.path, each.rule) for each in incompatibilities(Compatibility.BACKWARD, [avro(writer)], avro(reader))
-    ]
+    return [(each.path, each.rule) for each in incompatibilities(Compatibility.BACKWARD, [avro(writer)], avro(reader))]
 
 
 ID = field("id", "long")

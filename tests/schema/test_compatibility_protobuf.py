@@ -78,7 +78,9 @@ class TestFields:
 
 
 class TestReserved:
-    @pytest.mark.parametrize(("reserved", "field"), [("reserved 2 to 4;", "int64 b = 3;"), ('reserved "b";', "int64 b = 5;")])
+    @pytest.mark.parametrize(
+        ("reserved", "field"), [("reserved 2 to 4;", "int64 b = 3;"), ('reserved "b";', "int64 b = 5;")]
+    )
     def test_what_was_reserved_stays_unused(self, reserved, field):
         assert found(proto(A, field), proto(A, reserved)) == [("Order.b", "reserved")]
 

@@ -134,7 +134,9 @@ class TestTls:
 
 
 class TestFailures:
-    @pytest.mark.parametrize(("status", "code"), [(500, "PEN-2000"), (503, "PEN-2000"), (429, "PEN-2002"), (408, "PEN-2003")])
+    @pytest.mark.parametrize(
+        ("status", "code"), [(500, "PEN-2000"), (503, "PEN-2000"), (429, "PEN-2002"), (408, "PEN-2003")]
+    )
     def test_what_passes_is_tried_again_and_then_handed_on(self, server, status, code):
         registry = client(server.url, max_retries=3)
         server.fail(status, 3)
@@ -223,4 +225,3 @@ class TestCache:
         assert registry.fetch_schema("s").version == 1
         registry.register_schema("s", V2)
         assert registry.fetch_schema("s").version == 2
-

@@ -62,7 +62,9 @@ def list_subjects(registry: Registry, console: Console, json: bool = False) -> N
     if not rows:
         console.print("the registry has no subjects")
         return
-    table = Table("subject", "type", "version", "id", "compatibility", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table = Table(
+        "subject", "type", "version", "id", "compatibility", box=None, header_style="dim", padding=(0, 2, 0, 0)
+    )
     for name, latest, mode in rows:
         table.add_row(Text(name), latest.type, str(latest.version), str(latest.id), mode)
     console.print(table)

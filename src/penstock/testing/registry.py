@@ -336,7 +336,7 @@ def _handler(server: RegistryServer) -> type[BaseHTTPRequestHandler]:
 
         def _serve(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            status, answer, headers = server.respond(self.command, self.path, self.headers, body)
+            status, answer, headers = server.respond(self.command, self.path, dict(self.headers), body)
             if status == 0:
                 self.close_connection = True
                 return
@@ -349,7 +349,7 @@ def _handler(server: RegistryServer) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             self.wfile.write(data)
 
-        do_GET = do_POST = do_PUT = do_DELETE = _serve  # noqa: N815
+        do_GET = do_POST = do_PUT = do_DELETE = _serve
 
         def log_message(self, format: str, *arguments: object) -> None:
             pass

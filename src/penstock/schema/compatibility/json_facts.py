@@ -36,7 +36,10 @@ class Document:
     @cached_property
     def _has_inner_ids(self) -> bool:
         return any(
-            isinstance(each.get(key), str) for each in _objects(self.root) for key in ("$id", "id") if each is not self.root
+            isinstance(each.get(key), str)
+            for each in _objects(self.root)
+            for key in ("$id", "id")
+            if each is not self.root
         )
 
     def is_same(self, other: Document) -> bool:
@@ -138,7 +141,11 @@ class State:
     @property
     def key(self) -> tuple[Any, ...]:
         choices = tuple(id(each.value) for alternatives, _ in self.choices for each in alternatives)
-        return (frozenset(id(each.value) for each in self.facts), choices, tuple(id(each.value) for each in self.excluded))
+        return (
+            frozenset(id(each.value) for each in self.facts),
+            choices,
+            tuple(id(each.value) for each in self.excluded),
+        )
 
     @cached_property
     def is_empty(self) -> bool:

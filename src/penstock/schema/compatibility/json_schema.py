@@ -224,9 +224,9 @@ class _Proof:
     def _array(self, reader: Sub, writer: State, path: str, depth: int) -> Iterator[Incompatibility]:
         yield from _bounds(reader.value, writer, path, "minItems", "maxItems")
         most = writer.upper("maxItems")
-        if reader.value.get("uniqueItems") and not (most is not None and most <= 1):
-            if not any(fact.value.get("uniqueItems") for fact in writer.facts if isinstance(fact.value, dict)):
-                yield Incompatibility(path, "json_schema.unique_items", "items must be unique now")
+        is_unique = (most is not None and most <= 1) or writer.has("uniqueItems", True)
+        if reader.value.get("uniqueItems") and not is_unique:
+            yield Incompatibility(path, "json_schema.unique_items", "items must be unique now")
         length = max([len(prefix_of(reader)), *(len(prefix_of(fact)) for fact in writer.facts)])
         for place in range(length + 1):  # the last one is the rest
             if most is None or place < most:
@@ -271,9 +271,9 @@ def _numbers(reader: dict[str, Any], writer: State, path: str) -> Iterator[Incom
             if not is_known:
                 yield Incompatibility(path, f"json_schema.{_snake(key)}", f"`{key}` is {limit}, and was not so narrow")
     step = reader.get("multipleOf")
-    if step is not None and not any(_divides(step, each) for each in writer.numbers("multipleOf")):
-        if not (step == 1 and "fraction" not in writer.types):
-            yield Incompatibility(path, "json_schema.multiple_of", f"`multipleOf` is {step}, and was not")
+    steps = [*writer.numbers("multipleOf"), *([] if "fraction" in writer.types else [1])]
+    if step is not None and not any(_divides(step, each) for each in steps):
+        yield Incompatibility(path, "json_schema.multiple_of", f"`multipleOf` is {step}, and was not")
 
 
 def _bounds(reader: dict[str, Any], writer: State, path: str, least: str, most: str) -> Iterator[Incompatibility]:

@@ -85,7 +85,7 @@ def _files(schema: WireSchema) -> Sequence[FileDescriptorProto]:
             hint="pip install 'penstock[protobuf]'",
         ) from error
     try:
-        return FileDescriptorSet.FromString(compiled(schema)).file
+        return list(FileDescriptorSet.FromString(compiled(schema)).file)
     except SchemaError as error:
         raise invalid(schema, error.message) from error
 
@@ -144,7 +144,9 @@ def _one_ofs(name: str, mine: DescriptorProto, theirs: DescriptorProto) -> Itera
     for each in theirs.field:
         home = _one_of(each)
         if home is not None and each.number not in numbers and theirs.oneof_decl[home].name in names:
-            what = f"the field is gone from the oneof {theirs.oneof_decl[home].name!r}: it would look as if none were set"
+            what = (
+                f"the field is gone from the oneof {theirs.oneof_decl[home].name!r}: it would look as if none were set"
+            )
             yield Incompatibility(f"{name}.{each.name}", "protobuf.oneof_field_removed", what)
 
 
@@ -162,7 +164,7 @@ def _type(field: FieldDescriptorProto, file: File) -> str:
     kind = _kind(field)
     if kind not in ("message", "enum", "group"):
         return kind
-    return field.type_name.lstrip(".").removeprefix(f"{file.package}." if file.package else "")
+    return str(field.type_name).lstrip(".").removeprefix(f"{file.package}." if file.package else "")
 
 
 def _reserved(old: DescriptorProto, field: FieldDescriptorProto) -> Iterator[str]:

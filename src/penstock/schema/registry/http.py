@@ -181,7 +181,11 @@ class Http:
         )
 
     def _headers(self) -> dict[str, str]:
-        headers = {"Accept": _ACCEPT, "Content-Type": "application/vnd.schemaregistry.v1+json", "User-Agent": "penstock"}
+        headers = {
+            "Accept": _ACCEPT,
+            "Content-Type": "application/vnd.schemaregistry.v1+json",
+            "User-Agent": "penstock",
+        }
         if self.config.token is not None:
             headers["Authorization"] = f"Bearer {self.config.token.reveal()}"
         elif self.config.username is not None and self.config.password is not None:

@@ -142,6 +142,14 @@ class TestRules:
         assert found(given, given) == []
         assert ("", "not_provable") in found({**given, "patternProperties": {"^x": NUMBER}}, given)
 
+    def test_schemas_that_are_nested_too_deeply_to_compare_are_refused(self):
+        def deep(inner):
+            for _ in range(100):
+                inner = {"type": "array", "items": inner}
+            return inner
+
+        assert [rule for _, rule in found(deep(NUMBER), deep(WHOLE))] == ["not_provable"]
+
     def test_another_draft_is_refused(self):
         old = {"$schema": "http://json-schema.org/draft-07/schema#", **TEXT}
         assert found(TEXT, old) == [("", "draft")]
@@ -152,7 +160,18 @@ class TestRules:
         assert found({**old, **WHOLE}, {**old, "$ref": "#/definitions/a", **WHOLE}) == [("", "type")]
 
 
-@pytest.mark.parametrize("text", ["{", "3", '"x"', '{"type": "nonsense"}', '{"minimum": "x"}', '{"properties": []}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "3",
+        '"x"',
+        '{"not":' * 200 + "{}" + "}" * 200,
+        '{"type": "nonsense"}',
+        '{"minimum": "x"}',
+        '{"properties": []}',
+    ],
+)
 def test_a_text_that_is_no_schema_is_refused(text):
     with pytest.raises(SchemaError, match="PEN-4031"):
         parsed(WireSchema("json_schema", text))

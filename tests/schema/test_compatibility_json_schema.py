@@ -136,6 +136,11 @@ class TestRules:
         assert found({"oneOf": kinds}, {"oneOf": kinds[:2]}) == []
         assert found({"oneOf": kinds[:2]}, {"oneOf": kinds}) == [("", "one_of")]
 
+    def test_other_properties_of_the_writer_say_nothing_of_those_that_fit_a_pattern(self):
+        writer = {"type": "object", "patternProperties": {"^p": TEXT}, "additionalProperties": WHOLE}
+        assert found({"type": "object", "properties": {"p": WHOLE}}, writer) == [("p", "property_added_to_open")]
+        assert found({"type": "object", "additionalProperties": NUMBER}, writer) != []
+
     def test_what_cannot_be_proven_is_refused_unless_nothing_changed(self):
         given = {"type": "object", "patternProperties": {"^x": WHOLE}, "properties": {"a": {"$ref": "#/$defs/a"}},
                  "$defs": {"a": TEXT}}  # fmt: skip

@@ -231,6 +231,12 @@ class TestEmbedded(RegistryContract):
         made = registry.register_schema(subject, V1)
         assert Embedded(EmbeddedConfig(), tmp_path).fetch_schema(subject) == made
 
+    def test_a_copy_knows_every_id_where_the_files_are_not(self, registry, subject, tmp_path):
+        made = [registry.register_schema(subject, each) for each in (V1, V2)]
+        copy = pickle.dumps(Embedded(EmbeddedConfig(), tmp_path))
+        registry.directory.rename(tmp_path / "elsewhere")
+        assert [pickle.loads(copy).fetch_schema_by_id(each.id) for each in made] == made
+
     def test_a_file_may_change_the_compatibility(self, registry, subject):
         ensure_registered(registry, subject, V1)
         assert ensure_registered(registry, subject, WRONG, compatibility=Compatibility.NONE).version == 2

@@ -47,6 +47,12 @@ class Embedded:
     def __init__(self, config: EmbeddedConfig, state_dir: Path) -> None:
         self.config = config
         self.directory = config.path or Path(state_dir) / "schemas"
+        self._ids: dict[int, WireSchema] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A task on another machine does not see these files, so a copy brings along what has an id.
+        ids = {id: self.fetch_schema_by_id(id) for id in _numbers(self.directory / "ids")}
+        return {**self.__dict__, "_ids": {**self._ids, **ids}}
 
     def subjects(self) -> list[str]:
         root = self.directory / "subjects"
@@ -75,6 +81,8 @@ class Embedded:
         return replace(self._by_id(id), subject=subject, version=chosen)
 
     def fetch_schema_by_id(self, id: int) -> WireSchema:
+        if id in self._ids:
+            return self._ids[id]
         if not self._id(id).exists():
             raise DataError(
                 f"the registry has no schema with the id {id}",
@@ -82,7 +90,10 @@ class Embedded:
                 hint="the message was written with another registry, or has no schema id in front: check the framing",
             )
         schema, places = self._by_id(id), self.places(id)
-        return replace(schema, subject=places[0][0], version=places[0][1]) if places else schema
+        if not places:  # the process that claimed the id died before its version, which may still come
+            return schema
+        self._ids[id] = replace(schema, subject=places[0][0], version=places[0][1])
+        return self._ids[id]
 
     def places(self, id: int) -> list[tuple[str, int]]:
         return [

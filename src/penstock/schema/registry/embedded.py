@@ -104,12 +104,7 @@ class Embedded:
         ]
 
     def find_schema(self, subject: str, schema: WireSchema) -> WireSchema | None:
-        wanted = _address(schema)
-        for version in reversed(self.versions(subject)):
-            id = _read(self._subject(subject) / f"{version}.json")["id"]
-            if _read(self._id(id))["content"] == wanted:
-                return replace(self._by_id(id), subject=subject, version=version)
-        return None
+        return self._find(subject, schema, self.versions(subject))
 
     def check_compatibility(self, subject: str, schema: WireSchema) -> list[Incompatibility]:
         return self._check(subject, schema, self.versions(subject))
@@ -117,10 +112,11 @@ class Embedded:
     def register_schema(self, subject: str, schema: WireSchema) -> WireSchema:
         self._check_references(schema)
         while True:
-            found = self.find_schema(subject, schema)
+            # One look decides everything: what comes after it has the number that is claimed below.
+            known = self.versions(subject)
+            found = self._find(subject, schema, known)
             if found is not None:
                 return found
-            known = self.versions(subject)
             problems = self._check(subject, schema, known)
             if problems:
                 raise refusal(subject, self.compatibility(subject), problems)
@@ -137,6 +133,14 @@ class Embedded:
     def set_compatibility(self, subject: str, mode: Compatibility) -> None:
         make_directory(self._subject(subject))
         write_atomic(self._subject(subject) / "compatibility.json", canonical({"compatibility": mode}).encode())
+
+    def _find(self, subject: str, schema: WireSchema, known: Sequence[int]) -> WireSchema | None:
+        wanted = _address(schema)
+        for version in reversed(known):
+            id = _read(self._subject(subject) / f"{version}.json")["id"]
+            if _read(self._id(id))["content"] == wanted:
+                return replace(self._by_id(id), subject=subject, version=version)
+        return None
 
     def _check(self, subject: str, schema: WireSchema, known: Sequence[int]) -> list[Incompatibility]:
         earlier = [self.fetch_schema(subject, version) for version in known]

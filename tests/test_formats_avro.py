@@ -99,7 +99,10 @@ def primitives(names):
         ),
         decimals(names),
         st.builds(
-            lambda size: ({"type": "fixed", "name": next(names), "size": size}, same(st.binary(min_size=size, max_size=size))),
+            lambda size: (
+                {"type": "fixed", "name": next(names), "size": size},
+                same(st.binary(min_size=size, max_size=size)),
+            ),
             st.integers(0, 5),
         ),
         st.builds(
@@ -345,7 +348,17 @@ def test_rows_of_several_writers_stay_in_order_and_only_unknown_or_unfit_ones_fa
     first = framing.add(binary(written(one, [{"a": 1}, {"a": 2}])), 1).to_pylist()
     second = framing.add(binary(written(two, [{"b": "x", "a": 3}])), 2).to_pylist()
     wrong = framing.add(binary(written(unfit, [{"a": "x"}])), 3).to_pylist()
-    payloads = [first[0], second[0], b"\0\0\0\0\x09\x02", None, wrong[0], b"", b"\x01abcdef", first[1], second[0] + b"!"]
+    payloads = [
+        first[0],
+        second[0],
+        b"\0\0\0\0\x09\x02",
+        None,
+        wrong[0],
+        b"",
+        b"\x01abcdef",
+        first[1],
+        second[0] + b"!",
+    ]
     decoded = avro.decode(binary(payloads))
     assert decoded.rows.column("a").to_pylist() == [1, 3, None, 2]
     assert decoded.positions.tolist() == [0, 1, 3, 7]

@@ -13,7 +13,7 @@ from penstock.config import Config
 from penstock.errors import ConfigError, DataError, SchemaError
 from penstock.formats import Decoded, Format, Resolver, WireSchema, framing
 from penstock.formats.pieces import Pieces, Reason, sliced
-from penstock.formats.protobuf.codec import Codec, codec
+from penstock.formats.protobuf.codec import Codec, codec_for
 from penstock.formats.protobuf.files import as_text, compiled, message_names
 from penstock.formats.varint import Ints
 
@@ -54,7 +54,7 @@ class Protobuf(Format[ProtobufConfig]):
         self._codec()
 
     def _codec(self) -> Codec:
-        return codec(compiled(self._schema), self.options.message)
+        return codec_for(compiled(self._schema), self.options.message)
 
     def columns(self) -> pa.Schema:
         return self._codec().schema
@@ -63,12 +63,16 @@ class Protobuf(Format[ProtobufConfig]):
         own = self._codec()
         result = Pieces(own.schema)
         for first, piece in sliced(payloads):
-            found = framing.cells(piece)
-            nulls = np.flatnonzero(~found.is_valid)
+            is_null = piece.is_null().to_numpy(zero_copy_only=False)
+            nulls = np.flatnonzero(is_null)
             result.add(first + nulls, [pa.nulls(len(nulls), each.type) for each in own.schema])
-            rows, starts = self._unframed(found, first, result)
-            if len(rows):
+            if self.options.framing == "none":
+                rows, bodies = np.flatnonzero(~is_null), piece.drop_null().cast(pa.binary())
+            else:
+                found = framing.cells(piece)
+                rows, starts = self._unframed(found, first, result)
                 bodies = framing.gathered(found.data, starts, found.ends[rows])
+            if len(rows):
                 batch, bad = own.decode(bodies)
                 is_good = np.ones(len(rows), bool)
                 is_good[list(bad)] = False
@@ -98,8 +102,6 @@ class Protobuf(Format[ProtobufConfig]):
     def _unframed(self, found: framing.Cells, first: int, result: Pieces) -> tuple[Ints, Ints]:
         """The rows that hold this message, and where it begins in each."""
         rows = np.flatnonzero(found.is_valid)
-        if self.options.framing == "none":
-            return rows, found.starts[rows]
         ids = framing.ids(found)
         which, paths, sizes = framing.indexes(found, framing.PREFIX)
         is_framed = (ids >= 0) & (which >= 0)

@@ -169,7 +169,6 @@ BUILT_IN: dict[str, Entry] = {
     for entry in (
         Entry("json", "penstock.formats.json:Json"),
         Entry("json_schema", "penstock.formats.json_schema:JsonSchema", "json_schema", ("jsonschema_rs", "orjson")),
-        Entry("avro", "penstock.formats.avro:Avro"),
         Entry("csv", "penstock.formats.csv:Csv"),
         Entry("string", "penstock.formats.plain:String"),
         Entry("number", "penstock.formats.plain:Number"),

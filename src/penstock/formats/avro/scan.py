@@ -127,7 +127,8 @@ class Scan:
 
     def table(self, starts: Ints, size: int) -> Bytes:
         """`size` bytes from each start, as rows of a table."""
-        return self.data[starts[:, None] + np.arange(size)]
+        found: Bytes = self.data[starts[:, None] + np.arange(size)]
+        return found
 
     def gathered(self, starts: Ints, sizes: Ints) -> pa.Array:
         """The values as a binary array. Starts ascend but for empty values: every second value over the data is one."""

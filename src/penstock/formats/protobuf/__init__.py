@@ -41,15 +41,10 @@ class Protobuf(Format[ProtobufConfig]):
     def __init__(
         self, options: ProtobufConfig, schema: WireSchema | None = None, resolve: Resolver | None = None
     ) -> None:
-        if schema is None:
-            raise ConfigError(
-                "the format protobuf needs a schema",
-                code="PEN-1004",
-                hint="set schema_file, or a subject of the registry",
-            )
-        # Compiled here, on the driver: tasks get the descriptor set.
-        schema = replace(schema, text=as_text(compiled(schema)), references=())
+        if schema is not None:  # compiled here, on the driver: tasks get the descriptor set
+            schema = replace(schema, text=as_text(compiled(schema)), references=())
         super().__init__(options, schema, resolve)
+        assert schema is not None
         self._schema = schema
         self._codec()
 

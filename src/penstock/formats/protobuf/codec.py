@@ -40,7 +40,8 @@ class Codec:
 
     def decode(self, bodies: pa.Array) -> tuple[pa.RecordBatch, dict[int, tuple[str, str]]]:
         """Rows of a binary array without nulls, and what is wrong with those that are missing."""
-        rows, bad = self._attempt(bodies), {}
+        bad: dict[int, tuple[str, str]] = {}
+        rows = self._attempt(bodies)
         if rows is None:
             rows, bad = self._without_bad(bodies)
         return self._widened(rows), bad

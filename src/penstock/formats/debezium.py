@@ -23,7 +23,7 @@ from penstock.formats.pieces import record_batch
 from penstock.schema import with_key
 
 UNAVAILABLE = "__debezium_unavailable_value"
-"""What stands for a large value that the change left as it was."""
+"""What replaces a large value that the change left as it was."""
 
 _LOGICAL = {
     "io.debezium.time.Date": "date",
@@ -40,7 +40,7 @@ class DebeziumConfig(Config):
     """How the envelope is written. JSON may have its schema beside it or not."""
 
     framing: Literal["none", "confluent"] = "none"
-    """What stands before each payload and key: nothing, or Confluent's prefix. JSON has none."""
+    """What comes before each payload and key: nothing, or Confluent's prefix. JSON has none."""
 
     key: tuple[str, ...] = ()
     """Columns of the key; empty: the fields of the messages' keys."""

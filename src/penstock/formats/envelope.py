@@ -58,7 +58,7 @@ def bare(payloads: pa.Array) -> pa.Array:
 
 
 def _head(payload: bytes) -> bytes | None:
-    """What stands before the payload's value, if it is the last member."""
+    """What comes before the payload's value, if it is the last member."""
     try:
         text = payload.decode()
         decoder = json.JSONDecoder()

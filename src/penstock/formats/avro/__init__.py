@@ -16,7 +16,7 @@ from penstock.formats.avro.schema import parse
 
 class AvroConfig(Config):
     framing: Literal["none", "confluent", "single_object"] = "none"
-    """What stands before each payload: nothing, Confluent's prefix, or the header of Avro's single-object encoding."""
+    """What comes before each payload: nothing, Confluent's prefix, or the header of Avro's single-object encoding."""
 
 
 class Avro(Format[AvroConfig]):

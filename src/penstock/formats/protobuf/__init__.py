@@ -23,7 +23,7 @@ class ProtobufConfig(Config):
     """Full name of the message, such as `shop.Order`; empty: the first of the schema."""
 
     framing: Literal["none", "confluent"] = "none"
-    """What stands before each payload: nothing, or Confluent's prefix with the message indexes."""
+    """What comes before each payload: nothing, or Confluent's prefix with the message indexes."""
 
 
 class Protobuf(Format[ProtobufConfig]):
@@ -72,8 +72,9 @@ class Protobuf(Format[ProtobufConfig]):
                 is_good = np.ones(len(rows), bool)
                 is_good[list(bad)] = False
                 result.add(first + rows[is_good], batch.columns)
-                for place, reason in bad.items():
-                    result.fail(first + rows[place : place + 1], Reason(*reason))
+                for reason in dict.fromkeys(bad.values()):
+                    places = [place for place, why in bad.items() if why == reason]
+                    result.fail(first + rows[places], Reason(*reason))
         return result.decoded()
 
     def encode(self, rows: pa.RecordBatch) -> pa.Array:

@@ -86,7 +86,9 @@ class Codec:
         bad: dict[int, tuple[str, str]] = {}
         left = np.arange(len(bodies))
         for shell, handler, reason in ((self.shells[0], self.nothing, WIRE), (self.shells[1], self.handler, CONTENT)):
-            found = [place for place in _suspects(shell, bodies) if not _takes(handler, bodies.slice(place, 1))]
+            suspects = _suspects(shell, bodies)
+            suspected = bodies.take(pa.array(suspects, pa.int64())).to_pylist()
+            found = [at for at, body in zip(suspects, suspected, strict=True) if not _takes(handler, body)]
             bad |= {int(left[place]): reason for place in found}
             left, bodies = _without(found, left, bodies)
             rows = self._attempt(bodies)
@@ -106,9 +108,9 @@ class Codec:
         return self._halves(bodies.slice(0, middle), first) + self._halves(bodies.slice(middle), first + middle)
 
 
-def _takes(handler: Any, bodies: pa.Array) -> bool:
+def _takes(handler: Any, body: bytes) -> bool:
     try:
-        handler.array_to_record_batch(bodies)
+        handler.list_to_record_batch([body])
     except ValueError:
         return False
     return True

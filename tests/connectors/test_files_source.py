@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from penstock.connectors.files_source import Files, FilesConfig, Inventoried, readers
-from penstock.connectors.files_source.types import arrow_type, csv_misfits
+from penstock.connectors.files_source.types import csv_misfits
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError
 from penstock.schema import SchemaInferable, SchemaProvider
+from penstock.schema.typenames import arrow_type
 from penstock.source import HealthState, Note, ReadLimit, SourceBatch
 
 LIMIT = ReadLimit(rows=1_000_000)

@@ -7,19 +7,30 @@ used in tasks.
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
 from penstock.config import Config
+from penstock.errors import ConfigError
 
 O = TypeVar("O", bound=Config)  # noqa: E741
 
 GROUP = "penstock.formats"
 """Entry-point group of third-party formats."""
+
+Positions: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+
+Failed: TypeAlias = dict[int, tuple[str, str]]
+"""The rule and the reason of each failure, by the payload's position."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +57,19 @@ Resolver = Callable[[int], WireSchema]
 class Failures:
     """Payloads that could not be decoded. The three have one entry each per payload."""
 
-    positions: np.ndarray[Any, np.dtype[np.int64]] = field(default_factory=lambda: np.empty(0, np.int64))
+    positions: Positions = field(default_factory=lambda: np.empty(0, np.int64))
     """Where they stand in the batch, ascending."""
     rules: tuple[str, ...] = ()
     """What was broken, a stable name: `json.syntax`, `json_schema.required`, `avro.truncated`."""
     reasons: tuple[str, ...] = ()
     """One sentence for people; names fields and types, never values."""
+
+    @classmethod
+    def of(cls, found: Failed) -> Failures:
+        """From the rule and the reason of each position, in any order."""
+        positions = sorted(found)
+        rules, reasons = (tuple(found[at][i] for at in positions) for i in (0, 1))
+        return cls(np.array(positions, np.int64), rules, reasons)
 
     def __len__(self) -> int:
         return len(self.rules)
@@ -62,9 +80,25 @@ class Decoded:
     """What became of a batch of payloads: every one is a row or a failure."""
 
     rows: pa.RecordBatch
-    positions: np.ndarray[Any, np.dtype[np.int64]]
+    positions: Positions
     """Where each row's payload stands in the batch, ascending."""
     failures: Failures = field(default_factory=Failures)
+
+    @classmethod
+    def of(
+        cls,
+        rows: pa.RecordBatch,
+        positions: Positions,
+        tombstones: Positions,
+        failures: Failed,
+    ) -> Decoded:
+        """From the rows of payloads at `positions`, ascending, and what became of the others."""
+        if len(tombstones):
+            every = np.concatenate([positions, tombstones])
+            order = np.argsort(every, kind="stable")
+            rows = rows.take(pa.array(order, pa.int64(), mask=order >= len(positions)))
+            positions = every[order]
+        return cls(rows, positions, Failures.of(failures))
 
 
 class Format(Generic[O]):
@@ -79,8 +113,20 @@ class Format(Generic[O]):
     name: ClassVar[str]
     options_type: ClassVar[type[Config]]
     schema_use: ClassVar[Literal["required", "optional", "refused"]] = "refused"
+    uses_keys: ClassVar[bool] = False
+    """True: a tombstone is the delete of its key, and a failure if the key is not given."""
 
     def __init__(self, options: O, schema: WireSchema | None = None, resolve: Resolver | None = None) -> None:
+        if self.schema_use == "required" and schema is None:
+            raise ConfigError(
+                f"the format {self.name} needs a schema",
+                code="PEN-1004",
+                hint="set schema_file, or a subject of the registry",
+            )
+        if self.schema_use == "refused" and schema is not None:
+            raise ConfigError(
+                f"the format {self.name} takes no schema", code="PEN-1016", hint="leave out schema_file and subject"
+            )
         self.options = options
         self.schema = schema
         """The reader's schema when decoding, the writer's when encoding."""
@@ -99,6 +145,82 @@ class Format(Generic[O]):
         """
         raise NotImplementedError
 
+    def decode_with_keys(self, payloads: pa.Array, keys: pa.Array, known: pa.Schema | None = None) -> Decoded:
+        """As `decode`, with the messages' keys, for formats whose rows need them (`uses_keys`)."""
+        return self.decode(payloads, known)
+
     def encode(self, rows: pa.RecordBatch) -> pa.Array:
-        """A binary array of payloads, one per row, in a task. Raises `SchemaError` for columns that the format has no place for."""
+        """
+        A binary array of payloads, one per row, in a task.
+
+        Raises `SchemaError` for columns that the format has no place for, `DataError` for values that it has none for.
+        """
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A format that can be named, imported or not."""
+
+    name: str
+    target: str
+    """`module:Class`."""
+    extra: str = ""
+    modules: tuple[str, ...] = ()
+    """What the extra installs."""
+
+
+BUILT_IN: dict[str, Entry] = {
+    entry.name: entry
+    for entry in (
+        Entry("json", "penstock.formats.json:Json"),
+        Entry("json_schema", "penstock.formats.json_schema:JsonSchema", "json_schema", ("jsonschema_rs", "orjson")),
+        Entry("avro", "penstock.formats.avro:Avro"),
+        Entry("protobuf", "penstock.formats.protobuf:Protobuf", "protobuf", ("ptars", "google.protobuf", "grpc_tools")),
+        Entry("debezium", "penstock.formats.debezium:Debezium"),
+        Entry("csv", "penstock.formats.csv:Csv"),
+        Entry("string", "penstock.formats.plain:String"),
+        Entry("number", "penstock.formats.plain:Number"),
+        Entry("bytes", "penstock.formats.plain:Bytes"),
+    )
+}
+
+
+def entries() -> list[Entry]:
+    """Everything that can be named, nothing imported; a built-in name goes before an entry point's."""
+    points = [Entry(point.name, point.value) for point in entry_points(group=GROUP) if point.name not in BUILT_IN]
+    return [*BUILT_IN.values(), *points]
+
+
+def load(name: str) -> type[Format[Any]]:
+    """The class of a format."""
+    found = {entry.name: entry for entry in entries()}
+    if name not in found:
+        near = next(iter(difflib.get_close_matches(name, found, n=1)), None)
+        raise ConfigError(
+            f"unknown format {name!r}" + (f"; did you mean {near!r}?" if near else ""),
+            code="PEN-1006",
+            hint=f"there are {', '.join(sorted(found))}",
+        )
+    entry = found[name]
+    missing = next((module for module in entry.modules if find_spec(module) is None), None)
+    if missing:
+        raise ConfigError(
+            f"the format {name!r} needs the module {missing}, which is not installed",
+            code="PEN-1007",
+            hint=f"pip install 'penstock[{entry.extra}]'",
+        )
+    module, _, attribute = entry.target.partition(":")
+    try:
+        format = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # a stranger's module may fail in any way, and the file's reader must know how
+        raise ConfigError(
+            f"cannot import the format {name!r} from {entry.target!r}: {type(error).__name__}: {error}",
+            code="PEN-1006",
+            hint="import it by itself to see where it fails",
+        ) from error
+    if not (inspect.isclass(format) and issubclass(format, Format)):
+        raise ConfigError(
+            f"{entry.target!r} is no format", code="PEN-1006", hint="a format derives from penstock.formats.Format"
+        )
+    return format

@@ -1,9 +1,5 @@
 """
-Rows as lines of JSON, a column at a time.
-
-JSON has fewer types than Arrow. Decimals are text (a JSON number would be rounded by most readers), binary values are
-base64, dates, times and timestamps are ISO 8601 (with `Z` when the column has a time zone), durations are integers in
-their unit, NaN and infinities are the texts `NaN`, `Infinity` and `-Infinity`, nulls are written as null.
+Files of JSON lines: rows to lines, and lines that were so written back to rows.
 """
 
 from __future__ import annotations
@@ -15,19 +11,16 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
 from pyarrow import types
 
-from penstock.errors import DataError, SchemaError
+from penstock.errors import DataError
+from penstock.formats.json_text import is_binary, is_list, objects, text_bytes
 
 _SLICE_BYTES = 64 << 20
 """Rows are encoded in pieces of about this size: the text of a piece must stay below 2 GB, and memory flat."""
-
-_SHORT = {0x22: '\\"', 0x5C: "\\\\", 0x08: "\\b", 0x09: "\\t", 0x0A: "\\n", 0x0C: "\\f", 0x0D: "\\r"}
-_MUST_ESCAPE = np.array([code < 0x20 or code in _SHORT for code in range(256)])
 
 
 def encode(batch: pa.RecordBatch) -> Iterator[memoryview]:
@@ -36,8 +29,8 @@ def encode(batch: pa.RecordBatch) -> Iterator[memoryview]:
     step = max(1, -(-batch.num_rows // pieces))
     for start in range(0, batch.num_rows, step):
         piece = batch.slice(start, step)
-        lines = _object(piece.schema.names, piece.columns, piece.num_rows, end="}\n")
-        yield memoryview(_text_bytes(lines))
+        lines = objects(piece.schema.names, piece.columns, piece.num_rows, end="}\n")
+        yield memoryview(text_bytes(lines))
 
 
 def decode(data: bytes, schema: pa.Schema) -> pa.Table:
@@ -57,120 +50,6 @@ def decode(data: bytes, schema: pa.Schema) -> pa.Table:
     return pa.table([pa.array(values, field.type) for values, field in zip(columns, schema, strict=True)], schema)
 
 
-def _object(names: list[str], columns: list[pa.Array], rows: int, end: str) -> pa.Array:
-    parts: list[Any] = []
-    for position, (name, column) in enumerate(zip(names, columns, strict=True)):
-        parts += [("," if position else "{") + json.dumps(name, ensure_ascii=False) + ":", _text(column, name)]
-    if not parts:
-        return pa.array(["{" + end] * rows)
-    return _join(*parts, end)
-
-
-def _join(*parts: pa.Array | str) -> pa.Array:
-    return pc.binary_join_element_wise(*parts, "")
-
-
-def _text(column: pa.Array, name: str) -> pa.Array:
-    """Each value's JSON text; no nulls."""
-    kind = column.type
-    if isinstance(kind, pa.BaseExtensionType):
-        return _text(column.storage, name)
-    if types.is_dictionary(kind):
-        return _text(column.dictionary_decode(), name)
-    if types.is_null(kind):
-        return pa.array(["null"] * len(column))
-    if types.is_boolean(kind) or types.is_integer(kind):
-        text = pc.cast(column, pa.string())
-    elif types.is_duration(kind):
-        text = pc.cast(pc.cast(column, pa.int64()), pa.string())
-    elif types.is_floating(kind):
-        text = _float_text(column)
-    elif types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
-        text = _quoted(pc.cast(column, pa.string()))
-    elif types.is_timestamp(kind):
-        text = _timestamp_text(column)
-    elif types.is_decimal(kind) or types.is_date(kind) or types.is_time(kind):
-        text = _join('"', pc.cast(column, pa.string()), '"')
-    elif _is_binary(kind):
-        values = (None if value is None else base64.b64encode(value).decode() for value in column.to_pylist())
-        text = _join('"', pa.array(values, pa.string()), '"')
-    elif types.is_struct(kind):
-        text = _struct_text(column, name)
-    elif types.is_map(kind) or _is_list(kind):
-        text = _list_text(column, name)
-    else:
-        raise SchemaError(
-            f"the column {name!r} is {kind}, which JSON lines cannot hold",
-            code="PEN-4002",
-            hint='cast it in the route\'s SQL, or use format = "parquet"',
-        )
-    return pc.fill_null(text, "null") if text.null_count else text
-
-
-def _float_text(column: pa.Array) -> pa.Array:
-    column = pc.cast(column, pa.float32()) if types.is_float16(column.type) else column
-    text = pc.cast(column, pa.string())
-    finite = pc.is_finite(column)
-    if pc.any(pc.invert(finite)).as_py():
-        names = pc.if_else(pc.is_nan(column), '"NaN"', pc.if_else(pc.less(column, 0), '"-Infinity"', '"Infinity"'))
-        text = pc.if_else(finite, text, names)
-    # 1.0 prints as 1: readers that infer types would see integers in one file and floats in the next.
-    whole = pc.match_substring_regex(text, "^-?[0-9]+$")
-    return pc.if_else(whole, _join(text, ".0"), text) if pc.any(whole).as_py() else text
-
-
-def _timestamp_text(column: pa.Array) -> pa.Array:
-    if column.type.tz is not None:
-        column = pc.cast(column, pa.timestamp(column.type.unit, "UTC"))  # prints a Z
-    return _join('"', pc.replace_substring(pc.cast(column, pa.string()), " ", "T"), '"')
-
-
-def _quoted(text: pa.Array) -> pa.Array:
-    found = np.flatnonzero(np.bincount(np.frombuffer(_text_bytes(text), np.uint8), minlength=256)[:256] * _MUST_ESCAPE)
-    for code in sorted(
-        found.tolist(), key=lambda code: code != 0x5C
-    ):  # the backslash first: the others bring some along
-        text = pc.replace_substring(text, chr(code), _SHORT.get(code, f"\\u{code:04x}"))
-    return _join('"', text, '"')
-
-
-def _struct_text(column: pa.StructArray, name: str) -> pa.Array:
-    fields = [column.type.field(i) for i in range(column.type.num_fields)]
-    text = _object([field.name for field in fields], column.flatten(), len(column), end="}")
-    return pc.if_else(column.is_valid(), text, pa.scalar(None, pa.string())) if column.null_count else text
-
-
-def _list_text(column: pa.Array, name: str) -> pa.Array:
-    if types.is_map(column.type):
-        entry = pa.struct([pa.field("key", column.type.key_type, False), pa.field("value", column.type.item_type)])
-        column = pc.cast(column, pa.list_(entry))
-        keys, values = column.flatten().flatten()
-        items, brackets = _join(_key_text(keys, name), ":", _text(values, name)), "{}"
-    else:
-        column = pc.cast(column, pa.list_(column.type.value_type))
-        items, brackets = _text(column.flatten(), name), "[]"
-    counts = pc.fill_null(pc.list_value_length(column), 0)
-    edges = pa.array(np.concatenate([[0], np.cumsum(counts)]), pa.int32())
-    text = _join(brackets[0], pc.binary_join(pa.ListArray.from_arrays(edges, items), ","), brackets[1])
-    return pc.if_else(column.is_valid(), text, pa.scalar(None, pa.string())) if column.null_count else text
-
-
-def _key_text(keys: pa.Array, name: str) -> pa.Array:
-    """JSON's keys are text: what is not is put in quotes."""
-    text = _text(keys, name)
-    bare = pc.invert(pc.starts_with(text, '"'))
-    return pc.if_else(bare, _join('"', text, '"'), text)
-
-
-def _text_bytes(text: pa.Array) -> memoryview:
-    """The bytes of all values of a string array, one after the other."""
-    offsets = (
-        np.frombuffer(text.buffers()[1], np.int32)[text.offset : text.offset + len(text) + 1] if len(text) else (0, 0)
-    )
-    data = text.buffers()[2]
-    return memoryview(data)[int(offsets[0]) : int(offsets[-1])] if data is not None else memoryview(b"")
-
-
 def _value(value: Any, kind: pa.DataType) -> Any:
     """One decoded JSON value as pyarrow takes it for `kind`."""
     if value is None:
@@ -183,7 +62,7 @@ def _value(value: Any, kind: pa.DataType) -> Any:
         return float(value)
     if types.is_decimal(kind):
         return decimal.Decimal(value)
-    if _is_binary(kind):
+    if is_binary(kind):
         return base64.b64decode(value)
     if types.is_timestamp(kind):
         return pc.cast(pa.scalar(value), kind).value
@@ -198,7 +77,7 @@ def _value(value: Any, kind: pa.DataType) -> Any:
         }
     if types.is_map(kind):
         return [(_key(key, kind.key_type), _value(item, kind.item_type)) for key, item in value.items()]
-    if _is_list(kind):
+    if is_list(kind):
         return [_value(item, kind.value_type) for item in value]
     return value
 
@@ -209,16 +88,3 @@ def _key(text: str, kind: pa.DataType) -> Any:
 
 def _is_native(kind: pa.DataType) -> bool:
     return bool(types.is_boolean(kind) or types.is_integer(kind) or types.is_float64(kind) or types.is_string(kind))
-
-
-def _is_binary(kind: pa.DataType) -> bool:
-    return bool(
-        types.is_binary(kind)
-        or types.is_large_binary(kind)
-        or types.is_fixed_size_binary(kind)
-        or types.is_binary_view(kind)
-    )
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))

@@ -19,9 +19,10 @@ from penstock.connectors.files_source import readers
 from penstock.connectors.files_source.directory import Directory
 from penstock.connectors.files_source.inventory import Found, Inventory, Record, decode, encode
 from penstock.connectors.files_source.readers import BadRows, FileSplit
-from penstock.connectors.files_source.types import arrow_type, fixed, merge, widest, widest_text
+from penstock.connectors.files_source.types import fixed, merge, widest, widest_text
 from penstock.durable import Json
 from penstock.errors import ConfigError, DataError, FatalError
+from penstock.schema.typenames import arrow_type
 from penstock.source import (
     Finding,
     HealthStatus,

@@ -1,0 +1,227 @@
+"""Delimited text, one record per payload."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import types
+from pydantic import Field, field_validator, model_validator
+
+from penstock.config import Config
+from penstock.errors import SchemaError
+from penstock.formats import Decoded, Failed, Format
+from penstock.formats.inference import Misfit
+from penstock.formats.json_parse import invalid_text
+from penstock.schema.typenames import arrow_type
+
+_MAX_VALUES = 10_000
+_Character = Annotated[str, Field(pattern=r"^[\x01-\x09\x0b\x0c\x0e-\x7f]$")]
+
+
+class CsvConfig(Config):
+    columns: list[str] | dict[str, str] | None = None
+    """Names of the columns in their order, or a table of names and Arrow types, e.g. `{ id = "int64", note = "string" }`;
+    without types they are text. None: `column_1`, `column_2` and so on, text, as many as the longest record has."""
+
+    delimiter: _Character = ","
+    """What separates the values: one ASCII character."""
+
+    quote: _Character = '"'
+    """What a value with a delimiter or a line break is put in; twice in such a value, it means itself."""
+
+    null: str = ""
+    """The text that means null, unless it is in quotes."""
+
+    @field_validator("columns")
+    @classmethod
+    def _check_columns(cls, columns: list[str] | dict[str, str] | None) -> list[str] | dict[str, str] | None:
+        if columns is not None and (not columns or len(set(columns)) < len(columns)):
+            raise ValueError("name at least one column, and no two alike")
+        for name, text in columns.items() if isinstance(columns, dict) else ():
+            try:
+                pa.array([], pa.string()).cast(arrow_type(text))
+            except pa.ArrowNotImplementedError:
+                raise ValueError(f"the column {name!r} cannot be {text}: CSV has no text for it") from None
+        return columns
+
+    @model_validator(mode="after")
+    def _check_characters(self) -> CsvConfig:
+        special = {self.delimiter, self.quote, "\r", "\n"}
+        if len(special) < 4 or special & set(self.null):
+            raise ValueError("`delimiter` and `quote` must differ, and `null` must hold neither of them")
+        return self
+
+
+class Csv(Format[CsvConfig]):
+    """One record per payload, without a header; a line break at its end does not count."""
+
+    name = "csv"
+    options_type = CsvConfig
+
+    def columns(self) -> pa.Schema | None:
+        columns = self.options.columns
+        if columns is None:
+            return None
+        typed = columns if isinstance(columns, dict) else dict.fromkeys(columns, "string")
+        return pa.schema([(name, arrow_type(text)) for name, text in typed.items()])
+
+    def decode(self, payloads: pa.Array, known: pa.Schema | None = None) -> Decoded:
+        payloads = payloads.cast(pa.binary())
+        failed: Failed = dict.fromkeys(invalid_text(payloads), ("csv.encoding", "it is not UTF-8"))
+        everyone = np.arange(len(payloads), dtype=np.int64)
+        is_null = payloads.is_null().to_numpy(zero_copy_only=False)
+        left = everyone[~is_null & ~np.isin(everyone, list(failed))]
+        records, bad = self._records(payloads.take(pa.array(left)).view(pa.string()))
+        schema = self.columns()
+        sizes = pc.list_value_length(records).to_numpy(zero_copy_only=False)
+        if schema is None:
+            most = max(int(sizes.max(initial=0, where=sizes <= _MAX_VALUES)), 0 if known is None else len(known))
+            schema = pa.schema([(f"column_{number}", pa.string()) for number in range(1, most + 1)])
+            wrong, wanted = sizes > _MAX_VALUES, f"at most {_MAX_VALUES:,}"
+        else:
+            wrong, wanted = sizes != len(schema), str(len(schema))
+        for at in np.flatnonzero(wrong).tolist():
+            bad.setdefault(at, ("csv.values", f"it has {sizes[at]:,} values instead of {wanted}"))
+        rows, bad = _typed(records, schema, bad)
+        failed |= {int(left[at]): why for at, why in bad.items()}
+        return Decoded.of(rows, left[_kept(len(left), bad)], everyone[is_null], failed)
+
+    def encode(self, rows: pa.RecordBatch) -> pa.Array:
+        declared = self.columns()
+        if not rows.num_columns or (declared is not None and declared.names != rows.schema.names):
+            raise SchemaError(
+                f"the rows have the columns {', '.join(rows.schema.names) or 'none'}, and `columns` of the format csv "
+                f"names {', '.join(declared.names if declared is not None else ['none'])}",
+                code="PEN-4002",
+                hint="select the columns in the route's SQL in that order, or name them in `columns`",
+            )
+        texts = [self._text(name, column) for name, column in zip(rows.schema.names, rows.columns, strict=True)]
+        return pc.binary_join_element_wise(*texts, self.options.delimiter).cast(pa.binary())
+
+    def _records(self, lines: pa.Array) -> tuple[pa.ListArray, Failed]:
+        """The values of each line; empty for a bad one."""
+        lines = pc.replace_substring_regex(lines, r"\r?\n\z", "")
+        special = f"[{_code(self.options.quote)}\\r\\n]"
+        is_hard = pc.match_substring_regex(lines, special).to_numpy(zero_copy_only=False)
+        easy, hard = np.flatnonzero(~is_hard), np.flatnonzero(is_hard)
+        split = pc.split_pattern(lines.take(pa.array(easy)), self.options.delimiter)
+        split = _with_nulls(split, self.options.null)
+        if not len(hard):
+            return split, {}
+        bad: Failed = {}
+        found: list[list[str | None]] = []
+        reader = _Quoted(self.options)
+        for at, line in zip(hard.tolist(), lines.take(pa.array(hard)).to_pylist(), strict=True):
+            try:
+                found.append(reader.values(line))
+            except Misfit as misfit:
+                found.append([])
+                bad[at] = misfit.rule, misfit.reason
+        both = pa.concat_arrays([split, pa.array(found, pa.list_(pa.string()))])
+        return both.take(pa.array(np.argsort(np.concatenate([easy, hard]), kind="stable"))), bad
+
+    def _text(self, name: str, column: pa.Array) -> pa.Array:
+        quote, null = self.options.quote, self.options.null
+        if types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        try:
+            if types.is_nested(column.type):
+                raise pa.ArrowNotImplementedError
+            text = column.cast(pa.string())
+        except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
+            raise SchemaError(
+                f"the column {name!r} is {column.type}, which CSV has no text for",
+                code="PEN-4002",
+                hint="cast it to text in the route's SQL, or use another format",
+            ) from None
+        special = f"[{_code(quote)}{_code(self.options.delimiter)}\\r\\n]"
+        must = pc.or_(pc.match_substring_regex(text, special), pc.equal(text, null))
+        if pc.any(must).as_py():
+            doubled = pc.binary_join_element_wise(quote, pc.replace_substring(text, quote, 2 * quote), quote, "")
+            text = pc.if_else(must, doubled, text)
+        return pc.fill_null(text, null)
+
+
+class _Quoted:
+    """Reads records with quotes in them, one at a time."""
+
+    def __init__(self, options: CsvConfig) -> None:
+        quote, delimiter = _code(options.quote), _code(options.delimiter)
+        self._value = re.compile(rf"{quote}((?:[^{quote}]|{quote}{quote})*){quote}|([^{quote}{delimiter}\r\n]*)")
+        self._options = options
+
+    def values(self, line: str) -> list[str | None]:
+        found: list[str | None] = []
+        at = 0
+        while True:
+            match = self._value.match(line, at)
+            assert match is not None  # an empty value matches everywhere
+            quoted, plain = match.groups()
+            if quoted is not None:
+                found.append(quoted.replace(2 * self._options.quote, self._options.quote))
+            else:
+                found.append(None if plain == self._options.null else plain)
+            at = match.end()
+            if at == len(line):
+                return found
+            if line[at] in "\r\n":
+                raise Misfit("csv.records", "it holds more than one record")
+            if line[at] != self._options.delimiter:
+                raise Misfit("csv.quote", f"value {len(found)} has a quote where none may be, or one is missing")
+            at += 1
+
+
+def _code(character: str) -> str:
+    """A character as both regular expression engines take it, anywhere."""
+    return f"\\x{ord(character):02x}"
+
+
+def _with_nulls(lists: pa.ListArray, null: str) -> pa.ListArray:
+    values = lists.flatten()
+    is_null = pc.equal(values, null)
+    if not pc.any(is_null).as_py():
+        return lists
+    return pa.ListArray.from_arrays(lists.offsets, pc.if_else(is_null, pa.scalar(None, pa.string()), values))
+
+
+def _typed(records: pa.ListArray, schema: pa.Schema, bad: Failed) -> tuple[pa.RecordBatch, Failed]:
+    """The good records in their columns' types, and the bad ones, with those that have a value of another type."""
+    edges = records.offsets.to_numpy()
+    values, sizes = records.values, np.diff(edges)
+    for at, field in enumerate(schema):
+        places = pa.array(edges[:-1] + at, pa.int64(), mask=sizes <= at)
+        for row in _misfits(values.take(places), field.type):
+            bad.setdefault(row, ("csv.type", f"the column {field.name!r} is not {field.type}"))
+    good = np.flatnonzero(_kept(len(records), bad))
+    columns = [
+        values.take(pa.array(edges[good] + at, pa.int64(), mask=sizes[good] <= at)).cast(field.type)
+        for at, field in enumerate(schema)
+    ]
+    if not columns:
+        return pa.RecordBatch.from_struct_array(pa.array([{}] * len(good), pa.struct([]))), bad
+    return pa.RecordBatch.from_arrays(columns, schema=schema), bad
+
+
+def _misfits(texts: pa.Array, kind: pa.DataType) -> list[int]:
+    """Where texts cannot be cast: halving finds each in few steps."""
+    pieces, found = ([] if types.is_string(kind) else [(0, len(texts))]), []
+    while pieces:
+        lo, hi = pieces.pop()
+        try:
+            texts.slice(lo, hi - lo).cast(kind)
+        except pa.ArrowInvalid:
+            if hi - lo == 1:
+                found.append(lo)
+            else:
+                pieces += [((lo + hi) // 2, hi), (lo, (lo + hi) // 2)]
+    return found
+
+
+def _kept(count: int, bad: Failed) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    keep = np.ones(count, bool)
+    keep[list(bad)] = False
+    return keep

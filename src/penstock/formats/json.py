@@ -1,0 +1,228 @@
+"""JSON objects without a schema: columns are inferred, and widen as the payloads do."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import types
+from pydantic import Field
+
+from penstock.config import Config
+from penstock.formats import Decoded, Failed, Format, Positions
+from penstock.formats.inference import (
+    Fields,
+    Kind,
+    Misfit,
+    combine,
+    depth_of,
+    fields_of,
+    fit,
+    keys_of,
+    schema_of,
+    size_of,
+    widen,
+    without,
+)
+from penstock.formats.json_parse import MAX_DEPTH, Screened, has_whole_lists, read, unbalanced, value
+from penstock.formats.json_text import objects
+
+_PIECE_BYTES = 64 << 20
+"""Payloads are read in pieces of about this size: the text of a piece must stay below 2 GB."""
+_HEAD_ROWS = 64
+_SLOW_ROWS = 512
+"""Where a bad payload cannot be found by its looks, so many around it are looked at one by one."""
+_FIRST = {"bool": "tf", "int64": r"\-0-9", "double": r"\-0-9", "string": '"'}
+"""The first characters of a value, by kind."""
+
+
+class JsonConfig(Config):
+    max_depth: int = Field(default=64, ge=1, le=MAX_DEPTH)
+    """A payload that is nested deeper is a failure; the object itself is the first level."""
+
+    max_columns: int = Field(default=10_000, ge=1)
+    """Columns and fields of structs that payloads may bring along, in all; a payload with more is a failure."""
+
+
+class Json(Format[JsonConfig]):
+    """One JSON object per payload. Its members are columns, objects in it structs, arrays in it lists."""
+
+    name = "json"
+    options_type = JsonConfig
+
+    def columns(self) -> None:
+        return None
+
+    def decode(self, payloads: pa.Array, known: pa.Schema | None = None) -> Decoded:
+        screened = Screened(payloads)
+        reading = _Reading(self.options, known)
+        bodies, start = screened.bodies, 0
+        step = max(1, -(-len(bodies) // (bodies.nbytes // _PIECE_BYTES + 1)))
+        bad: Failed = {}
+        for start in range(0, len(bodies), step):
+            bad |= {start + at: why for at, why in reading.take(bodies.slice(start, step)).items()}
+        screened.drop(bad)
+        return Decoded.of(reading.rows(), screened.positions, screened.tombstones, screened.failures)
+
+    def encode(self, rows: pa.RecordBatch) -> pa.Array:
+        return objects(rows.schema.names, rows.columns, rows.num_rows, end="}").cast(pa.binary())
+
+
+class _Reading:
+    """
+    The columns so far, and the rows.
+
+    Whatever is read at once, the answer is that of reading one body after the other: a body that has no place in the
+    columns of those before it is a failure, and any other widens them.
+    """
+
+    def __init__(self, options: JsonConfig, known: pa.Schema | None) -> None:
+        self._options = options
+        self._known = known
+        self._fields: Fields = fields_of(known) if known is not None else {}
+        self._batches: list[pa.RecordBatch] = []
+
+    def rows(self) -> pa.RecordBatch:
+        schema = schema_of(self._fields, self._known)
+        if not self._batches:
+            return read(pa.array([], pa.binary()), schema, "ignore")
+        fitted = [fit(batch, schema) for batch in self._batches]
+        return fitted[0] if len(fitted) == 1 else pa.concat_batches(fitted)
+
+    def take(self, bodies: pa.Array) -> Failed:
+        """Read bodies at once if all are good; else take out those that look bad, and then look closer."""
+        if self._at_once(bodies, self._fields):
+            return {}
+        if not self._fields and len(bodies) > _SLOW_ROWS:  # what looks bad is known once there are columns
+            bad = self._closely(bodies.slice(0, _SLOW_ROWS))
+            return bad | {at + _SLOW_ROWS: why for at, why in self.take(bodies.slice(_SLOW_ROWS)).items()}
+        bad, left = {}, np.arange(len(bodies))
+        for suspects in (self._of_another_kind, unbalanced):
+            found = self._confirmed(bodies, suspects(bodies))
+            bad |= {int(left[at]): why for at, why in found.items()}
+            keep = np.ones(len(left), bool)
+            keep[list(found)] = False
+            left, bodies = left[keep], bodies.filter(pa.array(keep))
+            # Whole numbers are left to inference now: one with a fraction among them widens the column.
+            if self._at_once(bodies, without(self._fields, frozenset({"int64"}))):
+                return bad
+        return bad | {int(left[at]): why for at, why in self._closely(bodies).items()}
+
+    def _at_once(self, bodies: pa.Array, explicit: Fields) -> bool:
+        """True if every body is good, and its row taken."""
+        try:
+            batch, fields = self._read(bodies, explicit)
+        except (pa.ArrowInvalid, Misfit):
+            return False
+        if depth_of(fields) > self._options.max_depth or size_of(fields) > self._options.max_columns:
+            return False
+        if not all(_is_plain(column, self._fields.get(n)) for n, column in zip(batch.schema.names, batch, strict=True)):
+            return False
+        self._fields = fields
+        self._batches.append(batch)
+        return True
+
+    def _read(self, bodies: pa.Array, explicit: Fields) -> tuple[pa.RecordBatch, Fields]:
+        if not self._fields and len(bodies) > 2 * _HEAD_ROWS:
+            explicit = self._texts(bodies.slice(0, _HEAD_ROWS))
+        batch = read(bodies, _asked(explicit), "infer")
+        fields = combine(self._fields, fields_of(batch.schema))
+        assert isinstance(fields, dict)
+        if _has_times(batch.schema) or not all(map(has_whole_lists, batch.columns)):
+            batch = read(bodies, schema_of(fields), "infer")
+        return batch, fields
+
+    def _texts(self, head: pa.Array) -> Fields:
+        """The text columns of the first bodies, so that pyarrow does not try to make times of them."""
+        try:
+            return without(fields_of(read(head, None, "infer").schema), frozenset({None, "bool", "int64", "double"}))
+        except pa.ArrowInvalid:
+            return {}
+
+    def _of_another_kind(self, bodies: pa.Array) -> Positions:
+        """The bodies in which the first character after a known name is none of its kind's."""
+        first: dict[str, str] = {}
+        for name, kind in keys_of(self._fields):
+            if kind is not None:
+                one = _FIRST[kind] if isinstance(kind, str) else r"\[" if isinstance(kind, list) else "{"
+                first[name] = first.get(name, "") + one
+        groups: dict[str, list[str]] = {}
+        for name, characters in first.items():
+            groups.setdefault(characters, []).append(re.escape(json.dumps(name, ensure_ascii=False)[1:-1]))
+        if not groups or len(first) > 1000:
+            return np.empty(0, np.int64)
+        pattern = "|".join(rf'"(?:{"|".join(names)})" ?: ?[^n {chars}]' for chars, names in groups.items())
+        return np.flatnonzero(pc.match_substring_regex(bodies, pattern).to_numpy(zero_copy_only=False))
+
+    def _confirmed(self, bodies: pa.Array, suspects: Positions) -> Failed:
+        """Those of the suspects that have no place in the columns of before: more columns would not help them."""
+        found: Failed = {}
+        for at, body in zip(suspects.tolist(), bodies.take(pa.array(suspects)).to_pylist(), strict=True):
+            try:
+                self._widened(body)
+            except Misfit as misfit:
+                if misfit.rule != "json.number":  # a wider number, which an earlier row may bring, would help this one
+                    found[at] = misfit.rule, misfit.reason
+        return found
+
+    def _closely(self, bodies: pa.Array) -> Failed:
+        """Read bodies in small pieces, and one by one where there is a bad one among them."""
+        bad: Failed = {}
+        for start in range(0, len(bodies), _SLOW_ROWS):
+            piece = bodies.slice(start, _SLOW_ROWS)
+            if self._at_once(piece, self._fields):
+                continue
+            good: list[bytes] = []
+            for at, body in enumerate(piece.to_pylist(), start):
+                try:
+                    self._fields = self._widened(body)
+                    good.append(body)
+                except Misfit as misfit:
+                    bad[at] = misfit.rule, misfit.reason
+            self._batches.append(read(pa.array(good, pa.binary()), schema_of(self._fields), "infer"))
+        return bad
+
+    def _widened(self, body: bytes) -> Fields:
+        fields = widen(self._fields, value(body), max_depth=self._options.max_depth)
+        assert isinstance(fields, dict)
+        if fields is not self._fields and size_of(fields) > self._options.max_columns:
+            raise Misfit("json.columns", f"with it there would be more than {self._options.max_columns:,} columns")
+        return fields
+
+
+def _asked(fields: Fields) -> pa.Schema | None:
+    """What pyarrow is asked for: it cannot read a value into a column of nulls."""
+    known = without(fields, frozenset({None}))
+    return schema_of(known) if known else None
+
+
+def _has_times(schema: pa.Schema) -> bool:
+    return any(types.is_timestamp(each) for field in schema for each in _types(field.type))
+
+
+def _types(kind: pa.DataType) -> Iterator[pa.DataType]:
+    yield kind
+    for at in range(kind.num_fields):
+        yield from _types(kind.field(at).type)
+
+
+def _is_plain(values: pa.Array, kind: Kind) -> bool:
+    """
+    False when numbers need a closer look.
+
+    pyarrow reads NaN and Infinity, which are no JSON, and takes whole numbers of more than 64 bits for doubles.
+    """
+    if types.is_float64(values.type):
+        limit = np.inf if kind == "double" else 2.0**63
+        return bool(pc.all(pc.less(pc.abs(values), limit)).as_py() is not False)
+    if types.is_struct(values.type):
+        known = kind if isinstance(kind, dict) else {}
+        children = zip(values.type, values.flatten(), strict=True)
+        return all(_is_plain(child, known.get(field.name)) for field, child in children)
+    if types.is_list(values.type):
+        return _is_plain(values.flatten(), kind[0] if isinstance(kind, list) else None)
+    return True

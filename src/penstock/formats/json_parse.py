@@ -1,0 +1,241 @@
+"""
+From JSON payloads to Arrow by one call for many: the payloads become lines of one text, and pyarrow reads the text.
+
+Each line must stay a row. A payload that begins with `{` and ends with `}` can neither vanish nor run into the next
+one: where it ends, the parser is either at the top or fails. So payloads of any other shape are taken out first, and
+when there are as many rows as payloads, every payload is one row.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.json
+from pyarrow import types
+from pydantic_core import from_json
+
+from penstock.formats import Failed, Positions
+from penstock.formats.inference import Misfit
+
+MAX_DEPTH = 200
+"""Deeper payloads are refused by every JSON format: time and stack grow with the square of the depth."""
+
+_BOM = b"\xef\xbb\xbf"
+_SPACE = b" \t\r\n"
+_OPENING, _CLOSING = 0x7B, 0x7D  # `{` and `[`, `}` and `]`, once bit 0x20 is set
+_DEEP_BYTES = 2 * MAX_DEPTH
+
+
+class Screened:
+    """The payloads that may be one JSON object each, and what is wrong with the others."""
+
+    def __init__(self, payloads: pa.Array) -> None:
+        if payloads.type != pa.binary():
+            payloads = payloads.cast(pa.binary())
+        valid = payloads.is_valid() if payloads.null_count else None
+        everyone = np.arange(len(payloads), dtype=np.int64)
+        self.failures: Failed = {}
+        self.tombstones: Positions = everyone[:0]
+        self.positions: Positions = everyone
+        self.bodies: pa.Array = payloads
+        if valid is not None:
+            mask = valid.to_numpy(zero_copy_only=False)
+            self.tombstones, self.positions = everyone[~mask], everyone[mask]
+            self.bodies = payloads.filter(valid)
+        self._trim()
+        self._drop_invalid_text()
+        self._drop_deep()
+
+    def drop(self, found: Failed) -> None:
+        """Turn bodies, by their place among the bodies, into failures."""
+        if not found:
+            return
+        self.failures |= {int(self.positions[at]): why for at, why in found.items()}
+        keep = np.ones(len(self.bodies), bool)
+        keep[list(found)] = False
+        self.positions = self.positions[keep]
+        self.bodies = self.bodies.filter(pa.array(keep))
+
+    def _trim(self) -> None:
+        """White space and a byte order mark around an object do not count; anything else around it does."""
+        edges, data = spans(self.bodies)
+        if not len(data):
+            odd = np.arange(len(self.bodies))
+        else:
+            first, last = data[np.minimum(edges[:-1], len(data) - 1)], data[np.maximum(edges[1:] - 1, 0)]
+            odd = np.flatnonzero((np.diff(edges) < 2) | (first != 0x7B) | (last != 0x7D))
+        if not len(odd):
+            return
+        found: Failed = {}
+        trimmed = []
+        for at, body in zip(odd.tolist(), self.bodies.take(pa.array(odd)).to_pylist(), strict=True):
+            body = body.removeprefix(_BOM).strip(_SPACE)
+            if len(body) < 2 or body[0] != 0x7B or body[-1] != 0x7D:
+                found[at] = explain(body)
+            trimmed.append(body)
+        mask = np.zeros(len(self.bodies), bool)
+        mask[odd] = True
+        if len(found) < len(odd):
+            self.bodies = pc.replace_with_mask(self.bodies, pa.array(mask), pa.array(trimmed, pa.binary()))
+        self.drop(found)
+
+    def _drop_invalid_text(self) -> None:
+        self.drop(dict.fromkeys(invalid_text(self.bodies), ("json.encoding", "it is not UTF-8")))
+        edges, data = spans(self.bodies)
+        zeros = np.flatnonzero(data == 0)  # pyarrow takes one for the end of the text
+        if len(zeros):
+            rows = np.unique(np.searchsorted(edges, zeros, side="right") - 1)
+            self.drop({int(at): ("json.syntax", "it holds a NUL byte") for at in rows})
+
+    def _drop_deep(self) -> None:
+        edges, data = spans(self.bodies)
+        if not (np.diff(edges) >= _DEEP_BYTES).any():
+            return
+        openings = np.searchsorted(np.flatnonzero((data | 0x20) == _OPENING), edges)
+        suspects = np.flatnonzero(np.diff(openings) > MAX_DEPTH)
+        found: Failed = {}
+        for at in suspects.tolist():
+            body = self.bodies[at].as_py()
+            try:
+                from_json(body)  # refuses what is nested deeper
+            except ValueError:
+                found[at] = explain(body)
+        self.drop(found)
+
+
+def read(bodies: pa.Array, explicit: pa.Schema | None, unexpected: Literal["infer", "ignore"]) -> pa.RecordBatch:
+    """One row per body, which are screened; `ArrowInvalid` if any of them is no object or does not fit the schema."""
+    if not len(bodies):
+        return pa.RecordBatch.from_pylist([], explicit or pa.schema([]))
+    lists = pa.ListArray.from_arrays(pa.array([0, len(bodies)], pa.int32()), bodies)
+    text = pc.binary_join(lists, b"\n").buffers()[2]
+    table = pyarrow.json.read_json(
+        pa.BufferReader(text),
+        pyarrow.json.ReadOptions(use_threads=False, block_size=text.size + 1),
+        pyarrow.json.ParseOptions(explicit_schema=explicit, unexpected_field_behavior=unexpected),
+    )
+    if table.num_rows != len(bodies):
+        raise pa.ArrowInvalid("a payload holds more than one JSON object")
+    if not table.num_columns:
+        return _nothing(table.num_rows)
+    batch = table.combine_chunks().to_batches()[0]
+    return pa.RecordBatch.from_arrays([_without_lost_nulls(column) for column in batch.columns], schema=batch.schema)
+
+
+def has_whole_lists(values: pa.Array) -> bool:
+    """False when pyarrow lost nulls at the beginning of a list, as it does in lists whose type it infers."""
+    if types.is_struct(values.type):
+        return all(has_whole_lists(values.field(at)) for at in range(values.type.num_fields))
+    if types.is_list(values.type):
+        items = values.values
+        return len(items) == (values.offsets[-1].as_py() if len(values) else 0) and has_whole_lists(items)
+    return True
+
+
+def value(body: bytes) -> dict[str, Any]:
+    """One body as Python has it, the slow and strict way; `Misfit` says what is wrong."""
+    try:
+        found = _DECODER.decode(body.decode())
+        if b"\\u" in body:
+            json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeDecodeError:
+        raise Misfit("json.encoding", "it is not UTF-8") from None
+    except UnicodeEncodeError:
+        raise Misfit("json.syntax", "it holds half of a surrogate pair") from None
+    except RecursionError:
+        raise _too_deep() from None
+    except json.JSONDecodeError as error:
+        raise Misfit("json.syntax", f"it is not JSON from byte {error.pos} on: {error.msg}") from None
+    except ValueError:  # Python refuses to read numbers of more than 4,300 digits
+        raise Misfit("json.number", "it holds a whole number of thousands of digits") from None
+    if not isinstance(found, dict):
+        raise Misfit("json.not_object", f"it is a JSON {_NAMES[type(found)]}, not an object")
+    return found
+
+
+def explain(body: bytes) -> tuple[str, str]:
+    """The rule and the reason for a body that is certainly bad."""
+    if not body:
+        return "json.empty", "it is empty"
+    try:
+        value(body)
+        raise _too_deep()
+    except Misfit as misfit:
+        return misfit.rule, misfit.reason
+
+
+def spans(bodies: pa.Array) -> tuple[Positions, np.ndarray[Any, np.dtype[np.uint8]]]:
+    """Where each body begins and ends in the bytes of all of them, and those bytes; the array has no nulls."""
+    if not len(bodies):
+        return np.zeros(1, np.int64), np.empty(0, np.uint8)
+    _, offsets, data = bodies.buffers()
+    edges = np.frombuffer(offsets, np.int32)[bodies.offset : bodies.offset + len(bodies) + 1].astype(np.int64)
+    every = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
+    return edges - edges[0], every[edges[0] : edges[-1]]
+
+
+def invalid_text(bodies: pa.Array) -> list[int]:
+    """Where bytes are not UTF-8, ascending."""
+    pieces, found = [(0, len(bodies))], []
+    text = bodies.view(pa.string())
+    while pieces:
+        lo, hi = pieces.pop()
+        try:
+            text.slice(lo, hi - lo).validate(full=True)
+        except pa.ArrowInvalid:
+            if hi - lo == 1:
+                found.append(lo)
+            else:
+                pieces += [((lo + hi) // 2, hi), (lo, (lo + hi) // 2)]
+    return found
+
+
+def unbalanced(bodies: pa.Array) -> Positions:
+    """The bodies with unequal numbers of opening and closing brackets: cut short, most likely."""
+    edges, data = spans(bodies)
+    lower = data | 0x20
+    counts = [np.diff(np.searchsorted(np.flatnonzero(lower == code), edges)) for code in (_OPENING, _CLOSING)]
+    return np.flatnonzero(counts[0] != counts[1])
+
+
+def _without_lost_nulls(values: pa.Array) -> pa.Array:
+    """pyarrow also loses nulls in lists that hold nothing else, whether it infers their type or is given it."""
+    kind = values.type
+    if "list<item: null>" not in str(kind):
+        return values
+    if types.is_struct(kind):
+        children = [_without_lost_nulls(values.field(at)) for at in range(kind.num_fields)]
+        buffers = values.buffers()[:1]
+    else:
+        is_last = types.is_null(kind.value_type)
+        children = [pa.nulls(values.offsets[-1].as_py()) if is_last else _without_lost_nulls(values.values)]
+        buffers = values.buffers()[:2]
+    return pa.Array.from_buffers(kind, len(values), buffers, values.null_count, 0, children)
+
+
+def _nothing(rows: int) -> pa.RecordBatch:
+    """Rows without columns."""
+    return pa.RecordBatch.from_struct_array(pa.array([{}] * rows, pa.struct([])))
+
+
+def _too_deep() -> Misfit:
+    return Misfit("json.depth", "it is nested too deep")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise Misfit("json.duplicate_key", "an object in it has two members of one name")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise Misfit("json.number", f"{name} is no JSON number")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)
+_NAMES = {list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}

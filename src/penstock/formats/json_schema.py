@@ -1,0 +1,294 @@
+"""JSON objects that a JSON Schema describes: every payload is validated, and columns have the schema's types."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from functools import lru_cache
+from typing import Any, Literal
+
+import jsonschema_rs
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import types
+
+from penstock.config import Config
+from penstock.errors import ConfigError, DataError, SchemaError
+from penstock.formats import Decoded, Failed, Format, Resolver, WireSchema, framing
+from penstock.formats.inference import Misfit
+from penstock.formats.json_parse import Screened, explain, read, value
+from penstock.formats.json_schema_types import ANY, Map, Node, Struct, fields_of, is_plain, type_of
+from penstock.formats.json_text import entries, list_text, map_text, members, text_of, with_nulls_of
+
+_INT64 = range(-(1 << 63), 1 << 63)
+_LONG_NUMBER = r"[0-9]{19}"
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+
+
+class JsonSchemaConfig(Config):
+    framing: Literal["none", "confluent"] = "none"
+    """What comes before each payload: nothing, or Confluent's prefix with the id of the writer's schema."""
+
+
+class JsonSchema(Format[JsonSchemaConfig]):
+    """
+    One JSON object per payload, valid by the schema. Its properties are columns.
+
+    Members that the schema allows and does not name are left out.
+    """
+
+    name = "json_schema"
+    options_type = JsonSchemaConfig
+    schema_use = "required"
+
+    def __init__(
+        self, options: JsonSchemaConfig, schema: WireSchema | None = None, resolve: Resolver | None = None
+    ) -> None:
+        super().__init__(options, schema, resolve)
+        assert schema is not None
+        self._schema = schema
+        self._fields = fields_of(schema)
+        _validator(schema)  # an invalid schema is refused here
+
+    def columns(self) -> pa.Schema:
+        return pa.schema([(name, type_of(node)) for name, node in self._fields.items()])
+
+    def decode(self, payloads: pa.Array, known: pa.Schema | None = None) -> Decoded:
+        unframed: Failed = {}
+        if self.options.framing == "confluent":
+            is_null = payloads.is_null().to_numpy(zero_copy_only=False)
+            ids, payloads = framing.strip(payloads)
+            why = framing.NO_FRAME, "the payload does not begin with Confluent's prefix of 5 bytes"
+            unframed = dict.fromkeys(np.flatnonzero((ids < 0) & ~is_null).tolist(), why)
+        screened = Screened(payloads)
+        screened.failures |= unframed
+        screened.tombstones = np.setdiff1d(screened.tombstones, np.array(list(unframed), np.int64))
+        hard = [name for name, node in self._fields.items() if not is_plain(node)]
+        kept = self._drop_invalid(screened, keep=bool(hard))
+        columns = self._from_values(screened, hard, kept)
+        rows = self._from_bodies(screened, columns)
+        return Decoded.of(rows, screened.positions, screened.tombstones, screened.failures)
+
+    def encode(self, rows: pa.RecordBatch) -> pa.Array:
+        unknown = [name for name in rows.schema.names if name not in self._fields]
+        if unknown:
+            raise SchemaError(
+                f"the JSON Schema has no property {unknown[0]!r}, and the rows have a column of that name",
+                code="PEN-4002",
+                hint="leave the column out in the route's SQL, or add the property to the schema",
+            )
+        text = _members(rows.schema.names, rows.columns, rows.num_rows, self._fields)
+        payloads = text.cast(pa.binary())
+        bad, _ = _invalid(_validator(self._schema), payloads, keep=False)
+        if bad:
+            raise _refusal(bad, rows.num_rows)
+        if self.options.framing == "none":
+            return payloads
+        if not self._schema.id:
+            raise ConfigError(
+                "Confluent's framing needs a schema that is in a registry: this one has no id",
+                hint='register the schema, or set framing = "none"',
+            )
+        return framing.add(payloads, self._schema.id)
+
+    def _drop_invalid(self, screened: Screened, keep: bool) -> list[Any]:
+        """The values of the valid bodies, if asked for; the others become failures."""
+        bad, kept = _invalid(_validator(self._schema), screened.bodies, keep)
+        screened.drop(bad)
+        if keep:  # the parser rounds numbers of more than 64 bits
+            long = pc.match_substring_regex(screened.bodies, _LONG_NUMBER).to_numpy(zero_copy_only=False)
+            for at in np.flatnonzero(long).tolist():
+                kept[at] = json.loads(screened.bodies[at].as_py())
+        return kept
+
+    def _from_values(self, screened: Screened, names: list[str], kept: list[Any]) -> dict[str, list[Any]]:
+        """The columns that pyarrow cannot read by itself: JSON text, maps, and what holds them."""
+        node = Struct({name: self._fields[name] for name in names})
+        if not names:
+            return {}
+        bad: Failed = {}
+        rows: list[Any] = []
+        for at, row in enumerate(kept):
+            try:
+                rows.append(_plain(row, node, ""))
+            except Misfit as misfit:
+                bad[at] = misfit.rule, misfit.reason
+        screened.drop(bad)
+        return {name: [row[name] for row in rows] for name in names}
+
+    def _from_bodies(self, screened: Screened, columns: dict[str, list[Any]]) -> pa.RecordBatch:
+        """All columns: those that pyarrow can read by itself are read from the bodies, at once if possible."""
+        easy = pa.schema([field for field in self.columns() if field.name not in columns])
+        asked = pa.schema([(field.name, _as_text(field.type)) for field in easy])
+        node = Struct({name: self._fields[name] for name in easy.names})
+        good: list[pa.RecordBatch] = []
+        bad: Failed = {}
+        pieces = [(0, len(screened.bodies))]
+        while pieces:
+            lo, hi = pieces.pop()
+            try:
+                good.append(_cast(read(screened.bodies.slice(lo, hi - lo), asked, "ignore"), easy))
+            except pa.ArrowInvalid:  # 1.0 for an integer, a time with nanoseconds, a key that is there twice
+                if hi - lo > 1:
+                    pieces += [((lo + hi) // 2, hi), (lo, (lo + hi) // 2)]
+                    continue
+                try:
+                    row = _plain(value(screened.bodies[lo].as_py()), node, "")
+                    good.append(pa.RecordBatch.from_pylist([row], easy))
+                except Misfit as misfit:
+                    bad[lo] = misfit.rule, misfit.reason
+        rows = (
+            good[0]
+            if len(good) == 1
+            else pa.concat_batches(good)
+            if good
+            else _cast(read(_NONE, asked, "ignore"), easy)
+        )
+        keep = np.ones(len(screened.bodies), bool)
+        keep[list(bad)] = False
+        screened.drop(bad)
+        arrays = [
+            pa.array(columns[field.name], field.type).filter(pa.array(keep))
+            if field.name in columns
+            else rows.column(field.name)
+            for field in self.columns()
+        ]
+        return pa.RecordBatch.from_arrays(arrays, schema=self.columns())
+
+
+_NONE = pa.array([], pa.binary())
+
+
+@lru_cache
+def _validator(schema: WireSchema) -> Any:
+    """What validates values by a schema; nothing is fetched from elsewhere."""
+    try:
+        registry = jsonschema_rs.Registry([(name, json.loads(each.text)) for name, each in _references(schema)])
+        return jsonschema_rs.validator_for(
+            json.loads(schema.text), validate_formats=True, registry=registry, offline=True
+        )
+    except (jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise SchemaError(f"the JSON Schema cannot be used: {reason}", hint="correct the schema") from error
+
+
+def _references(schema: WireSchema) -> list[tuple[str, WireSchema]]:
+    return [pair for name, each in schema.references for pair in ((name, each), *_references(each))]
+
+
+def _invalid(validator: Any, bodies: pa.Array, keep: bool) -> tuple[Failed, list[Any]]:
+    """What is wrong with the bodies that are not JSON or not valid, and, if asked for, the values of the others."""
+    bad: Failed = {}
+    kept: list[Any] = []
+    for at, body in enumerate(bodies.to_pylist()):
+        try:
+            found = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            bad[at] = explain(body)
+            continue
+        if not validator.is_valid(found):
+            bad[at] = _broken(validator, found)
+        elif keep:
+            kept.append(found)
+    return bad, kept
+
+
+def _broken(validator: Any, found: Any) -> tuple[str, str]:
+    """The rule that a value breaks first, by its place, and where."""
+    errors = validator.iter_errors(found)
+    error = min(errors, key=lambda each: (list(map(str, each.instance_path)), list(map(str, each.schema_path))))
+    where = "".join(f"/{each}" for each in error.instance_path) or "the object"
+    keyword = error.kind.name
+    if keyword == "required":
+        return "json_schema.required", f"{where} lacks the required property {error.kind.property!r}"
+    return f"json_schema.{keyword}", f"{where} breaks {keyword!r} of the schema"
+
+
+def _refusal(bad: Failed, rows: int) -> DataError:
+    first = min(bad)
+    error = DataError(
+        f"{len(bad):,} of {rows:,} rows break the JSON Schema; in the first of them, row {first}, {bad[first][1]}",
+        code="PEN-3001",
+        hint="change the values in the route's SQL, or the schema",
+    )
+    error.count = len(bad)
+    return error
+
+
+def _as_text(kind: pa.DataType) -> pa.DataType:
+    """What pyarrow is asked for: it reads no dates, and few of the ways in which times are written."""
+    if types.is_list(kind):
+        return pa.list_(_as_text(kind.value_type))
+    if types.is_struct(kind):
+        return pa.struct([(field.name, _as_text(field.type)) for field in kind])
+    return pa.string() if types.is_temporal(kind) else kind
+
+
+def _cast(rows: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    if rows.schema == schema:
+        return rows
+    return pa.RecordBatch.from_arrays([rows.column(field.name).cast(field.type) for field in schema], schema=schema)
+
+
+def _plain(found: Any, node: Node, path: str) -> Any:
+    """A value as pyarrow takes it for a node; `Misfit` for one that is valid and has no place in the type."""
+    if found is None or node is None:
+        return None
+    if node == ANY:
+        return json.dumps(found, ensure_ascii=False, separators=(",", ":"))
+    if isinstance(node, Struct) and isinstance(found, dict):
+        return {name: _plain(found.get(name), each, f"{path}/{name}") for name, each in node.items()}
+    if isinstance(node, Map) and isinstance(found, dict):
+        return [(key, _plain(each, node.values, f"{path}/{key}")) for key, each in found.items()]
+    if isinstance(node, list) and isinstance(found, list):
+        return [_plain(each, node[0], f"{path}/[]") for each in found]
+    if isinstance(node, pa.DataType):
+        return _scalar(found, node, path)
+    raise Misfit("json_schema.type", f"{path} has no place in a column of {type_of(node)}")
+
+
+def _scalar(found: Any, kind: pa.DataType, path: str) -> Any:
+    is_number = isinstance(found, int | float) and not isinstance(found, bool)
+    try:
+        if types.is_boolean(kind) and isinstance(found, bool):
+            return found
+        if types.is_floating(kind) and is_number:
+            return float(found)
+        if types.is_integer(kind) and is_number and int(found) == found and int(found) in _INT64:
+            return int(found)
+        if types.is_string(kind) and isinstance(found, str):
+            return found
+        if types.is_date(kind) and isinstance(found, str):
+            return datetime.date.fromisoformat(found)
+        if types.is_timestamp(kind) and isinstance(found, str):
+            return (datetime.datetime.fromisoformat(found.upper()) - _EPOCH) // datetime.timedelta(microseconds=1)
+    except (ValueError, OverflowError, TypeError):
+        pass
+    raise Misfit("json_schema.type", f"{path} has no place in a column of {kind}")
+
+
+def _members(names: list[str], columns: list[pa.Array], rows: int, node: Struct) -> pa.Array:
+    """One JSON object per row; nulls of members that are not required are left out: few schemas allow them."""
+    texts = []
+    for name, column in zip(names, columns, strict=True):
+        text = _text(column, node.get(name, ANY), name)
+        texts.append(pc.fill_null(text, "null") if name in node.required else text)
+    return members(names, texts, rows, skip_nulls=True)
+
+
+def _text(column: pa.Array, node: Node, name: str) -> pa.Array:
+    """The JSON text of each value, null for nulls."""
+    kind = column.type
+    if node == ANY and types.is_string(kind):
+        return column
+    if isinstance(node, Struct) and types.is_struct(kind):
+        return with_nulls_of(column, _members([field.name for field in kind], column.flatten(), len(column), node))
+    if isinstance(node, list) and types.is_list(kind):
+        items = pc.fill_null(_text(column.flatten(), node[0], name), "null")
+        return list_text(column, items)
+    if isinstance(node, Map) and types.is_map(kind):
+        keys, values = entries(column)
+        return map_text(column, keys, pc.fill_null(_text(values, node.values, name), "null"))
+    return with_nulls_of(column, text_of(column, name))

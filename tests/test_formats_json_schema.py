@@ -1,0 +1,324 @@
+from __future__ import annotations
+
+import datetime
+import json
+import pickle
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError, DataError, SchemaError
+from penstock.formats import Decoded, WireSchema
+from penstock.formats.json_schema import JsonSchema, JsonSchemaConfig
+
+ORDER = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "integer"},
+        "price": {"type": "number"},
+        "at": {"type": "string", "format": "date-time"},
+        "day": {"type": ["string", "null"], "format": "date"},
+        "to": {"$ref": "#/$defs/address"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["id"],
+    "$defs": {
+        "address": {"type": "object", "properties": {"zip": {"type": "integer"}}, "required": ["zip"]},
+    },
+}
+
+
+def made(schema: Any, references: tuple[tuple[str, Any], ...] = (), id: int = 0, **options: Any) -> JsonSchema:
+    others = tuple((name, WireSchema("json_schema", json.dumps(each))) for name, each in references)
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    return JsonSchema(JsonSchemaConfig(**options), WireSchema("json_schema", text, id=id, references=others))
+
+
+def column(schema: Any, **more: Any) -> JsonSchema:
+    return made({"type": "object", "properties": {"x": schema}, **more})
+
+
+def decode(format: JsonSchema, payloads: list[bytes | None]) -> Decoded:
+    decoded = format.decode(pa.array(payloads, pa.binary()))
+    positions, failed = decoded.positions.tolist(), decoded.failures.positions.tolist()
+    assert sorted([*positions, *failed]) == list(range(len(payloads)))
+    assert decoded.rows.num_rows == len(positions)
+    assert decoded.rows.schema == format.columns()
+    decoded.rows.validate(full=True)
+    return decoded
+
+
+def rules(decoded: Decoded) -> dict[int, str]:
+    return dict(zip(decoded.failures.positions.tolist(), decoded.failures.rules, strict=True))
+
+
+TEXT, WHOLE, REAL = pa.string(), pa.int64(), pa.float64()
+TREE = {"type": "object", "properties": {"left": {"$ref": "#/properties/x"}, "size": {"type": "integer"}}}
+
+
+class TestTypes:
+    @pytest.mark.parametrize(
+        ("schema", "kind"),
+        [
+            ({"type": "boolean"}, pa.bool_()),
+            ({"type": "integer"}, WHOLE),
+            ({"type": "number"}, REAL),
+            ({"type": "string"}, TEXT),
+            ({"type": "null"}, pa.null()),
+            ({"type": "string", "format": "date-time"}, pa.timestamp("us", "UTC")),
+            ({"type": "string", "format": "date"}, pa.date32()),
+            ({"type": "string", "format": "time"}, TEXT),
+            ({"type": "string", "format": "uuid"}, TEXT),
+            ({"type": ["integer", "null"]}, WHOLE),
+            ({"type": ["integer", "number"]}, REAL),
+            ({"type": ["integer", "string"]}, TEXT),
+            ({"enum": ["a", "b", None]}, TEXT),
+            ({"enum": [1, 2.5]}, REAL),
+            ({"const": 1}, WHOLE),
+            ({"type": "array", "items": {"type": "integer"}}, pa.list_(WHOLE)),
+            ({"type": "array"}, pa.list_(TEXT)),
+            ({"type": "array", "prefixItems": [{"type": "integer"}]}, TEXT),
+            ({"type": "object"}, TEXT),
+            ({}, TEXT),
+            (True, TEXT),
+            ({"type": "object", "additionalProperties": {"type": "integer"}}, pa.map_(TEXT, WHOLE)),
+            ({"type": "object", "properties": {"y": {"type": "integer"}}}, pa.struct([("y", WHOLE)])),
+            ({"oneOf": [{"type": "null"}, {"type": "integer"}]}, WHOLE),
+            ({"anyOf": [{"type": "number"}, {"type": "integer"}]}, REAL),
+            ({"anyOf": [{"type": "number"}, {"type": "string"}]}, TEXT),
+            ({"allOf": [{"type": "integer"}, {"minimum": 1}]}, WHOLE),
+            (
+                {"allOf": [{"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type": "string"}}}]},
+                pa.struct([("a", WHOLE), ("b", TEXT)]),
+            ),
+            (TREE, pa.struct([("left", pa.struct([("left", TEXT), ("size", WHOLE)])), ("size", WHOLE)])),
+        ],
+        ids=str,
+    )
+    def test_a_property_has_its_type(self, schema, kind):
+        assert column(schema).columns() == pa.schema([("x", kind)])
+
+    def test_another_schema_is_found_by_its_name(self):
+        format = made(
+            {"type": "object", "properties": {"to": {"$ref": "address.json#/$defs/a"}}},
+            references=(("address.json", {"$defs": {"a": {"properties": {"zip": {"type": "integer"}}}}}),),
+        )
+        assert format.columns() == pa.schema([("to", pa.struct([("zip", WHOLE)]))])
+        assert rules(decode(format, [b'{"to": {"zip": "x"}}'])) == {0: "json_schema.type"}
+
+    @pytest.mark.parametrize("reference", ["#/$defs/none", "other.json", "http://127.0.0.1:1/x.json", "#anchor"])
+    def test_what_cannot_be_found_is_refused_and_nothing_is_fetched(self, reference):
+        with pytest.raises(SchemaError, match=r"PEN-4000 the JSON Schema refers to .* cannot be found"):
+            column({"$ref": reference})
+
+    @pytest.mark.parametrize("schema", ["{", '{"type": "array"}', '{"type": "object"}', "true"])
+    def test_a_schema_without_columns_is_refused(self, schema):
+        with pytest.raises(SchemaError, match="PEN-4000 the JSON Schema"):
+            made(schema)
+
+    def test_a_schema_that_is_none_is_refused(self):
+        with pytest.raises(SchemaError, match="PEN-4000 the JSON Schema cannot be used"):
+            made({"type": "object", "properties": {"x": {"type": "integer", "minimum": "a"}}})
+
+    def test_a_schema_is_needed(self):
+        with pytest.raises(ConfigError, match="PEN-1004 the format json_schema needs a schema"):
+            JsonSchema(JsonSchemaConfig())
+
+
+class TestRows:
+    def test_valid_payloads_are_typed_rows(self):
+        payload = (
+            b'{"id": 1, "price": 2, "at": "2026-01-02T03:04:05+01:00", "day": "2026-01-02", '
+            b'"to": {"zip": 8000}, "tags": ["a"], "more": [1]}'
+        )
+        decoded = decode(made(ORDER), [payload, b'{"id": 2}', None])
+        nothing = dict.fromkeys(ORDER["properties"])
+        assert decoded.rows.to_pylist() == [
+            {
+                "id": 1,
+                "price": 2.0,
+                "at": datetime.datetime(2026, 1, 2, 2, 4, 5, tzinfo=datetime.UTC),
+                "day": datetime.date(2026, 1, 2),
+                "to": {"zip": 8000},
+                "tags": ["a"],
+            },
+            {**nothing, "id": 2},
+            nothing,
+        ]
+
+    @pytest.mark.parametrize(
+        ("payload", "rule", "reason"),
+        [
+            (b"{}", "json_schema.required", "the object lacks the required property 'id'"),
+            (b'{"id": 1, "to": {}}', "json_schema.required", "/to lacks the required property 'zip'"),
+            (b'{"id": "x"}', "json_schema.type", "/id breaks 'type' of the schema"),
+            (b'{"id": 1, "tags": ["a", 1]}', "json_schema.type", "/tags/1 breaks 'type' of the schema"),
+            (b'{"id": 1, "at": "soon"}', "json_schema.format", "/at breaks 'format' of the schema"),
+            (b'{"id": 1.5}', "json_schema.type", "/id breaks 'type' of the schema"),
+            (b'{"id": 1, "price": null}', "json_schema.type", "/price breaks 'type' of the schema"),
+            (b'{"id": 9223372036854775808}', "json_schema.type", "/id has no place in a column of int64"),
+            (b'{"id": 1, "at": "2016-12-31T23:59:60Z"}', "json_schema.type", "/at has no place in a column of "),
+            (b'{"id": 1, "id": 2}', "json.duplicate_key", "an object in it has two members of one name"),
+            (b'{"id": NaN}', "json.number", "NaN is no JSON number"),
+            (b'{"id": 1, "more": NaN}', "json.number", "NaN is no JSON number"),
+            (b'{"id": 1', "json.syntax", "it is not JSON from byte 8 on"),
+            (b"", "json.empty", "it is empty"),
+            (b"[]", "json.not_object", "it is a JSON array, not an object"),
+            (b'{"id": 1, "more": "\xff"}', "json.encoding", "it is not UTF-8"),
+            (b'{"id": 1, "more": %s}' % (b"[" * 5000 + b"]" * 5000), "json.depth", "it is nested too deep"),
+        ],
+    )
+    def test_a_bad_payload_names_the_rule_and_the_place(self, payload, rule, reason):
+        decoded = decode(made(ORDER), [b'{"id": 1}', payload, b'{"id": 3}'])
+        assert rules(decoded) == {1: rule}
+        assert decoded.failures.reasons[0].startswith(reason)
+        assert decoded.rows.column("id").to_pylist() == [1, 3]
+
+    @pytest.mark.parametrize(
+        ("payload", "name", "found"),
+        [
+            (b'{"id": 7.0}', "id", 7),
+            (b'{"id": 1, "at": "2026-01-01T00:00:00.123456789Z"}', "at", 123456),
+            (b'{"id": 1, "at": "2026-01-01t00:00:00z"}', "at", 0),
+        ],
+    )
+    def test_values_that_are_written_in_a_rare_way_are_read(self, payload, name, found):
+        (row,) = decode(made(ORDER), [b'{"id": 1}', payload]).rows.slice(1).to_pylist()
+        assert (row[name].microsecond if name == "at" else row[name]) == found
+
+    def test_what_the_schema_leaves_open_is_json_text(self):
+        decoded = decode(column(True), [b'{"x": {"a": [1, 123456789012345678901234567890]}}', b'{"x": "a"}', b"{}"])
+        assert decoded.rows.to_pylist() == [
+            {"x": '{"a":[1,123456789012345678901234567890]}'},
+            {"x": '"a"'},
+            {"x": None},
+        ]
+
+    def test_keys_that_the_schema_leaves_open_are_a_map(self):
+        format = column({"type": "object", "additionalProperties": {"type": "integer"}})
+        decoded = decode(
+            format, [b'{"x": {"a": 1, "b": 2}}', b'{"x": {"a": "b"}}', b'{"x": {"a": 9223372036854775808}}']
+        )
+        assert decoded.rows.to_pylist() == [{"x": [("a", 1), ("b", 2)]}]
+        assert rules(decoded) == {1: "json_schema.type", 2: "json_schema.type"}
+
+    def test_members_that_the_schema_forbids_are_failures(self):
+        format = column({"type": "integer"}, additionalProperties=False)
+        assert rules(decode(format, [b'{"y": 1}'])) == {0: "json_schema.additionalProperties"}
+
+    def test_reasons_hold_no_values(self):
+        payloads = [b'{"id": "s3cret"}', b'{"id": 1, "day": "s3cret"}', b'{"id": 1, "to": "s3cret"}', b"s3cret"]
+        decoded = decode(made(ORDER), payloads)
+        assert len(decoded.failures) == 4
+        assert not any("s3cret" in reason for reason in decoded.failures.reasons)
+
+    def test_a_format_travels(self):
+        format = pickle.loads(pickle.dumps(made(ORDER)))
+        assert decode(format, [b'{"id": 1}']).rows.column("id").to_pylist() == [1]
+
+
+class TestFrames:
+    def test_a_frame_is_taken_off_and_put_on(self):
+        format = made(ORDER, id=258, framing="confluent")
+        decoded = decode(format, [b'\0\0\0\1\2{"id": 1}', b'{"id": 2}', None, b"\0\0\0\0\1", b'\0\0\0\0\7{"id": 3}'])
+        assert decoded.rows.column("id").to_pylist() == [1, None, 3]
+        assert rules(decoded) == {1: "framing.missing", 3: "json.empty"}
+        assert format.encode(decoded.rows.slice(2).select(["id"])).to_pylist() == [b'\0\0\0\1\2{"id":3}']
+
+    def test_a_schema_without_an_id_cannot_be_put_in_a_frame(self):
+        with pytest.raises(ConfigError, match="PEN-1000 Confluent's framing needs a schema"):
+            made(ORDER, framing="confluent").encode(pa.record_batch({"id": [1]}))
+
+
+class TestEncoding:
+    def test_nulls_are_left_out_unless_the_member_is_required(self):
+        schema = {
+            "type": "object",
+            "properties": {"a": {"type": ["string", "null"]}, "b": {"type": "string"}, "c": {"type": "integer"}},
+            "required": ["a"],
+        }
+        rows = pa.record_batch({"a": ["x", None, None], "b": [None, "y", None], "c": [1, None, None]})
+        assert made(schema).encode(rows).to_pylist() == [b'{"a":"x","c":1}', b'{"a":null,"b":"y"}', b'{"a":null}']
+
+    def test_a_column_that_the_schema_lacks_is_refused(self):
+        with pytest.raises(SchemaError, match="PEN-4002 the JSON Schema has no property 'y'"):
+            made(ORDER).encode(pa.record_batch({"id": [1], "y": [1]}))
+
+    def test_rows_that_break_the_schema_are_refused(self):
+        with pytest.raises(
+            DataError, match=r"PEN-3001 2 of 3 rows break the JSON Schema; in the first of them, row 1, "
+        ):
+            made(ORDER).encode(pa.record_batch({"id": [1, None, None]}))
+
+
+# -- random payloads -------------------------------------------------------------------------------------------------
+
+RANDOM = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "integer"},
+        "ratio": {"type": "number"},
+        "name": {"type": ["string", "null"]},
+        "at": {"type": "string", "format": "date-time"},
+        "in": {"type": "object", "properties": {"on": {"type": "boolean"}, "any": {}}, "required": ["on"]},
+        "all": {"type": "array", "items": {"type": "integer"}},
+        "map": {"type": "object", "additionalProperties": {"type": "string"}},
+    },
+    "required": ["id"],
+}
+texts = st.text(st.characters(codec="utf-8"), max_size=5)
+anything = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-(1 << 62), 1 << 62), st.floats(-1e9, 1e9), texts),
+    lambda each: st.one_of(st.lists(each, max_size=3), st.dictionaries(texts, each, max_size=3)),
+    max_leaves=4,
+)
+valid = st.fixed_dictionaries(
+    {"id": st.integers(-(1 << 63), (1 << 63) - 1)},
+    optional={
+        "ratio": st.one_of(st.floats(allow_nan=False, allow_infinity=False), st.integers(-1000, 1000)),
+        "name": st.one_of(st.none(), texts),
+        "at": st.datetimes(timezones=st.just(datetime.UTC)).map(lambda at: at.isoformat()),
+        "in": st.fixed_dictionaries({"on": st.booleans()}, optional={"any": anything}),
+        "all": st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=3),
+        "map": st.dictionaries(texts, texts, max_size=3),
+        "more": anything,
+    },
+)
+broken = st.fixed_dictionaries({}, optional=dict.fromkeys(["id", "ratio", "in", "all", "map", "at"], anything))
+payloads = st.lists(
+    st.one_of(
+        valid.map(lambda each: json.dumps(each).encode()),
+        valid.map(lambda each: json.dumps(each).encode()),
+        broken.map(lambda each: json.dumps(each).encode()),
+        st.binary(max_size=10),
+        st.none(),
+    ),
+    max_size=10,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(payloads)
+def test_each_payload_is_decoded_as_if_it_were_alone(found):
+    format = made(RANDOM)
+    whole = decode(format, found)
+    rows, failed = [], {}
+    for at, payload in enumerate(found):
+        alone = decode(format, [payload])
+        rows += alone.rows.to_pylist()
+        failed |= dict(zip([at], alone.failures.rules, strict=False))
+    assert rules(whole) == failed
+    assert whole.rows.to_pylist() == rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(valid, max_size=8))
+def test_what_was_decoded_is_encoded_and_decoded_to_the_same(found):
+    format = made(RANDOM)
+    rows = decode(format, [json.dumps(each).encode() for each in found]).rows
+    assert rows.num_rows == len(found)
+    again = decode(format, format.encode(rows).to_pylist())
+    assert again.rows.to_pylist() == rows.to_pylist()

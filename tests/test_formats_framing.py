@@ -1,4 +1,4 @@
-"""What stands before a payload: read and written in bulk, over every shape of Arrow array."""
+"""What comes before a payload: read and written in bulk, over every shape of Arrow array."""
 
 from __future__ import annotations
 

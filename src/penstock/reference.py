@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from penstock import errors
+from penstock import errors, formats
 from penstock.config import Config, Secret, type_text
 from penstock.pipeline import registry
 from penstock.pipeline.options import Processing, RouteEntry, SchemaEntry
@@ -27,12 +27,16 @@ from penstock.source import Connector
 
 _GENERATED = "<!-- Written by `python -m penstock.reference docs`; edit the classes it is made from. -->\n"
 
+_BEGIN = "<!-- Written by `python -m penstock.reference docs`, up to the next mark; edit the class it is made from. -->"
+_END = "<!-- From here on written by hand. -->"
 
-def files() -> dict[str, str]:
-    """Every generated file, by its path below the docs directory."""
+
+def files(directory: Path) -> dict[str, str]:
+    """Every generated file, by its path below the docs directory; of a format's page, only the options are."""
     names = sorted({entry.name for entry in BUILT_IN.values()})
     return {
         **{f"connectors/{name}.md": connector_page(name) for name in names},
+        **{f"formats/{name}.md": format_page(name, directory / "formats" / f"{name}.md") for name in formats.BUILT_IN},
         "configuration.md": configuration_page(),
         "errors.md": errors_page(),
         "pipeline.schema.json": json.dumps(file_schema(), indent=2, ensure_ascii=False) + "\n",
@@ -40,16 +44,16 @@ def files() -> dict[str, str]:
 
 
 def stale(directory: Path) -> list[str]:
-    """The generated files that are missing, differ, or belong to no connector any more."""
-    fresh = files()
+    """The generated files that are missing, differ, or belong to no connector or format any more."""
+    fresh = files(directory)
     found = [name for name, text in fresh.items() if not _holds(directory / name, text)]
-    pages = {f"connectors/{path.name}" for path in (directory / "connectors").glob("*.md")}
+    pages = {f"{kind}/{path.name}" for kind in ("connectors", "formats") for path in (directory / kind).glob("*.md")}
     return sorted([*found, *(pages - set(fresh))])
 
 
 def write(directory: Path) -> list[str]:
     """Write what is stale; the names of what was written or removed."""
-    fresh, names = files(), stale(directory)
+    fresh, names = files(directory), stale(directory)
     for name in names:
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,6 +70,16 @@ def connector_page(name: str) -> str:
     return (
         "\n".join([_GENERATED, f"# {name}", *(line for entry in entries for line in _connector_section(entry))]) + "\n"
     )
+
+
+def format_page(name: str, path: Path) -> str:
+    """The page of a wire format: as it was written, with the options as they are."""
+    format, extra = formats.load(name), formats.BUILT_IN[name].extra
+    whole = path.read_text(encoding="utf-8") if path.exists() else f"# {name}\n\n{_BEGIN}\n{_END}\n"
+    before, _, rest = whole.partition(_BEGIN)
+    needs = [f"Needs `pip install 'penstock[{extra}]'`.", ""] if extra else []
+    options = [inspect.getdoc(format) or "", "", *needs, *_options(format.options_type)]
+    return "\n".join([before + _BEGIN, "", *options, "", _END + rest.partition(_END)[2]])
 
 
 def configuration_page() -> str:

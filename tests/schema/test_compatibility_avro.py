@@ -169,6 +169,7 @@ class TestModes:
         '{"type": "fixed", "name": "F"}',
         '{"type": "array"}',
         "[" * 5000,
+        '{"type": "array", "items": ' * 400 + '"int"' + "}" * 400,
     ],
 )
 def test_a_text_that_is_no_schema_is_refused(text):

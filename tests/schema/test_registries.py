@@ -17,6 +17,7 @@ from penstock.schema.compatibility import Compatibility
 from penstock.schema.registry import Registry, make, registry_type
 from penstock.schema.registry.confluent import Confluent, ConfluentConfig
 from penstock.schema.registry.embedded import Embedded, EmbeddedConfig
+from penstock.schema.registry.http import Answer
 from penstock.schema.registry.versions import Minimum, Pinned, choose, ensure_registered
 from penstock.testing.apicurio import ApicurioServer, is_installed
 from penstock.testing.registry import RegistryServer
@@ -230,6 +231,12 @@ class TestEmbedded(RegistryContract):
         made = registry.register_schema(subject, V1)
         assert Embedded(EmbeddedConfig(), tmp_path).fetch_schema(subject) == made
 
+    def test_a_copy_knows_every_id_where_the_files_are_not(self, registry, subject, tmp_path):
+        made = [registry.register_schema(subject, each) for each in (V1, V2)]
+        copy = pickle.dumps(Embedded(EmbeddedConfig(), tmp_path))
+        registry.directory.rename(tmp_path / "elsewhere")
+        assert [pickle.loads(copy).fetch_schema_by_id(each.id) for each in made] == made
+
     def test_a_file_may_change_the_compatibility(self, registry, subject):
         ensure_registered(registry, subject, V1)
         assert ensure_registered(registry, subject, WRONG, compatibility=Compatibility.NONE).version == 2
@@ -265,6 +272,44 @@ class ConfluentContract(RegistryContract):
         assert subject not in registry.subjects()
         fresh = Confluent(registry.config)
         assert fresh.fetch_schema_by_id(made.id).text == V1.text
+
+    def test_every_refusal_has_the_code_that_clients_know(self, registry, subject):
+        name = subject.replace("/", "%2F").replace(" ", "%20")
+
+        def code(method, path, body=None):
+            with pytest.raises(Answer) as caught:
+                registry._http.call(method, path, body)
+            return caught.value.status, caught.value.code
+
+        body = {"schema": V1.text}
+        assert code("GET", f"/subjects/{name}/versions") == (404, 40401)
+        assert code("GET", f"/subjects/{name}/versions/latest") == (404, 40401)
+        assert code("POST", f"/subjects/{name}", body) == (404, 40401)
+        assert code("DELETE", f"/subjects/{name}") == (404, 40401)
+        registry.set_compatibility(subject, Compatibility.BACKWARD)
+        registry.register_schema(subject, V1)
+        assert code("GET", f"/subjects/{name}/versions/7") == (404, 40402)
+        assert code("POST", f"/subjects/{name}", {"schema": V2.text}) == (404, 40403)
+        assert code("GET", "/schemas/ids/987654") == (404, 40403)
+        assert code("GET", "/schemas/ids/987654/versions") == (404, 40403)
+        assert code("POST", f"/subjects/{name}/versions", {"schema": WRONG.text}) == (409, 409)
+        assert code("POST", f"/subjects/{name}/versions", {"schema": '{"type": "nonsense"}'}) == (422, 42201)
+        reference = {"name": "Order", "subject": subject, "version": 1}
+        outer = {"schema": avro({"name": "x", "type": "Order"}, name="Outer").text, "references": [reference]}
+        registry._http.call("POST", f"/subjects/{name}-outer/versions", outer)
+        assert code("DELETE", f"/subjects/{name}/versions/1") == (422, 42206)
+        nowhere = {**outer, "references": [{**reference, "version": 9}]}
+        assert code("POST", f"/subjects/{name}-other/versions", nowhere) == (422, 42201)
+
+    def test_a_subject_is_deleted_softly_and_then_for_good(self, registry, subject):
+        name = subject.replace("/", "%2F").replace(" ", "%20")
+        call = registry._http.call
+        registry.register_schema(subject, V1)
+        assert call("DELETE", f"/subjects/{name}") == [1]
+        assert subject not in call("GET", "/subjects")
+        assert subject in call("GET", "/subjects?deleted=true")
+        assert call("DELETE", f"/subjects/{name}?permanent=true") == [1]
+        assert subject not in call("GET", "/subjects?deleted=true")
 
     def test_what_is_no_registry_is_a_wrong_setting(self, server):
         wrong = Confluent(ConfluentConfig(url=server.url + "/nothing-here"))

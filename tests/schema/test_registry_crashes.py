@@ -124,6 +124,22 @@ def test_processes_that_register_at_once_get_one_number_each(tmp_path):
     assert len(ids) == 2 * processes + 1
 
 
+@pytest.mark.parametrize("call", range(1, 8))
+def test_a_schema_that_another_registers_at_any_moment_has_one_version(tmp_path, monkeypatch, call):
+    registry, other = opened(tmp_path), opened(tmp_path)
+    listed, calls = registry.versions, []
+
+    def overtaken(subject: str) -> list[int]:
+        calls.append(subject)
+        if len(calls) == call:
+            other.register_schema("s", schema(0))
+        return listed(subject)
+
+    monkeypatch.setattr(registry, "versions", overtaken)
+    registry.register_schema("s", schema(0))
+    assert listed("s") == [1]
+
+
 def test_a_version_that_came_in_between_counts_in_the_check(tmp_path, monkeypatch):
     registry, other = opened(tmp_path), opened(tmp_path)
     wrong = WireSchema("avro", schema(0).text.replace("long", "string").replace("0}", '"0"}'))

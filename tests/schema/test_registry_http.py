@@ -42,6 +42,24 @@ class TestCredentials:
         with RegistryServer(token="abc-token") as server:
             assert client(server.url, token=Secret(file=tmp_path / "token")).subjects() == []
 
+    def test_a_secret_is_read_at_each_call(self, tmp_path):
+        token = tmp_path / "token"
+        token.write_text("of-yesterday")
+        with RegistryServer(token="of-today") as server:
+            registry = client(server.url, token=Secret(file=token))
+            with pytest.raises(ConfigError, match="PEN-1030"):
+                registry.subjects()
+            token.write_text("of-today")
+            assert registry.subjects() == []
+
+    def test_credentials_do_not_follow_a_redirect(self, server, tmp_path):
+        (tmp_path / "token").write_text("abc-token")
+        with RegistryServer() as elsewhere:
+            server.fail(302, Location=elsewhere.url + "/subjects")
+            with pytest.raises(ConfigError, match="PEN-1032"):
+                client(server.url, token=Secret(file=tmp_path / "token")).subjects()
+            assert elsewhere.calls == []
+
     def test_a_wrong_password_is_a_wrong_setting_and_is_not_shown(self, monkeypatch):
         monkeypatch.setenv("REGISTRY_PASSWORD", "wrong-password")
         with RegistryServer(user=("app", "open-sesame")) as server:

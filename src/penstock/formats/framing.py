@@ -1,5 +1,5 @@
 """
-What stands before a payload and names its schema; read and written for a whole batch at once.
+What comes before a payload and names its schema; read and written for a whole batch at once.
 
     confluent      00, the registry's id in 4 bytes, big-endian; Protobuf: then the message indexes
     single_object  C3 01, the CRC-64-AVRO of the writer's schema in 8 bytes, little-endian

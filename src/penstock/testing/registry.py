@@ -336,7 +336,7 @@ def _handler(server: RegistryServer) -> type[BaseHTTPRequestHandler]:
 
         def _serve(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            status, answer, headers = server.respond(self.command, self.path, self.headers, body)
+            status, answer, headers = server.respond(self.command, self.path, dict(self.headers), body)
             if status == 0:
                 self.close_connection = True
                 return

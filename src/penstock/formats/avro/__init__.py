@@ -16,7 +16,7 @@ from penstock.formats.avro.schema import parse
 
 class AvroConfig(Config):
     framing: Literal["none", "confluent", "single_object"] = "none"
-    """What stands before each payload: nothing, Confluent's prefix, or the header of Avro's single-object encoding."""
+    """What comes before each payload: nothing, Confluent's prefix, or the header of Avro's single-object encoding."""
 
 
 class Avro(Format[AvroConfig]):
@@ -32,10 +32,7 @@ class Avro(Format[AvroConfig]):
 
     def __init__(self, options: AvroConfig, schema: WireSchema | None = None, resolve: Resolver | None = None) -> None:
         super().__init__(options, schema, resolve)
-        if schema is None:
-            raise ConfigError(
-                "the format avro needs a schema", code="PEN-1004", hint="set schema_file, or a subject of the registry"
-            )
+        assert schema is not None
         self._schema = schema
         self._type = parse(schema)
 

@@ -215,7 +215,7 @@ def _items(column: pa.Array, kind: Type, path: str) -> list[Any]:
     items = _joined(parts, size) if size else pa.array([], pa.binary())
     places = _edges(items) if len(items) else np.zeros(1, np.int64)
     buffer = items.buffers()[2] if len(items) else None
-    # The items of a row stand one after the other already: only the edges between rows are new.
+    # The items of a row are next to each other already: only the edges between rows are new.
     whole = varint.binary(np.frombuffer(buffer or b"", np.uint8), places[edges])
     end = np.where(counts > 0, 0, -1)
     blocks = _spread(pa.array([b"\0"] * int((end == 0).sum()), pa.binary()), end == 0)

@@ -82,52 +82,52 @@ class Scan:
     def refuse(self, cursors: Cursors, is_bad: Mask, reason: Reason, *values: npt.NDArray[Any]) -> None:
         """Fails the records at these cursors, and sets what was read there to 0."""
         if is_bad.any():
-            index = np.flatnonzero(is_bad)
-            self.fail(cursors.row[index], reason)
-            cursors.at[index] = self.pad
-            for each in values:
-                each[index] = 0
+            self._refuse(cursors, np.flatnonzero(is_bad), reason, *values)
 
-    def unsigned(self, cursors: Cursors, path: str) -> Ints:
-        values, sizes = varint.read(self.data, cursors.at)
-        cursors.at = cursors.at + sizes
-        is_over = cursors.at > cursors.end
-        if is_over.any():
-            begun = cursors.at - sizes + varint.MAX_BYTES <= cursors.end
-            self.refuse(cursors, (sizes > varint.MAX_BYTES) & begun, bad_varint(path), values)
-            self.refuse(cursors, is_over, truncated(path), values)
-        return values
+    def _refuse(self, cursors: Cursors, places: Ints, reason: Reason, *values: npt.NDArray[Any]) -> None:
+        if len(places):
+            self.fail(cursors.row[places], reason)
+            cursors.at[places] = self.pad
+            for each in values:
+                each[places] = 0
 
     def long(self, cursors: Cursors, path: str) -> Ints:
-        return varint.unzigzag(self.unsigned(cursors, path))
+        values, sizes = varint.read(self.data, cursors.at)
+        cursors.at = cursors.at + sizes
+        over = np.flatnonzero(cursors.at > cursors.end)
+        if len(over):
+            is_endless = cursors.at[over] - sizes[over] + varint.MAX_BYTES <= cursors.end[over]
+            self._refuse(cursors, over[is_endless], bad_varint(path), values)
+            self._refuse(cursors, over, truncated(path), values)
+        return varint.unzigzag(values)
 
     def fixed(self, cursors: Cursors, size: int, path: str) -> Ints:
         """Where each value of `size` bytes begins."""
         starts = cursors.at
         cursors.at = starts + size
-        is_over = cursors.at > cursors.end
-        if is_over.any():
-            starts = np.where(is_over, self.pad, starts)
-            self.refuse(cursors, is_over, truncated(path))
+        over = np.flatnonzero(cursors.at > cursors.end)
+        if len(over):
+            self._refuse(cursors, over, truncated(path))
+            starts[over] = self.pad
         return starts
 
     def sized(self, cursors: Cursors, path: str) -> tuple[Ints, Ints]:
         """Where each value begins that says its own size, and the size."""
         sizes = self.long(cursors, path)
         starts = cursors.at
-        room = cursors.end - starts
-        is_bad = (sizes < 0) | (sizes > room)
-        if is_bad.any():
-            starts = starts.copy()
-            self.refuse(cursors, sizes < 0, Reason("avro.size", f"a size below zero in {path}"), sizes)
-            self.refuse(cursors, is_bad, truncated(path), sizes)
-            starts[is_bad] = self.pad
-        cursors.at = cursors.at + sizes
+        # As unsigned numbers, sizes below zero are too large as well.
+        over = np.flatnonzero(sizes.view(np.uint64) > (cursors.end - starts).view(np.uint64))
+        if len(over):
+            self._refuse(cursors, over[sizes[over] < 0], Reason("avro.size", f"a size below zero in {path}"), sizes)
+            over = over[starts[over] != self.pad]
+            self._refuse(cursors, over, truncated(path), sizes)
+        cursors.at = starts + sizes
         return starts, sizes
 
     def table(self, starts: Ints, size: int) -> Bytes:
         """`size` bytes from each start, as rows of a table."""
-        return self.data[starts[:, None] + np.arange(size)]
+        found: Bytes = self.data[starts[:, None] + np.arange(size)]
+        return found
 
     def gathered(self, starts: Ints, sizes: Ints) -> pa.Array:
         """The values as a binary array. Starts ascend but for empty values: every second value over the data is one."""

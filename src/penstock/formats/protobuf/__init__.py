@@ -13,7 +13,7 @@ from penstock.config import Config
 from penstock.errors import ConfigError, DataError, SchemaError
 from penstock.formats import Decoded, Format, Resolver, WireSchema, framing
 from penstock.formats.pieces import Pieces, Reason, sliced
-from penstock.formats.protobuf.codec import Codec, codec
+from penstock.formats.protobuf.codec import Codec, codec_for
 from penstock.formats.protobuf.files import as_text, compiled, message_names
 from penstock.formats.varint import Ints
 
@@ -23,7 +23,7 @@ class ProtobufConfig(Config):
     """Full name of the message, such as `shop.Order`; empty: the first of the schema."""
 
     framing: Literal["none", "confluent"] = "none"
-    """What stands before each payload: nothing, or Confluent's prefix with the message indexes."""
+    """What comes before each payload: nothing, or Confluent's prefix with the message indexes."""
 
 
 class Protobuf(Format[ProtobufConfig]):
@@ -41,20 +41,15 @@ class Protobuf(Format[ProtobufConfig]):
     def __init__(
         self, options: ProtobufConfig, schema: WireSchema | None = None, resolve: Resolver | None = None
     ) -> None:
-        if schema is None:
-            raise ConfigError(
-                "the format protobuf needs a schema",
-                code="PEN-1004",
-                hint="set schema_file, or a subject of the registry",
-            )
-        # Compiled here, on the driver: tasks get the descriptor set.
-        schema = replace(schema, text=as_text(compiled(schema)), references=())
+        if schema is not None:  # compiled here, on the driver: tasks get the descriptor set
+            schema = replace(schema, text=as_text(compiled(schema)), references=())
         super().__init__(options, schema, resolve)
+        assert schema is not None
         self._schema = schema
         self._codec()
 
     def _codec(self) -> Codec:
-        return codec(compiled(self._schema), self.options.message)
+        return codec_for(compiled(self._schema), self.options.message)
 
     def columns(self) -> pa.Schema:
         return self._codec().schema
@@ -63,18 +58,23 @@ class Protobuf(Format[ProtobufConfig]):
         own = self._codec()
         result = Pieces(own.schema)
         for first, piece in sliced(payloads):
-            found = framing.cells(piece)
-            nulls = np.flatnonzero(~found.is_valid)
+            is_null = piece.is_null().to_numpy(zero_copy_only=False)
+            nulls = np.flatnonzero(is_null)
             result.add(first + nulls, [pa.nulls(len(nulls), each.type) for each in own.schema])
-            rows, starts = self._unframed(found, first, result)
-            if len(rows):
+            if self.options.framing == "none":
+                rows, bodies = np.flatnonzero(~is_null), piece.drop_null().cast(pa.binary())
+            else:
+                found = framing.cells(piece)
+                rows, starts = self._unframed(found, first, result)
                 bodies = framing.gathered(found.data, starts, found.ends[rows])
+            if len(rows):
                 batch, bad = own.decode(bodies)
                 is_good = np.ones(len(rows), bool)
                 is_good[list(bad)] = False
                 result.add(first + rows[is_good], batch.columns)
-                for place, reason in bad.items():
-                    result.fail(first + rows[place : place + 1], Reason(*reason))
+                for reason in dict.fromkeys(bad.values()):
+                    places = [place for place, why in bad.items() if why == reason]
+                    result.fail(first + rows[places], Reason(*reason))
         return result.decoded()
 
     def encode(self, rows: pa.RecordBatch) -> pa.Array:
@@ -98,8 +98,6 @@ class Protobuf(Format[ProtobufConfig]):
     def _unframed(self, found: framing.Cells, first: int, result: Pieces) -> tuple[Ints, Ints]:
         """The rows that hold this message, and where it begins in each."""
         rows = np.flatnonzero(found.is_valid)
-        if self.options.framing == "none":
-            return rows, found.starts[rows]
         ids = framing.ids(found)
         which, paths, sizes = framing.indexes(found, framing.PREFIX)
         is_framed = (ids >= 0) & (which >= 0)

@@ -43,8 +43,7 @@ class Codec:
         bad: dict[int, tuple[str, str]] = {}
         rows = self._attempt(bodies)
         if rows is None:
-            bad = self._at_fault(bodies)
-            rows = self.handler.array_to_record_batch(bodies.take(pa.array(_others(len(bodies), bad))))
+            rows, bad = self._without_bad(bodies)
         return self._widened(rows), bad
 
     def encode(self, rows: pa.RecordBatch) -> pa.Array:
@@ -55,9 +54,7 @@ class Codec:
         arrays = []
         for name in given:
             field = self.message.fields_by_name[name]
-            column = rows.column(name)
-            if self._looks(field, _is_checked):
-                column = columns.mapped(column, field, name, columns.from_json)
+            column = columns.mapped(rows.column(name), field, name, columns.encodable)
             arrays.append(columns.narrowed(column, native.field(name).type, name))
         fields = [pa.field(name, array.type) for name, array in zip(given, arrays, strict=True)]
         if not arrays:
@@ -74,34 +71,33 @@ class Codec:
         arrays = []
         for target in self.schema:
             column, field = rows.column(target.name), self.message.fields_by_name[target.name]
-            if self._looks(field, columns.is_free_form):
+            if columns.has_free_form(field):
                 column = columns.mapped(column, field, target.name, columns.to_json)
             arrays.append(columns.widened(column, target.type))
         struct = pa.Array.from_buffers(pa.struct(list(self.schema)), rows.num_rows, [None], 0, children=arrays)
         return pa.RecordBatch.from_struct_array(struct)
 
-    def _looks(self, field: Any, wanted: Any) -> bool:
-        return wanted(field) or (field.message_type is not None and columns.has_leaf(field.message_type, wanted))
-
-    def _at_fault(self, bodies: pa.Array) -> dict[int, tuple[str, str]]:
+    def _without_bad(self, bodies: pa.Array) -> tuple[pa.RecordBatch, dict[int, tuple[str, str]]]:
         """
-        The payloads that the decoder refuses, which it does not name itself.
+        The rows of the payloads that the decoder takes, and those that it refuses, which it does not name itself.
 
         A fast parser proposes, the decoder decides: the outermost layer first, then the whole message, then by halves.
         """
         bad: dict[int, tuple[str, str]] = {}
+        left = np.arange(len(bodies))
         for shell, handler, reason in ((self.shells[0], self.nothing, WIRE), (self.shells[1], self.handler, CONTENT)):
-            left = _others(len(bodies), bad)
-            some = bodies.take(pa.array(left))
-            for place in _suspects(shell, some):
-                if not _takes(handler, some.slice(place, 1)):
-                    bad[int(left[place])] = reason
-            if self._attempt(bodies.take(pa.array(_others(len(bodies), bad)))) is not None:
-                return bad
-        left = _others(len(bodies), bad)
-        for place in self._halves(bodies.take(pa.array(left)), 0):
-            bad[int(left[place])] = CONTENT
-        return bad
+            suspects = _suspects(shell, bodies)
+            suspected = bodies.take(pa.array(suspects, pa.int64())).to_pylist()
+            found = [at for at, body in zip(suspects, suspected, strict=True) if not _takes(handler, body)]
+            bad |= {int(left[place]): reason for place in found}
+            left, bodies = _without(found, left, bodies)
+            rows = self._attempt(bodies)
+            if rows is not None:
+                return rows, bad
+        found = self._halves(bodies, 0)
+        bad |= {int(left[place]): CONTENT for place in found}
+        _, bodies = _without(found, left, bodies)
+        return self.handler.array_to_record_batch(bodies), bad
 
     def _halves(self, bodies: pa.Array, first: int) -> list[int]:
         if self._attempt(bodies) is not None:
@@ -112,22 +108,18 @@ class Codec:
         return self._halves(bodies.slice(0, middle), first) + self._halves(bodies.slice(middle), first + middle)
 
 
-def _is_checked(field: Any) -> bool:
-    return field.enum_type is not None or columns.is_free_form(field)
-
-
-def _takes(handler: Any, bodies: pa.Array) -> bool:
+def _takes(handler: Any, body: bytes) -> bool:
     try:
-        handler.array_to_record_batch(bodies)
+        handler.list_to_record_batch([body])
     except ValueError:
         return False
     return True
 
 
-def _others(count: int, bad: dict[int, tuple[str, str]]) -> Ints:
-    is_good = np.ones(count, bool)
-    is_good[list(bad)] = False
-    return np.flatnonzero(is_good)
+def _without(places: list[int], left: Ints, bodies: pa.Array) -> tuple[Ints, pa.Array]:
+    is_good = np.ones(len(left), bool)
+    is_good[places] = False
+    return left[is_good], bodies.filter(pa.array(is_good))
 
 
 def _suspects(shell: Any, bodies: pa.Array) -> list[int]:
@@ -155,7 +147,7 @@ def _suspects(shell: Any, bodies: pa.Array) -> list[int]:
 
 
 @lru_cache(maxsize=64)
-def codec(data: bytes, name: str) -> Codec:
+def codec_for(data: bytes, name: str) -> Codec:
     """Of the message `name` in a descriptor set; without a name, of its first message."""
     names = message_names(data)
     if not names:

@@ -119,6 +119,7 @@ def mapped(array: pa.Array, field: FieldDescriptor, path: str, leaf: Leaf) -> pa
         return array if values is array.values else _rebuilt(array, pa.list_(values.type), 2, [values])
     if types.is_struct(kind) and message is not None and message.full_name not in FREE_FORM:
         names = [each.name for each in kind]
+        refuse_extra(names, [each.name for each in message.fields], path)
         children = [
             mapped(array.field(i), message.fields_by_name[name], f"{path}.{name}", leaf) for i, name in enumerate(names)
         ]
@@ -127,17 +128,13 @@ def mapped(array: pa.Array, field: FieldDescriptor, path: str, leaf: Leaf) -> pa
     return leaf(array, field, path)
 
 
-def has_leaf(
-    message: Descriptor, wanted: Callable[[FieldDescriptor], bool], above: frozenset[str] = frozenset()
-) -> bool:
-    """True if a field of the message, or of those within it, is wanted: most columns need no look at their values."""
-    if message.full_name in above:
+def has_free_form(field: FieldDescriptor, above: frozenset[str] = frozenset()) -> bool:
+    """True if a field, or one within it, is free-form: most columns need no look at their values."""
+    message = field.message_type
+    if message is None or message.full_name in above:
         return False
-    return any(
-        wanted(field)
-        or (field.message_type is not None and has_leaf(field.message_type, wanted, above | {message.full_name}))
-        for field in message.fields
-    )
+    inner = above | {message.full_name}
+    return is_free_form(field) or any(has_free_form(each, inner) for each in message.fields)
 
 
 def is_free_form(field: FieldDescriptor) -> bool:
@@ -152,8 +149,8 @@ def to_json(array: pa.Array, field: FieldDescriptor, path: str) -> pa.Array:
     return _by_value(array, pa.string(), lambda data: _json_text(make, data))
 
 
-def from_json(array: pa.Array, field: FieldDescriptor, path: str) -> pa.Array:
-    """The reverse; and a check that every symbol of an enum is one."""
+def encodable(array: pa.Array, field: FieldDescriptor, path: str) -> pa.Array:
+    """Free-form values from JSON text to bytes. Refuses what the encoder would write as something else."""
     if field.enum_type is not None and not types.is_integer(array.type):
         names = pa.array([each.name for each in field.enum_type.values], pa.string())
         unknown = pc.unique(array.drop_null().cast(pa.string()))
@@ -164,6 +161,13 @@ def from_json(array: pa.Array, field: FieldDescriptor, path: str) -> pa.Array:
             )
         return array
     if not is_free_form(field):
+        message = field.message_type
+        is_own = message is not None and message.file.package != "google.protobuf"
+        if is_own and types.is_binary(array.type) and array.null_count < len(array):
+            raise SchemaError(
+                f"{path} is a {message.full_name} within another, which can be read but not written",
+                hint="leave the column out in the route's SQL",
+            )
         return array
     make = FREE_FORM[field.message_type.full_name]
 
@@ -203,18 +207,19 @@ def narrowed(array: pa.Array, target: pa.DataType, path: str) -> pa.Array:
         kind = array.type
     if kind.equals(target):
         return array
-    if types.is_null(kind):
+    if types.is_null(kind) or not len(array):
         return pa.nulls(len(array), target)
     try:
         if types.is_struct(kind) and types.is_struct(target):
             return _narrow_struct(array, target, path)
         if types.is_map(kind) and types.is_map(target):
             parts = [narrowed(array.keys, target.key_type, path), narrowed(array.items, target.item_type, path)]
-            entry = pa.struct([target.key_field, target.item_field.with_nullable(True)])
-            pairs = pa.Array.from_buffers(entry, len(parts[0]), [None], 0, children=parts)
-            return _rebuilt(array, pa.map_(target.key_type, target.item_type), 2, [pairs])
+            made = pa.map_(parts[0].type, parts[1].type)
+            entry = pa.struct([made.key_field, made.item_field])
+            return _rebuilt(array, made, 2, [pa.Array.from_buffers(entry, len(parts[0]), [None], 0, children=parts)])
         if types.is_list(kind) and types.is_list(target):
-            return _rebuilt(array, pa.list_(target.value_type), 2, [narrowed(array.values, target.value_type, path)])
+            values = narrowed(array.values, target.value_type, path)
+            return _rebuilt(array, pa.list_(values.type), 2, [values])
         if _is_text(kind) != _is_text(target) or types.is_nested(kind) or types.is_nested(target):
             raise _unfit(kind, target, path)
         return array.cast(target, safe=not types.is_temporal(target))
@@ -226,14 +231,15 @@ def narrowed(array: pa.Array, target: pa.DataType, path: str) -> pa.Array:
 
 def _narrow_struct(array: pa.Array, target: pa.DataType, path: str) -> pa.Array:
     names = [each.name for each in array.type]
-    refuse_extra(names, target.names if hasattr(target, "names") else [f.name for f in target], path)
+    refuse_extra(names, [each.name for each in target], path)
     children = [
         narrowed(array.field(names.index(each.name)), each.type, f"{path}.{each.name}")
         if each.name in names
         else pa.nulls(len(array), each.type)
         for each in target
     ]
-    return _rebuilt(array, pa.struct([each.with_nullable(True) for each in target]), 1, children)
+    fields = [pa.field(each.name, child.type) for each, child in zip(target, children, strict=True)]
+    return _rebuilt(array, pa.struct(fields), 1, children)
 
 
 def refuse_extra(names: list[str], known: list[str], path: str) -> None:

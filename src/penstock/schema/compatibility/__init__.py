@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import ModuleType
@@ -23,6 +23,10 @@ from penstock.formats import WireSchema
 
 TYPES = ("avro", "json_schema", "protobuf")
 """The schema types that a registry holds. Each has a module here, with `parse(schema)` and `reads(reader, writer)`."""
+
+
+DEEPEST = 150
+"""Levels of JSON in a schema."""
 
 
 class Compatibility(StrEnum):
@@ -102,9 +106,15 @@ def content(schema: WireSchema) -> str:
 def load_json(schema: WireSchema) -> object:
     """The JSON that an Avro schema or a JSON Schema is written in."""
     try:
-        return json.loads(schema.text)
+        found = json.loads(schema.text)
     except (ValueError, RecursionError) as error:
         raise invalid(schema, f"it is not JSON: {error}") from error
+    level = [found]
+    for _ in range(DEEPEST):
+        level = [part for each in level if isinstance(each, dict | list) for part in _parts(each)]
+    if level:
+        raise invalid(schema, f"it is nested in more than {DEEPEST} levels")
+    return found
 
 
 def invalid(schema: WireSchema, reason: str) -> SchemaError:
@@ -115,11 +125,15 @@ def invalid(schema: WireSchema, reason: str) -> SchemaError:
     )
 
 
+def _parts(value: dict[str, object] | list[object]) -> Iterable[object]:
+    return value.values() if isinstance(value, dict) else value
+
+
 def _between(mode: Compatibility, old: WireSchema, new: WireSchema) -> list[Incompatibility]:
     if old.type != new.type:
         return [Incompatibility("", "type", f"the subject holds {old.type} schemas, and this one is {new.type}")]
     module = _module(new)
-    before, after = module.parse(old), module.parse(new)
+    before, after = parsed(old), parsed(new)
     found: list[Incompatibility] = []
     if mode.is_backward:
         found += module.reads(after, before)

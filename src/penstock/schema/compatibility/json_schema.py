@@ -42,8 +42,8 @@ _COMPLEX = (
 )
 """What is only compared as it is: the whole object that holds one must be the same on both sides."""
 
-_MOST = 20_000
-"""Comparisons after which a pair of schemas counts as too large to decide."""
+_MOST, _DEEPEST = 20_000, 60
+"""Comparisons, and comparisons within each other, after which a pair of schemas counts as too large to decide."""
 
 
 def parse(schema: WireSchema) -> Document:
@@ -81,6 +81,7 @@ class _Proof:
     def __init__(self) -> None:
         self._proven: dict[tuple[Any, ...], int] = {}
         self._left = _MOST
+        self._level = 0
 
     def compare(self, reader: Sub, writer: State, path: str, depth: int) -> list[Incompatibility]:
         """
@@ -94,7 +95,7 @@ class _Proof:
         if reader.value is False:
             return [Incompatibility(path, "json_schema.false", "nothing is allowed here")]
         self._left -= 1
-        if self._left < 0:
+        if self._left < 0 or self._level >= _DEEPEST:
             return [_unproven(path, "the schemas are too large to compare")]
         key = (id(reader.value), writer.key)
         if self._proven.get(key, depth) < depth:
@@ -103,13 +104,13 @@ class _Proof:
             return [_unproven(path, "a reference leads back to itself")]
         before = dict(self._proven)
         self._proven[key] = depth
+        self._level += 1
         found = self._check(reader, writer, path, depth)
         for place, (alternatives, exclusive) in enumerate(writer.choices if found else ()):
-            split = self._split(reader, writer.without_choice(place), alternatives, exclusive, path, depth)
-            if not split:
-                found = []
+            found = self._split(reader, writer.without_choice(place), alternatives, exclusive, path, depth)
+            if not found:
                 break
-            found = split
+        self._level -= 1
         if found:
             self._proven = before
         return found
@@ -175,7 +176,15 @@ class _Proof:
 
     def _disjoint(self, sub: Sub, writer: State, depth: int) -> bool:
         """Whether no instance can be valid for both; False when that is not known."""
-        other = State.of(sub)
+        self._left -= 1
+        if self._left < 0 or self._level >= _DEEPEST:
+            return False
+        self._level += 1
+        answer = self._are_disjoint(State.of(sub), writer, depth)
+        self._level -= 1
+        return answer
+
+    def _are_disjoint(self, other: State, writer: State, depth: int) -> bool:
         if other.is_empty or not other.types & writer.types:
             return True
         if any(not self.compare(each, other, "", depth) for each in writer.excluded):
@@ -185,7 +194,7 @@ class _Proof:
         mine, theirs = writer.finite, other.finite
         if mine is not None and theirs is not None:
             return not any(equals(one, two) for one in mine for two in theirs)
-        if other.types & writer.types != {"object"} or depth > 8:
+        if other.types & writer.types != {"object"}:
             return False
         for name in writer.required | other.required:
             here, there = writer.value_of(name), other.value_of(name)
@@ -224,9 +233,9 @@ class _Proof:
     def _array(self, reader: Sub, writer: State, path: str, depth: int) -> Iterator[Incompatibility]:
         yield from _bounds(reader.value, writer, path, "minItems", "maxItems")
         most = writer.upper("maxItems")
-        if reader.value.get("uniqueItems") and not (most is not None and most <= 1):
-            if not any(fact.value.get("uniqueItems") for fact in writer.facts if isinstance(fact.value, dict)):
-                yield Incompatibility(path, "json_schema.unique_items", "items must be unique now")
+        is_unique = (most is not None and most <= 1) or writer.has("uniqueItems", True)
+        if reader.value.get("uniqueItems") and not is_unique:
+            yield Incompatibility(path, "json_schema.unique_items", "items must be unique now")
         length = max([len(prefix_of(reader)), *(len(prefix_of(fact)) for fact in writer.facts)])
         for place in range(length + 1):  # the last one is the rest
             if most is None or place < most:
@@ -271,9 +280,9 @@ def _numbers(reader: dict[str, Any], writer: State, path: str) -> Iterator[Incom
             if not is_known:
                 yield Incompatibility(path, f"json_schema.{_snake(key)}", f"`{key}` is {limit}, and was not so narrow")
     step = reader.get("multipleOf")
-    if step is not None and not any(_divides(step, each) for each in writer.numbers("multipleOf")):
-        if not (step == 1 and "fraction" not in writer.types):
-            yield Incompatibility(path, "json_schema.multiple_of", f"`multipleOf` is {step}, and was not")
+    steps = [*writer.numbers("multipleOf"), *([] if "fraction" in writer.types else [1])]
+    if step is not None and not any(_divides(step, each) for each in steps):
+        yield Incompatibility(path, "json_schema.multiple_of", f"`multipleOf` is {step}, and was not")
 
 
 def _bounds(reader: dict[str, Any], writer: State, path: str, least: str, most: str) -> Iterator[Incompatibility]:

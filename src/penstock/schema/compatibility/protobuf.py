@@ -85,7 +85,7 @@ def _files(schema: WireSchema) -> Sequence[FileDescriptorProto]:
             hint="pip install 'penstock[protobuf]'",
         ) from error
     try:
-        return FileDescriptorSet.FromString(compiled(schema)).file
+        return list(FileDescriptorSet.FromString(compiled(schema)).file)
     except SchemaError as error:
         raise invalid(schema, error.message) from error
 
@@ -164,7 +164,7 @@ def _type(field: FieldDescriptorProto, file: File) -> str:
     kind = _kind(field)
     if kind not in ("message", "enum", "group"):
         return kind
-    return field.type_name.lstrip(".").removeprefix(f"{file.package}." if file.package else "")
+    return str(field.type_name).lstrip(".").removeprefix(f"{file.package}." if file.package else "")
 
 
 def _reserved(old: DescriptorProto, field: FieldDescriptorProto) -> Iterator[str]:

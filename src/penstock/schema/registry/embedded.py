@@ -47,6 +47,12 @@ class Embedded:
     def __init__(self, config: EmbeddedConfig, state_dir: Path) -> None:
         self.config = config
         self.directory = config.path or Path(state_dir) / "schemas"
+        self._ids: dict[int, WireSchema] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A task on another machine does not see these files, so a copy brings along what has an id.
+        ids = {id: self.fetch_schema_by_id(id) for id in _numbers(self.directory / "ids")}
+        return {**self.__dict__, "_ids": {**self._ids, **ids}}
 
     def subjects(self) -> list[str]:
         root = self.directory / "subjects"
@@ -75,6 +81,8 @@ class Embedded:
         return replace(self._by_id(id), subject=subject, version=chosen)
 
     def fetch_schema_by_id(self, id: int) -> WireSchema:
+        if id in self._ids:
+            return self._ids[id]
         if not self._id(id).exists():
             raise DataError(
                 f"the registry has no schema with the id {id}",
@@ -82,7 +90,10 @@ class Embedded:
                 hint="the message was written with another registry, or has no schema id in front: check the framing",
             )
         schema, places = self._by_id(id), self.places(id)
-        return replace(schema, subject=places[0][0], version=places[0][1]) if places else schema
+        if not places:  # the process that claimed the id died before its version, which may still come
+            return schema
+        self._ids[id] = replace(schema, subject=places[0][0], version=places[0][1])
+        return self._ids[id]
 
     def places(self, id: int) -> list[tuple[str, int]]:
         return [
@@ -93,12 +104,7 @@ class Embedded:
         ]
 
     def find_schema(self, subject: str, schema: WireSchema) -> WireSchema | None:
-        wanted = _address(schema)
-        for version in reversed(self.versions(subject)):
-            id = _read(self._subject(subject) / f"{version}.json")["id"]
-            if _read(self._id(id))["content"] == wanted:
-                return replace(self._by_id(id), subject=subject, version=version)
-        return None
+        return self._find(subject, schema, self.versions(subject))
 
     def check_compatibility(self, subject: str, schema: WireSchema) -> list[Incompatibility]:
         return self._check(subject, schema, self.versions(subject))
@@ -106,10 +112,11 @@ class Embedded:
     def register_schema(self, subject: str, schema: WireSchema) -> WireSchema:
         self._check_references(schema)
         while True:
-            found = self.find_schema(subject, schema)
+            # One look decides everything: what comes after it has the number that is claimed below.
+            known = self.versions(subject)
+            found = self._find(subject, schema, known)
             if found is not None:
                 return found
-            known = self.versions(subject)
             problems = self._check(subject, schema, known)
             if problems:
                 raise refusal(subject, self.compatibility(subject), problems)
@@ -126,6 +133,14 @@ class Embedded:
     def set_compatibility(self, subject: str, mode: Compatibility) -> None:
         make_directory(self._subject(subject))
         write_atomic(self._subject(subject) / "compatibility.json", canonical({"compatibility": mode}).encode())
+
+    def _find(self, subject: str, schema: WireSchema, known: Sequence[int]) -> WireSchema | None:
+        wanted = _address(schema)
+        for version in reversed(known):
+            id = _read(self._subject(subject) / f"{version}.json")["id"]
+            if _read(self._id(id))["content"] == wanted:
+                return replace(self._by_id(id), subject=subject, version=version)
+        return None
 
     def _check(self, subject: str, schema: WireSchema, known: Sequence[int]) -> list[Incompatibility]:
         earlier = [self.fetch_schema(subject, version) for version in known]

@@ -7,12 +7,14 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, DataError, SchemaError
 from penstock.formats import Decoded, WireSchema
+from penstock.formats import json_schema as module
 from penstock.formats.json_schema import JsonSchema, JsonSchemaConfig
+from penstock.formats.json_schema_bulk import check_of
 
 ORDER = {
     "type": "object",
@@ -298,6 +300,83 @@ payloads = st.lists(
     ),
     max_size=10,
 )
+
+
+PLAIN = {**RANDOM, "properties": {name: RANDOM["properties"][name] for name in ("id", "ratio", "name", "at", "all")}}
+PLAIN["properties"] |= {
+    "in": {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]},
+    "kind": {"enum": ["a", "b", None]},
+    "day": {"type": "string", "format": "date"},
+    "size": {"type": ["integer", "null"], "minimum": 0, "exclusiveMaximum": 10},
+    "share": {"type": "number", "maximum": 1},
+}
+CLOSED = {
+    "type": "object",
+    "properties": {"id": {"type": "integer"}, "name": {"type": ["string", "null"]}, "ratio": {"type": "number"}},
+    "additionalProperties": False,
+}
+odd = st.one_of(st.integers(-12, 12), st.floats(allow_nan=False), texts, st.none(), st.booleans(), st.just(2**53 + 1))
+times = st.one_of(
+    st.datetimes(timezones=st.just(datetime.UTC)).map(lambda at: at.isoformat()),
+    st.from_regex(
+        r"\A20[0-9]{2}-[0-9]{2}-[0-9]{2}([Tt ][0-9]{2}:[0-9]{2}(:[0-9]{2})?(\.[0-9]+)?(Z|z|[+-][0-9]{2}:?[0-9]{2})?)?\Z"
+    ),
+)
+nearly = st.fixed_dictionaries(
+    {"id": st.one_of(odd, st.integers(-9, 9))},
+    optional={
+        "ratio": odd,
+        "name": odd,
+        "at": times,
+        "all": st.lists(odd, max_size=2),
+        "in": st.one_of(odd, st.dictionaries(st.sampled_from(["on", "off"]), st.booleans() | st.none())),
+        "kind": st.sampled_from(["a", "b", "c", None]),
+        "day": times,
+        "size": odd,
+        "share": odd,
+        "more": st.floats(),
+    },
+).map(lambda each: json.dumps(each).encode())
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([PLAIN, CLOSED]),
+    st.lists(st.one_of(nearly, valid.map(lambda e: json.dumps(e).encode())), max_size=6),
+)
+@example(PLAIN, [b'{"id": 1, "id": 2}', b'{"id": 1, "more": 1, "more": 2}', b'{"id": 1, "more": "Info"}', b'{"id": 2'])
+@example(PLAIN, [b'{"id": 1, "at": "2026-01-01T10:00Z"}', b'{"id": 1, "at": "2026-01-01 10:00:00Z"}'])
+@example(PLAIN, [b'{"id": 1, "share": 9007199254740993}', b'{"id": 1, "ratio": NaN}', b'{"id": 1, "kind": null}'])
+def test_what_columns_show_to_be_valid_is_what_the_validator_says(schema, found):
+    format = made(schema)
+    assert check_of(format.schema) is not None
+    bulk = decode(format, found)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "check_of", lambda schema: None)
+        one_by_one = decode(format, found)
+    assert rules(bulk) == rules(one_by_one)
+    assert bulk.failures.reasons == one_by_one.failures.reasons
+    assert bulk.rows.to_pylist() == one_by_one.rows.to_pylist()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"properties": {"x": {"type": "string", "pattern": "a"}}},
+        {"properties": {"x": {"type": "string", "format": "email"}}},
+        {"properties": {"x": {"type": "integer", "multipleOf": 2}}},
+        {"properties": {"x": {"type": "integer", "maximum": 2**60}}},
+        {"properties": {"x": {"type": ["integer", "string"]}}},
+        {"properties": {"x": {"enum": [1]}}},
+        {"properties": {"x": {"type": "integer"}}, "required": ["y"]},
+        {"properties": {"x": {"type": "integer"}}, "minProperties": 1},
+        {"properties": {"x": {"type": "integer"}}, "additionalProperties": {"type": "integer"}},
+        {"properties": {"x": {"$ref": "#/properties/x"}}},
+    ],
+    ids=str,
+)
+def test_what_columns_cannot_show_is_left_to_the_validator(more):
+    assert check_of(WireSchema("json_schema", json.dumps({"type": "object", **more}))) is None
 
 
 @settings(max_examples=60, deadline=None)

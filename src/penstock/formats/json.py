@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -22,13 +20,12 @@ from penstock.formats.inference import (
     depth_of,
     fields_of,
     fit,
-    keys_of,
     schema_of,
     size_of,
     widen,
     without,
 )
-from penstock.formats.json_parse import MAX_DEPTH, Screened, has_whole_lists, read, unbalanced, value
+from penstock.formats.json_parse import MAX_DEPTH, Screened, has_whole_lists, of_another_kind, read, unbalanced, value
 from penstock.formats.json_text import objects
 
 _PIECE_BYTES = 64 << 20
@@ -36,8 +33,6 @@ _PIECE_BYTES = 64 << 20
 _HEAD_ROWS = 64
 _SLOW_ROWS = 512
 """Where a bad payload cannot be found by its looks, so many around it are looked at one by one."""
-_FIRST = {"bool": "tf", "int64": r"\-0-9", "double": r"\-0-9", "string": '"'}
-"""The first characters of a value, by kind."""
 
 
 class JsonConfig(Config):
@@ -101,8 +96,9 @@ class _Reading:
             bad = self._closely(bodies.slice(0, _SLOW_ROWS))
             return bad | {at + _SLOW_ROWS: why for at, why in self.take(bodies.slice(_SLOW_ROWS)).items()}
         bad, left = {}, np.arange(len(bodies))
-        for suspects in (self._of_another_kind, unbalanced):
-            found = self._confirmed(bodies, suspects(bodies))
+        for is_cut in (False, True):
+            suspects = unbalanced(bodies) if is_cut else of_another_kind(bodies, self._fields)
+            found = self._confirmed(bodies, suspects)
             bad |= {int(left[at]): why for at, why in found.items()}
             keep = np.ones(len(left), bool)
             keep[list(found)] = False
@@ -142,21 +138,6 @@ class _Reading:
             return without(fields_of(read(head, None, "infer").schema), frozenset({None, "bool", "int64", "double"}))
         except pa.ArrowInvalid:
             return {}
-
-    def _of_another_kind(self, bodies: pa.Array) -> Positions:
-        """The bodies in which the first character after a known name is none of its kind's."""
-        first: dict[str, str] = {}
-        for name, kind in keys_of(self._fields):
-            if kind is not None:
-                one = _FIRST[kind] if isinstance(kind, str) else r"\[" if isinstance(kind, list) else "{"
-                first[name] = first.get(name, "") + one
-        groups: dict[str, list[str]] = {}
-        for name, characters in first.items():
-            groups.setdefault(characters, []).append(re.escape(json.dumps(name, ensure_ascii=False)[1:-1]))
-        if not groups or len(first) > 1000:
-            return np.empty(0, np.int64)
-        pattern = "|".join(rf'"(?:{"|".join(names)})" ?: ?[^n {chars}]' for chars, names in groups.items())
-        return np.flatnonzero(pc.match_substring_regex(bodies, pattern).to_numpy(zero_copy_only=False))
 
     def _confirmed(self, bodies: pa.Array, suspects: Positions) -> Failed:
         """Those of the suspects that have no place in the columns of before: more columns would not help them."""

@@ -16,9 +16,11 @@ from pyarrow import types
 
 from penstock.config import Config
 from penstock.errors import ConfigError, DataError, SchemaError
-from penstock.formats import Decoded, Failed, Format, Resolver, WireSchema, framing
+from penstock.formats import Decoded, Failed, Format, Positions, Resolver, WireSchema, framing
 from penstock.formats.inference import Misfit
-from penstock.formats.json_parse import Screened, explain, read, value
+from penstock.formats.inference import fields_of as kinds_of
+from penstock.formats.json_parse import Bodies, Screened, explain, of_another_kind, read, spans, unbalanced, value
+from penstock.formats.json_schema_bulk import certain, check_of
 from penstock.formats.json_schema_types import ANY, Map, Node, Struct, fields_of, is_plain, type_of
 from penstock.formats.json_text import entries, list_text, map_text, members, text_of, with_nulls_of
 
@@ -65,11 +67,43 @@ class JsonSchema(Format[JsonSchemaConfig]):
         screened = Screened(payloads)
         screened.failures |= unframed
         screened.tombstones = np.setdiff1d(screened.tombstones, np.array(list(unframed), np.int64))
+        rows = self._in_bulk(screened)
+        return Decoded.of(rows, screened.positions, screened.tombstones, screened.failures)
+
+    def _in_bulk(self, screened: Bodies) -> pa.RecordBatch:
+        """Rows whose columns show that they are valid are taken as they are read; the validator sees the others."""
+        check, schema = check_of(self._schema), self.columns()
+        if check is None:
+            return self._validated(screened)
+        asked = pa.schema([(field.name, _as_text(field.type)) for field in schema])
+        bodies = screened.bodies
+        unexpected: Literal["error", "ignore"] = "error" if check.is_closed else "ignore"
+        is_sure = ~np.isin(np.arange(len(bodies)), _with_constants(bodies))
+        try:
+            try:
+                read_rows = read(bodies.filter(pa.array(is_sure)), asked, unexpected)
+            except pa.ArrowInvalid:
+                for found in (of_another_kind(bodies, kinds_of(asked)), unbalanced(bodies)):
+                    is_sure[found] = False
+                read_rows = read(bodies.filter(pa.array(is_sure)), asked, unexpected)
+            is_valid = certain(read_rows, check)
+            sure = _cast(read_rows.filter(pa.array(is_valid)) if not is_valid.all() else read_rows, schema)
+        except pa.ArrowInvalid:
+            return self._validated(screened)
+        is_sure[np.flatnonzero(is_sure)[~is_valid]] = False
+        if is_sure.all():
+            return sure
+        doubtful = np.flatnonzero(~is_sure)
+        others = Bodies(bodies.take(pa.array(doubtful)), doubtful)
+        rows = pa.concat_batches([sure, self._validated(others)])
+        places = np.concatenate([np.flatnonzero(is_sure), others.positions])
+        screened.drop(others.failures)
+        return rows.take(pa.array(np.argsort(places, kind="stable")))
+
+    def _validated(self, screened: Bodies) -> pa.RecordBatch:
         hard = [name for name, node in self._fields.items() if not is_plain(node)]
         kept = self._drop_invalid(screened, keep=bool(hard))
-        columns = self._from_values(screened, hard, kept)
-        rows = self._from_bodies(screened, columns)
-        return Decoded.of(rows, screened.positions, screened.tombstones, screened.failures)
+        return self._from_bodies(screened, self._from_values(screened, hard, kept))
 
     def encode(self, rows: pa.RecordBatch) -> pa.Array:
         unknown = [name for name in rows.schema.names if name not in self._fields]
@@ -93,7 +127,7 @@ class JsonSchema(Format[JsonSchemaConfig]):
             )
         return framing.add(payloads, self._schema.id)
 
-    def _drop_invalid(self, screened: Screened, keep: bool) -> list[Any]:
+    def _drop_invalid(self, screened: Bodies, keep: bool) -> list[Any]:
         """The values of the valid bodies, if asked for; the others become failures."""
         bad, kept = _invalid(_validator(self._schema), screened.bodies, keep)
         screened.drop(bad)
@@ -103,7 +137,7 @@ class JsonSchema(Format[JsonSchemaConfig]):
                 kept[at] = json.loads(screened.bodies[at].as_py())
         return kept
 
-    def _from_values(self, screened: Screened, names: list[str], kept: list[Any]) -> dict[str, list[Any]]:
+    def _from_values(self, screened: Bodies, names: list[str], kept: list[Any]) -> dict[str, list[Any]]:
         """The columns that pyarrow cannot read by itself: JSON text, maps, and what holds them."""
         node = Struct({name: self._fields[name] for name in names})
         if not names:
@@ -118,7 +152,7 @@ class JsonSchema(Format[JsonSchemaConfig]):
         screened.drop(bad)
         return {name: [row[name] for row in rows] for name in names}
 
-    def _from_bodies(self, screened: Screened, columns: dict[str, list[Any]]) -> pa.RecordBatch:
+    def _from_bodies(self, screened: Bodies, columns: dict[str, list[Any]]) -> pa.RecordBatch:
         """All columns: those that pyarrow can read by itself are read from the bodies, at once if possible."""
         easy = pa.schema([field for field in self.columns() if field.name not in columns])
         asked = pa.schema([(field.name, _as_text(field.type)) for field in easy])
@@ -159,6 +193,14 @@ class JsonSchema(Format[JsonSchemaConfig]):
 
 
 _NONE = pa.array([], pa.binary())
+
+
+def _with_constants(bodies: pa.Array) -> Positions:
+    """The bodies that may hold NaN or Infinity, which pyarrow reads, also where it ignores them."""
+    text = spans(bodies)[1].tobytes()
+    if b"NaN" not in text and b"Inf" not in text:
+        return np.empty(0, np.int64)
+    return np.flatnonzero(pc.match_substring_regex(bodies, "NaN|Inf").to_numpy(zero_copy_only=False))
 
 
 @lru_cache

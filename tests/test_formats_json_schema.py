@@ -255,6 +255,43 @@ class TestEncoding:
         ):
             made(ORDER).encode(pa.record_batch({"id": [1, None, None]}))
 
+    @pytest.mark.parametrize("at", [datetime.datetime(1, 1, 1), datetime.datetime(9999, 12, 31)])
+    def test_the_first_and_the_last_year_can_be_written(self, at):
+        rows = pa.record_batch({"id": [1], "at": pa.array([at], pa.timestamp("us", "UTC"))})
+        assert decode(made(ORDER), made(ORDER).encode(rows).to_pylist()).rows.column("at").equals(rows.column("at"))
+
+    def test_a_year_that_no_text_has_is_refused(self):
+        rows = pa.record_batch({"id": [1], "at": pa.array([1 << 60], pa.timestamp("us", "UTC"))})
+        with pytest.raises(DataError, match="PEN-3001 1 of 1 rows break the JSON Schema"):
+            made(ORDER).encode(rows)
+
+
+def rows_of(schema: pa.Schema, numbers: st.SearchStrategy[Any]) -> st.SearchStrategy[pa.RecordBatch]:
+    """Rows of any values of their types, whether the schema allows them or not."""
+    kinds = {
+        pa.int64(): numbers,
+        pa.float64(): st.one_of(st.none(), st.floats()),
+        pa.string(): st.one_of(st.none(), st.sampled_from(["a", "b", "c"])),
+        pa.date32(): st.one_of(st.none(), st.integers(-800_000, 3_000_000)),
+        pa.timestamp("us", "UTC"): st.one_of(st.none(), st.integers(-(10**17), 10**18)),
+        pa.list_(pa.int64()): st.one_of(st.none(), st.lists(numbers, max_size=2)),
+        pa.struct([("on", pa.bool_())]): st.one_of(st.none(), st.just({"on": None}), st.just({"on": True})),
+    }
+    row = st.fixed_dictionaries({field.name: kinds[field.type] for field in schema})
+    return st.lists(row, max_size=4).map(
+        lambda rows: pa.RecordBatch.from_arrays(
+            [
+                pa.array([row[field.name] for row in rows], pa.int32() if pa.types.is_date(field.type) else None).cast(
+                    field.type
+                )
+                if pa.types.is_date(field.type)
+                else pa.array([row[field.name] for row in rows], field.type)
+                for field in schema
+            ],
+            schema=schema,
+        )
+    )
+
 
 # -- random payloads -------------------------------------------------------------------------------------------------
 
@@ -357,6 +394,27 @@ def test_what_columns_show_to_be_valid_is_what_the_validator_says(schema, found)
     assert rules(bulk) == rules(one_by_one)
     assert bulk.failures.reasons == one_by_one.failures.reasons
     assert bulk.rows.to_pylist() == one_by_one.rows.to_pylist()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_rows_are_refused_just_when_the_validator_says_so(data):
+    format = made(data.draw(st.sampled_from([PLAIN, CLOSED])))
+    numbers = st.one_of(st.none(), st.integers(-3, 12))
+    rows = data.draw(rows_of(format.columns(), numbers))
+    names = data.draw(st.lists(st.sampled_from(rows.schema.names), unique=True, min_size=1))
+    rows = rows.select(names)
+
+    def answer() -> Any:
+        try:
+            return format.encode(rows).to_pylist()
+        except DataError as error:
+            return error.message
+
+    bulk = answer()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "check_of", lambda schema: None)
+        assert answer() == bulk
 
 
 @pytest.mark.parametrize(

@@ -95,10 +95,12 @@ class JsonSchema(Format[JsonSchemaConfig]):
             return sure
         doubtful = np.flatnonzero(~is_sure)
         others = Bodies(bodies.take(pa.array(doubtful)), doubtful)
-        rows = pa.concat_batches([sure, self._validated(others)])
-        places = np.concatenate([np.flatnonzero(is_sure), others.positions])
+        found = self._validated(others)
         screened.drop(others.failures)
-        return rows.take(pa.array(np.argsort(places, kind="stable")))
+        if not found.num_rows:
+            return sure
+        places = np.concatenate([np.flatnonzero(is_sure), others.positions])
+        return pa.concat_batches([sure, found]).take(pa.array(np.argsort(places, kind="stable")))
 
     def _validated(self, screened: Bodies) -> pa.RecordBatch:
         hard = [name for name, node in self._fields.items() if not is_plain(node)]
@@ -115,9 +117,10 @@ class JsonSchema(Format[JsonSchemaConfig]):
             )
         text = _members(rows.schema.names, rows.columns, rows.num_rows, self._fields)
         payloads = text.cast(pa.binary())
-        bad, _ = _invalid(_validator(self._schema), payloads, keep=False)
+        doubtful = self._doubtful(rows)
+        bad, _ = _invalid(_validator(self._schema), payloads.take(pa.array(doubtful)), keep=False)
         if bad:
-            raise _refusal(bad, rows.num_rows)
+            raise _refusal({int(doubtful[at]): why for at, why in bad.items()}, rows.num_rows)
         if self.options.framing == "none":
             return payloads
         if not self._schema.id:
@@ -126,6 +129,14 @@ class JsonSchema(Format[JsonSchemaConfig]):
                 hint='register the schema, or set framing = "none"',
             )
         return framing.add(payloads, self._schema.id)
+
+    def _doubtful(self, rows: pa.RecordBatch) -> Positions:
+        """The rows whose columns do not show that their payloads are valid."""
+        check = check_of(self._schema)
+        columns = self.columns()
+        if check is None or any(field.type != columns.field(field.name).type for field in rows.schema):
+            return np.arange(rows.num_rows)
+        return np.flatnonzero(~certain(rows, check, is_written=True))
 
     def _drop_invalid(self, screened: Bodies, keep: bool) -> list[Any]:
         """The values of the valid bodies, if asked for; the others become failures."""

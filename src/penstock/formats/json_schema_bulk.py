@@ -80,11 +80,16 @@ def check_of(schema: WireSchema) -> Check | None:
     return check if check.kind == "object" and len(closed) == 1 else None
 
 
-def certain(rows: pa.RecordBatch, check: Check) -> Mask:
-    """The rows that are certainly valid; times are still text in them."""
-    found = np.ones(rows.num_rows, bool)
-    for name, each in check.fields.items():
-        found &= _certain(rows.column(name), each)
+def certain(rows: pa.RecordBatch, check: Check, is_written: bool = False) -> Mask:
+    """
+    The rows that are certainly valid.
+
+    Rows that were read have times as text, and a null in them may be a missing member or a null. Rows that are to be
+    written have times, and a null in them is left out unless the member is required.
+    """
+    found = np.full(rows.num_rows, is_written is False or _has_required(rows.schema.names, check))
+    for name, column in zip(rows.schema.names, rows.columns, strict=True):
+        found &= _certain(column, check.fields[name], is_written, True)
     return found
 
 
@@ -165,20 +170,25 @@ def _objects(check: Check) -> list[Check]:
     return [*([check] if check.kind == "object" else []), *(found for each in inner for found in _objects(each))]
 
 
-def _certain(values: pa.Array, check: Check) -> Mask:
-    """The values that are certainly valid; a null may be a missing member, or a null."""
+def _has_required(names: list[str], check: Check) -> bool:
+    return all(name in names for name, each in check.fields.items() if each.is_required)
+
+
+def _certain(values: pa.Array, check: Check, is_written: bool, is_member: bool) -> Mask:
     found = np.ones(len(values), bool)
     if check.kind == "object":
         for name, child in zip((each.name for each in values.type), values.flatten(), strict=True):
-            found &= _certain(child, check.fields[name])
+            found &= _certain(child, check.fields[name], is_written, True)
     elif check.items is not None:
-        bad = np.flatnonzero(~_certain(values.flatten(), check.items))
+        bad = np.flatnonzero(~_certain(values.flatten(), check.items, is_written, False))
         found[pc.list_parent_indices(values).to_numpy()[bad]] = False
     else:
         found = _of_scalars(values, check)
     if values.null_count:
         is_null = values.is_null().to_numpy(zero_copy_only=False)
-        found[is_null] = check.is_nullable and not check.is_required
+        is_left_out = is_written and is_member and not check.is_required
+        is_null_valid = check.is_nullable and (is_written or not check.is_required)
+        found[is_null] = is_left_out or is_null_valid
     return found
 
 
@@ -188,7 +198,10 @@ def _of_scalars(values: pa.Array, check: Check) -> Mask:
         masks.append(pc.less_equal(pc.abs(values), float(_EXACT) if check.bounds else np.finfo(float).max))
     if check.choices is not None:
         masks.append(pc.is_in(values, value_set=pa.array(check.choices, pa.string())))
-    if check.form:
+    if types.is_temporal(values.type):
+        years = pc.year(values)
+        masks += [pc.greater_equal(years, 1), pc.less_equal(years, 9999)]
+    elif check.form:
         masks.append(pc.match_substring_regex(values, _FORMS[check.form]))
     found = np.ones(len(values), bool)
     for mask in masks:

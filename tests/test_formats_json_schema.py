@@ -376,7 +376,7 @@ nearly = st.fixed_dictionaries(
 ).map(lambda each: json.dumps(each).encode())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from([PLAIN, CLOSED]),
     st.lists(st.one_of(nearly, valid.map(lambda e: json.dumps(e).encode())), max_size=6),
@@ -396,7 +396,7 @@ def test_what_columns_show_to_be_valid_is_what_the_validator_says(schema, found)
     assert bulk.rows.to_pylist() == one_by_one.rows.to_pylist()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_rows_are_refused_just_when_the_validator_says_so(data):
     format = made(data.draw(st.sampled_from([PLAIN, CLOSED])))
@@ -437,7 +437,7 @@ def test_what_columns_cannot_show_is_left_to_the_validator(more):
     assert check_of(WireSchema("json_schema", json.dumps({"type": "object", **more}))) is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(payloads)
 def test_each_payload_is_decoded_as_if_it_were_alone(found):
     format = made(RANDOM)

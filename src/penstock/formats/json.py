@@ -79,6 +79,7 @@ class _Reading:
         self._options = options
         self._known = known
         self._fields: Fields = fields_of(known) if known is not None else {}
+        self._size = size_of(self._fields)
         self._batches: list[pa.RecordBatch] = []
 
     def rows(self) -> pa.RecordBatch:
@@ -118,7 +119,7 @@ class _Reading:
             return False
         if not all(_is_plain(column, self._fields.get(n)) for n, column in zip(batch.schema.names, batch, strict=True)):
             return False
-        self._fields = fields
+        self._set(fields)
         self._batches.append(batch)
         return True
 
@@ -160,7 +161,7 @@ class _Reading:
             good: list[bytes] = []
             for at, body in enumerate(piece.to_pylist(), start):
                 try:
-                    self._fields = self._widened(body)
+                    self._set(self._widened(body))
                     good.append(body)
                 except Misfit as misfit:
                     bad[at] = misfit.rule, misfit.reason
@@ -168,11 +169,18 @@ class _Reading:
         return bad
 
     def _widened(self, body: bytes) -> Fields:
-        fields = widen(self._fields, value(body), max_depth=self._options.max_depth)
+        row, before = value(body), self._fields
+        fields = widen(before, row, max_depth=self._options.max_depth)
         assert isinstance(fields, dict)
-        if fields is not self._fields and size_of(fields) > self._options.max_columns:
-            raise Misfit("json.columns", f"with it there would be more than {self._options.max_columns:,} columns")
+        if fields is not before:
+            added = sum(size_of(fields[name]) - size_of(before.get(name)) + (name not in before) for name in row)
+            if self._size + added > self._options.max_columns:
+                raise Misfit("json.columns", f"with it there would be more than {self._options.max_columns:,} columns")
         return fields
+
+    def _set(self, fields: Fields) -> None:
+        if fields is not self._fields:
+            self._fields, self._size = fields, size_of(fields)
 
 
 def _asked(fields: Fields) -> pa.Schema | None:

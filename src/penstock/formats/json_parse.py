@@ -30,6 +30,7 @@ _SPACE = b" \t\r\n"
 _OPENING, _CLOSING = 0x7B, 0x7D  # `{` and `[`, `}` and `]`, once bit 0x20 is set
 _FIRST = {"bool": "tf", "int64": r"\-0-9", "double": r"\-0-9", "string": '"'}
 """The first characters of a value, by kind."""
+_MOST_BYTES = (1 << 31) - 2
 _DEEP_BYTES = 2 * MAX_DEPTH
 
 
@@ -122,6 +123,8 @@ def read(
     """One row per body, which are screened; `ArrowInvalid` if any of them is no object or does not fit the schema."""
     if not len(bodies):
         return pa.RecordBatch.from_pylist([], explicit or pa.schema([]))
+    if bodies.nbytes + len(bodies) > _MOST_BYTES:
+        raise pa.ArrowInvalid("more text than Arrow can hold in one value")
     lists = pa.ListArray.from_arrays(pa.array([0, len(bodies)], pa.int32()), bodies)
     text = pc.binary_join(lists, b"\n").buffers()[2]
     table = pyarrow.json.read_json(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import jsonschema_rs
@@ -70,43 +70,6 @@ class JsonSchema(Format[JsonSchemaConfig]):
         rows = self._in_bulk(screened)
         return Decoded.of(rows, screened.positions, screened.tombstones, screened.failures)
 
-    def _in_bulk(self, screened: Bodies) -> pa.RecordBatch:
-        """Rows whose columns show that they are valid are taken as they are read; the validator sees the others."""
-        check, schema = check_of(self._schema), self.columns()
-        if check is None:
-            return self._validated(screened)
-        asked = pa.schema([(field.name, _as_text(field.type)) for field in schema])
-        bodies = screened.bodies
-        unexpected: Literal["error", "ignore"] = "error" if check.is_closed else "ignore"
-        is_sure = ~np.isin(np.arange(len(bodies)), _with_constants(bodies))
-        try:
-            try:
-                read_rows = read(bodies.filter(pa.array(is_sure)), asked, unexpected)
-            except pa.ArrowInvalid:
-                for found in (of_another_kind(bodies, kinds_of(asked)), unbalanced(bodies)):
-                    is_sure[found] = False
-                read_rows = read(bodies.filter(pa.array(is_sure)), asked, unexpected)
-            is_valid = certain(read_rows, check)
-            sure = _cast(read_rows.filter(pa.array(is_valid)) if not is_valid.all() else read_rows, schema)
-        except pa.ArrowInvalid:
-            return self._validated(screened)
-        is_sure[np.flatnonzero(is_sure)[~is_valid]] = False
-        if is_sure.all():
-            return sure
-        doubtful = np.flatnonzero(~is_sure)
-        others = Bodies(bodies.take(pa.array(doubtful)), doubtful)
-        found = self._validated(others)
-        screened.drop(others.failures)
-        if not found.num_rows:
-            return sure
-        places = np.concatenate([np.flatnonzero(is_sure), others.positions])
-        return pa.concat_batches([sure, found]).take(pa.array(np.argsort(places, kind="stable")))
-
-    def _validated(self, screened: Bodies) -> pa.RecordBatch:
-        hard = [name for name, node in self._fields.items() if not is_plain(node)]
-        kept = self._drop_invalid(screened, keep=bool(hard))
-        return self._from_bodies(screened, self._from_values(screened, hard, kept))
-
     def encode(self, rows: pa.RecordBatch) -> pa.Array:
         unknown = [name for name in rows.schema.names if name not in self._fields]
         if unknown:
@@ -129,6 +92,44 @@ class JsonSchema(Format[JsonSchemaConfig]):
                 hint='register the schema, or set framing = "none"',
             )
         return framing.add(payloads, self._schema.id)
+
+    def _in_bulk(self, screened: Bodies) -> pa.RecordBatch:
+        """Rows whose columns show that they are valid are taken as they are read; the validator sees the others."""
+        check, schema = check_of(self._schema), self.columns()
+        if check is None:
+            return self._validated(screened)
+        asked = pa.schema([(field.name, _as_text(field.type)) for field in schema])
+        bodies = screened.bodies
+        unexpected: Literal["error", "ignore"] = "error" if check.is_closed else "ignore"
+        is_sure = np.ones(len(bodies), bool)
+        is_sure[_with_constants(bodies)] = False
+        for suspects in (_no_one, partial(of_another_kind, fields=kinds_of(asked)), unbalanced):
+            is_sure[suspects(bodies)] = False
+            try:
+                found = read(bodies.filter(pa.array(is_sure)), asked, unexpected)
+                is_valid = certain(found, check)
+                sure = _cast(found if is_valid.all() else found.filter(pa.array(is_valid)), schema)
+                break
+            except pa.ArrowInvalid:
+                continue
+        else:
+            return self._validated(screened)
+        is_sure[np.flatnonzero(is_sure)[~is_valid]] = False
+        if is_sure.all():
+            return sure
+        doubtful = np.flatnonzero(~is_sure)
+        others = Bodies(bodies.take(pa.array(doubtful)), doubtful)
+        rest = self._validated(others)
+        screened.drop(others.failures)
+        if not rest.num_rows:
+            return sure
+        places = np.concatenate([np.flatnonzero(is_sure), others.positions])
+        return pa.concat_batches([sure, rest]).take(pa.array(np.argsort(places, kind="stable")))
+
+    def _validated(self, screened: Bodies) -> pa.RecordBatch:
+        hard = [name for name, node in self._fields.items() if not is_plain(node)]
+        kept = self._drop_invalid(screened, keep=bool(hard))
+        return self._from_bodies(screened, self._from_values(screened, hard, kept))
 
     def _doubtful(self, rows: pa.RecordBatch) -> Positions:
         """The rows whose columns do not show that their payloads are valid."""
@@ -208,10 +209,15 @@ _NONE = pa.array([], pa.binary())
 
 def _with_constants(bodies: pa.Array) -> Positions:
     """The bodies that may hold NaN or Infinity, which pyarrow reads, also where it ignores them."""
-    text = spans(bodies)[1].tobytes()
-    if b"NaN" not in text and b"Inf" not in text:
-        return np.empty(0, np.int64)
-    return np.flatnonzero(pc.match_substring_regex(bodies, "NaN|Inf").to_numpy(zero_copy_only=False))
+    edges, data = spans(bodies)
+    at = np.flatnonzero((data[:-2] == 0x4E) | (data[:-2] == 0x49))
+    at = at[((data[at + 1] == 0x61) & (data[at + 2] == 0x4E)) | ((data[at + 1] == 0x6E) & (data[at + 2] == 0x66))]
+    found: Positions = np.searchsorted(edges, at, side="right") - 1
+    return found
+
+
+def _no_one(bodies: pa.Array) -> Positions:
+    return np.empty(0, np.int64)
 
 
 @lru_cache

@@ -7,21 +7,26 @@ best turn of each counts. `BENCH_ROWS` and `BENCH_TURNS` make a small run of it.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
+import fastavro
 import jsonschema_rs
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from measure import Bench
 
 from penstock.formats import Format, WireSchema, load
+from penstock.formats.protobuf.files import compiled
 
 ROWS = int(os.environ.get("BENCH_ROWS", 200_000))
 TURNS = int(os.environ.get("BENCH_TURNS", 5))
@@ -107,7 +112,102 @@ def json_schema_case() -> Case:
     return Case(format, payloads, spoiled_json(payloads), parse_and_validate, peer, 0.6)
 
 
-CASES: list[Callable[[], Case]] = [json_case, json_schema_case]
+AVRO = {
+    "type": "record",
+    "name": "Order",
+    "fields": [
+        {"name": "id", "type": "long"},
+        {"name": "customer", "type": "string"},
+        {"name": "amount", "type": "double"},
+        {"name": "paid", "type": "boolean"},
+        {"name": "created_at", "type": {"type": "long", "logicalType": "timestamp-micros"}},
+        {
+            "name": "address",
+            "type": {
+                "type": "record",
+                "name": "Address",
+                "fields": [{"name": "city", "type": "string"}, {"name": "zip", "type": "int"}],
+            },
+        },
+        {"name": "tags", "type": {"type": "array", "items": "string"}},
+        {"name": "note", "type": ["null", "string"]},
+        {"name": "status", "type": {"type": "enum", "name": "Status", "symbols": ["open", "closed"]}},
+    ],
+}
+
+PROTO = """
+syntax = "proto3"; package shop; import "google/protobuf/timestamp.proto";
+message Order {
+  int64 id = 1; string customer = 2; double amount = 3; bool paid = 4; google.protobuf.Timestamp created_at = 5;
+  Address address = 6; repeated string tags = 7; optional string note = 8; Status status = 9;
+  message Address { string city = 1; int32 zip = 2; }
+  enum Status { open = 0; closed = 1; }
+}
+"""
+
+
+def typed_row(at: int) -> dict[str, Any]:
+    row = shop_row(at)
+    return {**row, "created_at": datetime.fromisoformat(row["created_at"])}
+
+
+def spoiled_bytes(payloads: list[bytes]) -> list[bytes]:
+    """One payload in a hundred is cut short, garbage, or text, in turns."""
+    found = list(payloads)
+    for turn, at in enumerate(range(50, len(payloads), 100)):
+        found[at] = (payloads[at][:-3], b"\xff\xff", b"not a message")[turn % 3]
+    return found
+
+
+def avro_case() -> Case:
+    parsed = fastavro.parse_schema(AVRO)
+    payloads = []
+    for at in range(ROWS):
+        out = io.BytesIO()
+        fastavro.schemaless_writer(out, parsed, typed_row(at))
+        payloads.append(out.getvalue())
+    format = made("avro", WireSchema("avro", json.dumps(AVRO)))
+    columns = format.columns()
+
+    def row_by_row(batch: pa.Array) -> object:
+        rows = [fastavro.schemaless_reader(io.BytesIO(payload), parsed, None) for payload in batch.to_pylist()]
+        return pa.RecordBatch.from_pylist(rows, schema=columns)
+
+    return Case(format, payloads, spoiled_bytes(payloads), row_by_row, "`fastavro` row by row into Arrow", 10)
+
+
+def protobuf_case() -> Case:
+    schema = WireSchema("protobuf", PROTO)
+    pool = descriptor_pool.DescriptorPool()
+    for file in descriptor_pb2.FileDescriptorSet.FromString(compiled(schema)).file:
+        pool.Add(file)
+    order = message_factory.GetMessageClass(pool.FindMessageTypeByName("shop.Order"))
+    payloads = [order(**typed_row(at)).SerializeToString() for at in range(ROWS)]
+    format = made("protobuf", schema)
+    columns = format.columns()
+
+    def row_of(payload: bytes) -> dict[str, Any]:
+        found = order.FromString(payload)
+        return {
+            "id": found.id,
+            "customer": found.customer,
+            "amount": found.amount,
+            "paid": found.paid,
+            "created_at": found.created_at.ToDatetime(UTC),
+            "address": {"city": found.address.city, "zip": found.address.zip},
+            "tags": list(found.tags),
+            "note": found.note if found.HasField("note") else None,
+            "status": "open" if found.status == 0 else "closed",
+        }
+
+    def one_at_a_time(batch: pa.Array) -> object:
+        return pa.RecordBatch.from_pylist([row_of(payload) for payload in batch.to_pylist()], schema=columns)
+
+    peer = "`protobuf`, one message at a time into Arrow"
+    return Case(format, payloads, spoiled_bytes(payloads), one_at_a_time, peer, 8)
+
+
+CASES: list[Callable[[], Case]] = [json_case, json_schema_case, avro_case, protobuf_case]
 
 
 def made(name: str, schema: WireSchema | None = None, **options: Any) -> Format[Any]:

@@ -24,6 +24,7 @@ SLOW = settings(
 )
 INT, LONG = st.integers(-(2**31), 2**31 - 1), st.integers(-(2**63), 2**63 - 1)
 DAY_US = 86_400_000_000
+MOMENTS = st.integers(-62_135_596_800_000, 253_402_300_799_999)  # milliseconds of the years 1 to 9999
 
 
 def format_of(schema, framing="none", resolve=None, id=0) -> Avro:
@@ -85,20 +86,23 @@ def primitives(names):
                 ("string", same(text)),
                 ("bytes", same(st.binary(max_size=20))),
                 ("null", same(st.none())),
-                (logical("int", "date"), same(INT)),
+                (logical("int", "date"), same(st.integers(-719_162, 2_932_896))),
                 (logical("int", "time-millis"), millis(st.integers(0, 86_399_999))),
                 (logical("long", "time-micros"), same(st.integers(0, DAY_US - 1))),
-                (logical("long", "timestamp-millis"), millis(st.integers(-(2**50), 2**50))),
-                (logical("long", "timestamp-micros"), same(LONG)),
+                (logical("long", "timestamp-millis"), millis(MOMENTS)),
+                (logical("long", "timestamp-micros"), same(MOMENTS.map(lambda ms: ms * 1000 + 7))),
                 (logical("long", "timestamp-nanos"), same(LONG)),
-                (logical("long", "local-timestamp-millis"), millis(st.integers(-(2**50), 2**50))),
-                (logical("long", "local-timestamp-micros"), same(LONG)),
+                (logical("long", "local-timestamp-millis"), millis(MOMENTS)),
+                (logical("long", "local-timestamp-micros"), same(MOMENTS)),
                 (logical("string", "uuid"), st.uuids().map(lambda u: (u, str(u)))),
             ]
         ),
         decimals(names),
         st.builds(
-            lambda size: ({"type": "fixed", "name": next(names), "size": size}, same(st.binary(min_size=size, max_size=size))),
+            lambda size: (
+                {"type": "fixed", "name": next(names), "size": size},
+                same(st.binary(min_size=size, max_size=size)),
+            ),
             st.integers(0, 5),
         ),
         st.builds(
@@ -344,7 +348,17 @@ def test_rows_of_several_writers_stay_in_order_and_only_unknown_or_unfit_ones_fa
     first = framing.add(binary(written(one, [{"a": 1}, {"a": 2}])), 1).to_pylist()
     second = framing.add(binary(written(two, [{"b": "x", "a": 3}])), 2).to_pylist()
     wrong = framing.add(binary(written(unfit, [{"a": "x"}])), 3).to_pylist()
-    payloads = [first[0], second[0], b"\0\0\0\0\x09\x02", None, wrong[0], b"", b"\x01abcdef", first[1], second[0] + b"!"]
+    payloads = [
+        first[0],
+        second[0],
+        b"\0\0\0\0\x09\x02",
+        None,
+        wrong[0],
+        b"",
+        b"\x01abcdef",
+        first[1],
+        second[0] + b"!",
+    ]
     decoded = avro.decode(binary(payloads))
     assert decoded.rows.column("a").to_pylist() == [1, 3, None, 2]
     assert decoded.positions.tolist() == [0, 1, 3, 7]
@@ -388,6 +402,7 @@ BAD = [
     (logical("bytes", "decimal", precision=2, scale=0), b"\x02\x64", "avro.decimal"),
     (logical("bytes", "decimal", precision=2, scale=0), b"\x00", "avro.decimal"),
     (logical("int", "time-millis"), b"\x01", "avro.range"),
+    (logical("int", "date"), b"\xfe\xff\xff\xff\x0f", "avro.range"),
     (logical("long", "timestamp-millis"), b"\xfe" + b"\xff" * 8 + b"\x01", "avro.range"),
 ]
 

@@ -113,6 +113,8 @@ class Format(Generic[O]):
     name: ClassVar[str]
     options_type: ClassVar[type[Config]]
     schema_use: ClassVar[Literal["required", "optional", "refused"]] = "refused"
+    uses_keys: ClassVar[bool] = False
+    """True: a tombstone is the delete of its key, and a failure if the key is not given."""
 
     def __init__(self, options: O, schema: WireSchema | None = None, resolve: Resolver | None = None) -> None:
         if self.schema_use == "required" and schema is None:
@@ -143,6 +145,10 @@ class Format(Generic[O]):
         """
         raise NotImplementedError
 
+    def decode_with_keys(self, payloads: pa.Array, keys: pa.Array, known: pa.Schema | None = None) -> Decoded:
+        """As `decode`, with the messages' keys, for formats whose rows need them (`uses_keys`)."""
+        return self.decode(payloads, known)
+
     def encode(self, rows: pa.RecordBatch) -> pa.Array:
         """
         A binary array of payloads, one per row, in a task.
@@ -169,6 +175,9 @@ BUILT_IN: dict[str, Entry] = {
     for entry in (
         Entry("json", "penstock.formats.json:Json"),
         Entry("json_schema", "penstock.formats.json_schema:JsonSchema", "json_schema", ("jsonschema_rs", "orjson")),
+        Entry("avro", "penstock.formats.avro:Avro"),
+        Entry("protobuf", "penstock.formats.protobuf:Protobuf", "protobuf", ("ptars", "google.protobuf", "grpc_tools")),
+        Entry("debezium", "penstock.formats.debezium:Debezium"),
         Entry("csv", "penstock.formats.csv:Csv"),
         Entry("string", "penstock.formats.plain:String"),
         Entry("number", "penstock.formats.plain:Number"),

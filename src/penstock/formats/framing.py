@@ -176,16 +176,18 @@ def add_indexes(payloads: pa.Array, id: int, path: Sequence[int]) -> pa.Array:
 def _without(payloads: pa.Array, size: int, framed: npt.NDArray[np.bool_]) -> pa.Array:
     found = cells(payloads)
     starts = np.where(framed, found.starts + size, found.ends)
-    return _gathered(found.data, starts, found.ends, framed)
+    return gathered(found.data, starts, found.ends, framed)
 
 
-def _gathered(data: Bytes, starts: Ints, ends: Ints, is_valid: npt.NDArray[np.bool_]) -> pa.Array:
+def gathered(data: Bytes, starts: Ints, ends: Ints, is_valid: npt.NDArray[np.bool_] | None = None) -> pa.Array:
     """The bytes from each start to its end. Starts ascend: every second value of an array over the data is one of them."""
     if not len(starts):
         return pa.array([], pa.binary())
     edges = np.empty(2 * len(starts) + 1, np.int64)
     edges[0:-1:2], edges[1::2], edges[-1] = starts, ends, ends[-1]
-    chosen = varint.binary(data, edges).take(pa.array(np.arange(0, 2 * len(starts), 2), mask=~is_valid))
+    chosen = varint.binary(data, edges).take(
+        pa.array(np.arange(0, 2 * len(starts), 2), mask=None if is_valid is None else ~is_valid)
+    )
     return chosen.cast(pa.binary()) if types.is_large_binary(chosen.type) and chosen.nbytes < 1 << 31 else chosen
 
 

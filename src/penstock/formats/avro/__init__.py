@@ -32,10 +32,7 @@ class Avro(Format[AvroConfig]):
 
     def __init__(self, options: AvroConfig, schema: WireSchema | None = None, resolve: Resolver | None = None) -> None:
         super().__init__(options, schema, resolve)
-        if schema is None:
-            raise ConfigError(
-                "the format avro needs a schema", code="PEN-1004", hint="set schema_file, or a subject of the registry"
-            )
+        assert schema is not None
         self._schema = schema
         self._type = parse(schema)
 

@@ -2,70 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from penstock.errors import DataError, SchemaError
-from penstock.formats import Decoded, Failures, WireSchema, framing
+from penstock.formats import Decoded, WireSchema, framing
 from penstock.formats.avro.leaves import Node
 from penstock.formats.avro.nested import Record
 from penstock.formats.avro.resolve import decoder
-from penstock.formats.avro.scan import BadRow, Cursors, Reader, Reason, Scan
+from penstock.formats.avro.scan import BadRow, Cursors, Reader, Scan
+from penstock.formats.pieces import Pieces, Reason, sliced
 from penstock.formats.varint import PAD, Ints
 
-PIECE_ROWS, PIECE_BYTES = 32_768, 64 << 20
-"""Payloads that are decoded at once: what a pass works on stays in the processor's cache."""
-
 TRAILING = Reason("avro.trailing", "bytes after the end of the record")
-
-
-@dataclass
-class Pieces:
-    """Rows and failures as they are found, in any order."""
-
-    schema: pa.Schema
-    rows: list[tuple[Ints, list[pa.Array]]] = field(default_factory=list)
-    failed: list[tuple[Ints, Reason]] = field(default_factory=list)
-
-    def add(self, positions: Ints, columns: list[pa.Array]) -> None:
-        if len(positions):
-            self.rows.append((positions, columns))
-
-    def fail(self, positions: Ints, reason: Reason) -> None:
-        if len(positions):
-            self.failed.append((positions, reason))
-
-    def decoded(self) -> Decoded:
-        """In the order of the payloads."""
-        positions = np.concatenate([p for p, _ in self.rows]) if self.rows else np.empty(0, np.int64)
-        columns = [
-            pa.concat_arrays([arrays[i] for _, arrays in self.rows]) if self.rows else pa.array([], each.type)
-            for i, each in enumerate(self.schema)
-        ]
-        rows = record_batch(columns, self.schema, len(positions))
-        if (positions[1:] < positions[:-1]).any():
-            order = np.argsort(positions)
-            positions, rows = positions[order], rows.take(pa.array(order))
-        failed = sorted((int(p), reason) for many, reason in self.failed for p in many)
-        return Decoded(
-            rows,
-            positions,
-            Failures(
-                np.array([p for p, _ in failed], np.int64),
-                tuple(reason.rule for _, reason in failed),
-                tuple(reason.text for _, reason in failed),
-            ),
-        )
-
-
-def record_batch(columns: Sequence[pa.Array], schema: pa.Schema, count: int) -> pa.RecordBatch:
-    """Also of no columns, which still has its rows."""
-    struct = pa.Array.from_buffers(pa.struct(list(schema)), count, [None], 0, children=list(columns))
-    return pa.RecordBatch.from_struct_array(struct).replace_schema_metadata(schema.metadata)
 
 
 def decode(
@@ -73,7 +25,7 @@ def decode(
 ) -> Decoded:
     """Rows with the columns of `schema`; `writer` gives the schema of the id in a frame, as `how` frames payloads."""
     result = Pieces(schema)
-    for first, piece in _pieces(payloads):
+    for first, piece in sliced(payloads):
         found = framing.cells(piece, pad=PAD + 64)
         result.add(first + (nulls := np.flatnonzero(~found.is_valid)), [pa.nulls(len(nulls), f.type) for f in schema])
         for rows, skip, id in _groups(found, how, first, result):
@@ -92,13 +44,6 @@ def decode(
             cursors = Cursors(found.starts[rows] + skip, found.ends[rows], np.arange(len(rows)))
             _decode(node, Scan(data, pad, len(rows)), cursors, rows + first, result)
     return result.decoded()
-
-
-def _pieces(payloads: pa.Array) -> Iterator[tuple[int, pa.Array]]:
-    mean = payloads.nbytes // max(len(payloads), 1) + 1
-    step = min(PIECE_ROWS, max(PIECE_BYTES // mean, 1))
-    for first in range(0, len(payloads), step):
-        yield first, payloads.slice(first, step)
 
 
 def _groups(found: framing.Cells, how: str, first: int, result: Pieces) -> Iterator[tuple[Ints, int, int | None]]:

@@ -278,8 +278,13 @@ def _cast(column: pa.Array, target: pa.DataType, kind: Type, path: str) -> pa.Ar
         return column
     is_number = types.is_integer(column.type) or types.is_floating(column.type) or types.is_decimal(column.type)
     wants_text = types.is_string(target) and kind.kind in ("string", "enum")
-    if (wants_text and not _is_text(column.type)) or (not wants_text and _is_text(column.type)) or (
-        types.is_timestamp(target) and not (types.is_timestamp(column.type) and bool(column.type.tz) == bool(target.tz))
+    if (
+        (wants_text and not _is_text(column.type))
+        or (not wants_text and _is_text(column.type))
+        or (
+            types.is_timestamp(target)
+            and not (types.is_timestamp(column.type) and bool(column.type.tz) == bool(target.tz))
+        )
     ):
         raise _unfit(column.type, kind, path)
     if types.is_boolean(target) or (is_number and types.is_temporal(target)):
@@ -290,7 +295,9 @@ def _cast(column: pa.Array, target: pa.DataType, kind: Type, path: str) -> pa.Ar
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         if isinstance(error, pa.ArrowNotImplementedError):
             raise _unfit(column.type, kind, path) from error
-        raise DataError(f"values in {path} that are no {kind}", hint="widen the Avro type, or cast in the SQL") from error
+        raise DataError(
+            f"values in {path} that are no {kind}", hint="widen the Avro type, or cast in the SQL"
+        ) from error
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -17,18 +17,20 @@ import pyarrow as pa
 from pyarrow import types
 
 from penstock.formats import varint
-from penstock.formats.avro.scan import BadRow, Cursors, Reader, Reason, Scan
+from penstock.formats.avro.scan import BadRow, Cursors, Reader, Scan
 from penstock.formats.avro.schema import Type
+from penstock.formats.pieces import Reason
 from penstock.formats.varint import Bytes, Ints
 
-_DAY_MS, _DAY_US = 86_400_000, 86_400_000_000
-_MS = (1 << 63) // 1000
-_BOUNDS = {
-    "time-millis": (0, _DAY_MS - 1),
-    "time-micros": (0, _DAY_US - 1),
-    "timestamp-millis": (-_MS, _MS),
-    "local-timestamp-millis": (-_MS, _MS),
-}
+_FIRST_DAY, _LAST_DAY = -719_162, 2_932_896
+"""Of the years 1 and 9999: what Python, SQL and most stores can hold."""
+
+_DAY = {"millis": 86_400_000, "micros": 86_400_000_000}
+_BOUNDS = {"date": (_FIRST_DAY, _LAST_DAY)}
+for _unit, _size in _DAY.items():
+    _BOUNDS[f"time-{_unit}"] = (0, _size - 1)
+    for _name in ("timestamp", "local-timestamp"):
+        _BOUNDS[f"{_name}-{_unit}"] = (_FIRST_DAY * _size, (_LAST_DAY + 1) * _size - 1)
 _HEX = np.frombuffer(b"0123456789abcdef", np.uint8)
 
 
@@ -290,8 +292,10 @@ def decimals(node: Node, scan: Scan, starts: Ints, sizes: Ints, rows: Ints) -> p
     if is_bad.any():
         scan.fail(rows[is_bad], _no_decimal(node))
         zero = pa.scalar(Decimal(0), node.arrow)
-        values = pa.array([zero], node.arrow).take(pa.array(np.zeros(len(starts), np.int64))) if is_bad.all() else (
-            pa.compute.if_else(pa.array(~is_bad), values, zero)
+        values = (
+            pa.array([zero], node.arrow).take(pa.array(np.zeros(len(starts), np.int64)))
+            if is_bad.all()
+            else (pa.compute.if_else(pa.array(~is_bad), values, zero))
         )
     return values
 
@@ -368,7 +372,7 @@ def _plain_union(value: Any, kind: Type) -> Any:
             continue
         if not kind.is_choice or found is None:
             return found
-        return {name: found if each is branch else None for name, each in zip(kind.branch_names, kind.others, strict=True)}
+        return {
+            name: found if each is branch else None for name, each in zip(kind.branch_names, kind.others, strict=True)
+        }
     raise ValueError(f"{value!r} fits no branch of {kind}")
-
-

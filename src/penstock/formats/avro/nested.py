@@ -11,8 +11,9 @@ from pyarrow import types
 
 from penstock.formats.avro import scan as at_scan
 from penstock.formats.avro.leaves import NOTHING, Float, Node
-from penstock.formats.avro.scan import BadRow, Cursors, Mask, Reader, Reason, Scan
+from penstock.formats.avro.scan import BadRow, Cursors, Mask, Reader, Scan
 from penstock.formats.avro.schema import Type
+from penstock.formats.pieces import Reason
 from penstock.formats.varint import Ints
 
 
@@ -40,7 +41,9 @@ class Constant(Node):
 class Record(Node):
     """The writer's fields in the order they are written; `places` says which the reader has where, None: nowhere."""
 
-    def __init__(self, writer: Type, reader: Type, path: str, nodes: Sequence[Node], places: Sequence[int | None]) -> None:
+    def __init__(
+        self, writer: Type, reader: Type, path: str, nodes: Sequence[Node], places: Sequence[int | None]
+    ) -> None:
         super().__init__(writer, reader, path)
         self.nodes, self.places = nodes, places
         self.names = [each.name for each in reader.fields]
@@ -223,9 +226,7 @@ class Optional(Node):
         if not is_null.any():
             return is_null, self.node.scan(scan, cursors)
         at = cursors.at
-        inner = Cursors(
-            np.where(is_null, scan.pad, at), np.where(is_null, len(scan.data), cursors.end), cursors.row
-        )
+        inner = Cursors(np.where(is_null, scan.pad, at), np.where(is_null, len(scan.data), cursors.end), cursors.row)
         found = self.node.scan(scan, inner)
         cursors.at = np.where(is_null, at, inner.at)
         return is_null, found

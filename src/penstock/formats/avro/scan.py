@@ -7,13 +7,14 @@ nothing else has to know of it until the end.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from penstock.formats import varint
+from penstock.formats.pieces import Reason
 from penstock.formats.varint import Bytes, Ints
 
 Mask = npt.NDArray[np.bool_]
@@ -23,11 +24,6 @@ MAX_EMPTY_ITEMS = 64
 
 FEW_RECORDS, SOME_ITEMS = 32, 16
 """Once fewer records than this go on after that many items of an array, they are read one by one: a pass has its price."""
-
-
-class Reason(NamedTuple):
-    rule: str
-    text: str
 
 
 class BadRow(Exception):
@@ -131,7 +127,8 @@ class Scan:
 
     def table(self, starts: Ints, size: int) -> Bytes:
         """`size` bytes from each start, as rows of a table."""
-        return self.data[starts[:, None] + np.arange(size)]
+        found: Bytes = self.data[starts[:, None] + np.arange(size)]
+        return found
 
     def gathered(self, starts: Ints, sizes: Ints) -> pa.Array:
         """The values as a binary array. Starts ascend but for empty values: every second value over the data is one."""

@@ -273,8 +273,9 @@ def _logical(found: dict[str, Any], kind: str, size: int) -> dict[str, Any]:
     name = found.get("logicalType")
     if name == "decimal" and kind in ("bytes", "fixed"):
         precision, scale = found.get("precision"), found.get("scale", 0)
-        fits = isinstance(precision, int) and isinstance(scale, int) and 0 <= scale <= precision and precision > 0
-        if not fits or (kind == "fixed" and precision > len(str(1 << max(8 * size - 1, 0))) - 1):
+        if not isinstance(precision, int) or not isinstance(scale, int) or not 0 <= scale <= precision or not precision:
+            return {}
+        if kind == "fixed" and precision > len(str(1 << max(8 * size - 1, 0))) - 1:
             return {}
         if precision > 76:
             raise SchemaError(

@@ -1,0 +1,282 @@
+"""Debezium's change envelopes, in JSON or Avro: to our change columns, and from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import types
+
+from penstock.change import CHANGE_FIELDS, Op, is_changelog, own_columns, unpack_keys
+from penstock.config import Config
+from penstock.errors import ConfigError, DataError, SchemaError
+from penstock.formats import Decoded, Failed, Failures, Format, Resolver, WireSchema, framing
+from penstock.formats.avro import Avro, AvroConfig
+from penstock.formats.envelope import Envelopes, bare, can_meet
+from penstock.formats.json import Json, JsonConfig
+from penstock.formats.pieces import record_batch
+from penstock.schema import with_key
+
+UNAVAILABLE = "__debezium_unavailable_value"
+"""What stands for a large value that the change left as it was."""
+
+_LOGICAL = {
+    "io.debezium.time.Date": "date",
+    "io.debezium.time.Time": "time-millis",
+    "io.debezium.time.MicroTime": "time-micros",
+    "io.debezium.time.Timestamp": "local-timestamp-millis",
+    "io.debezium.time.MicroTimestamp": "local-timestamp-micros",
+    "io.debezium.time.NanoTimestamp": "local-timestamp-nanos",
+}
+
+
+class DebeziumConfig(Config):
+    encoding: Literal["json", "avro"] = "json"
+    """How the envelope is written. JSON may have its schema beside it or not."""
+
+    framing: Literal["none", "confluent"] = "none"
+    """What stands before each payload and key: nothing, or Confluent's prefix. JSON has none."""
+
+    key: tuple[str, ...] = ()
+    """Columns of the key; empty: the fields of the messages' keys."""
+
+
+class Debezium(Format[DebeziumConfig]):
+    """
+    The row before or after the change, and what the change was: `_op`, `_position`, `_txid`, `_committed_at`,
+    `_unchanged`, `_old_key`.
+    """
+
+    name = "debezium"
+    options_type = DebeziumConfig
+    schema_use = "optional"
+    uses_keys = True
+
+    def __init__(
+        self, options: DebeziumConfig, schema: WireSchema | None = None, resolve: Resolver | None = None
+    ) -> None:
+        super().__init__(options, schema, resolve)
+        if options.encoding == "json" and (schema is not None or options.framing != "none"):
+            raise ConfigError(
+                "envelopes in JSON take neither a schema nor a frame",
+                code="PEN-1016",
+                hint='leave both out, or set encoding = "avro"',
+            )
+        self._inner: Format[Any] = Json(JsonConfig())
+        if options.encoding == "avro":
+            if schema is None:
+                raise ConfigError(
+                    "envelopes in Avro need a schema",
+                    code="PEN-1004",
+                    hint="set schema_file, or a subject of the registry",
+                )
+            resolver = None if resolve is None else _Dated(resolve)
+            self._inner = Avro(AvroConfig(framing=options.framing), with_times(schema), resolver)
+
+    def columns(self) -> pa.Schema | None:
+        if isinstance(self._inner, Json):
+            return None
+        inner = self._inner.columns()
+        assert inner is not None
+        return self._keyed(pa.schema([*_row_fields(inner), *_CHANGE]), self.options.key)
+
+    def decode(self, payloads: pa.Array, known: pa.Schema | None = None) -> Decoded:
+        return self.decode_with_keys(payloads, pa.nulls(len(payloads), pa.binary()), known)
+
+    def decode_with_keys(self, payloads: pa.Array, keys: pa.Array, known: pa.Schema | None = None) -> Decoded:
+        found = self._envelopes(payloads, known)
+        is_null = payloads.is_null().to_numpy(zero_copy_only=False)
+        envelopes = Envelopes(found.rows, is_null[found.positions], None if known is None else _own_known(known))
+        key = self._key_rows(keys.take(pa.array(found.positions)))
+        names = self.options.key or tuple(key.schema.names)
+        rows, bad = envelopes.rows(key, names)
+        is_good = np.ones(len(found.positions), bool)
+        is_good[list(bad)] = False
+        failed: Failed = {int(found.positions[at]): why for at, why in bad.items()}
+        before = zip(found.failures.positions.tolist(), found.failures.rules, found.failures.reasons, strict=True)
+        failed |= {at: (rule, reason) for at, rule, reason in before}
+        rows = rows.filter(pa.array(is_good)) if bad else rows
+        schema = self._keyed(rows.schema, names)
+        return Decoded(rows.replace_schema_metadata(schema.metadata), found.positions[is_good], Failures.of(failed))
+
+    def _envelopes(self, payloads: pa.Array, known: pa.Schema | None) -> Decoded:
+        if not isinstance(self._inner, Json):
+            return self._inner.decode(payloads)
+        texts = bare(payloads)
+        found = self._inner.decode(texts, _inner_known(known))
+        if can_meet(found.rows):
+            return found
+        # What is new before and after the change has two types: the row after it decides.
+        return self._inner.decode(texts, _inner_known(pa.schema(list(found.rows.schema.field("after").type))))
+
+    def encode(self, rows: pa.RecordBatch) -> pa.Array:
+        if not is_changelog(rows.schema):
+            raise SchemaError(
+                "the rows say no changes: they have no `_op` and `_position`",
+                hint="write a topic of changes, or use another format",
+            )
+        own = own_columns(rows.schema)
+        image = _with_placeholders(rows, own)
+        ops = rows.column("_op")
+        is_gone = pc.is_in(ops, pa.array([Op.DELETE, Op.TRUNCATE], pa.string()))
+        times = pc.cast(rows.column("_committed_at"), pa.timestamp("ms", "UTC"), safe=False).cast(pa.int64())
+        envelope = pa.record_batch(
+            {
+                "before": _befores(rows, own, image, self.options.key),
+                "after": _where(pc.invert(is_gone), image),
+                "source": self._source(rows, times),
+                "op": ops,
+                "ts_ms": times,
+            }
+        )
+        return self._inner.encode(self._known_to_schema(envelope))
+
+    def _source(self, rows: pa.RecordBatch, times: pa.Array) -> pa.StructArray:
+        count = rows.num_rows
+        texts = {"version": "", "connector": "penstock", "name": "penstock", "db": "", "schema": "", "table": ""}
+        fields = {name: pa.array([text] * count, pa.string()) for name, text in texts.items()}
+        is_seeded = pc.equal(rows.column("_op"), Op.SEEDED)
+        fields["snapshot"] = pc.if_else(is_seeded, "true", "false")
+        fields |= {"ts_ms": pc.fill_null(times, 0), "txId": rows.column("_txid"), "position": rows.column("_position")}
+        return pa.StructArray.from_arrays(list(fields.values()), list(fields))
+
+    def _known_to_schema(self, envelope: pa.RecordBatch) -> pa.RecordBatch:
+        """Of what we say of a change's source, the fields that the schema has."""
+        inner = self._inner.columns()
+        if inner is None:
+            return envelope
+        envelope = envelope.select([name for name in envelope.schema.names if name in inner.names])
+        if "source" in inner.names:
+            kept = {field.name for field in inner.field("source").type}
+            source = envelope.column("source")
+            fields = {f.name: array for f, array in zip(source.type, source.flatten(), strict=True) if f.name in kept}
+            made = pa.StructArray.from_arrays(list(fields.values()), list(fields))
+            envelope = envelope.set_column(envelope.schema.get_field_index("source"), "source", made)
+        return envelope
+
+    def _keyed(self, schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
+        return with_key(schema, names) if names and set(names) <= set(schema.names) else schema
+
+    def _key_rows(self, keys: pa.Array) -> pa.RecordBatch:
+        """The fields of the messages' keys, null for a key that is missing or cannot be read."""
+        count = len(keys)
+        if keys.null_count == count:
+            return record_batch([], pa.schema([]), count)
+        found = Json(JsonConfig()).decode(bare(keys)) if isinstance(self._inner, Json) else self._avro_keys(keys)
+        index = np.full(count, -1, np.int64)
+        index[found.positions] = np.arange(len(found.positions))
+        place = pa.array(index, mask=index < 0)
+        return record_batch([each.take(place) for each in found.rows.columns], found.rows.schema, count)
+
+    def _avro_keys(self, keys: pa.Array) -> Decoded:
+        """By the schema that the first key names; without a frame nothing says what a key is."""
+        ids = framing.ids(framing.cells(keys))
+        if self.options.framing != "confluent" or self.resolve is None or (ids < 0).all():
+            return Decoded(record_batch([], pa.schema([]), 0), np.empty(0, np.int64))
+        resolver = _Dated(self.resolve)
+        first = int(ids[ids >= 0][0])
+        return Avro(AvroConfig(framing="confluent"), replace(resolver(first), id=first), resolver).decode(keys)
+
+
+class _Dated:
+    """A resolver whose schemas have their times marked."""
+
+    def __init__(self, resolve: Resolver) -> None:
+        self.resolve = resolve
+
+    def __call__(self, id: int) -> WireSchema:
+        return with_times(self.resolve(id))
+
+
+_CHANGE = [field.with_nullable(True) for field in CHANGE_FIELDS]
+
+
+def with_times(schema: WireSchema) -> WireSchema:
+    """An Avro schema in which Debezium's dates and times, plain numbers with a name of their own, are logical types."""
+    try:
+        text = json.dumps(_times(json.loads(schema.text)))
+    except (ValueError, RecursionError):
+        return schema  # the parser says what is wrong with it
+    return replace(schema, text=text, references=tuple((name, with_times(each)) for name, each in schema.references))
+
+
+def _times(found: Any) -> Any:
+    if isinstance(found, list):
+        return [_times(each) for each in found]
+    if not isinstance(found, dict):
+        return found
+    made = {name: _times(each) for name, each in found.items()}
+    logical = _LOGICAL.get(str(found.get("connect.name")))
+    return made if logical is None or "logicalType" in made else {**made, "logicalType": logical}
+
+
+def _row_fields(inner: pa.Schema) -> list[pa.Field]:
+    kind = inner.field("after").type if "after" in inner.names else None
+    if kind is None or not types.is_struct(kind) or "op" not in inner.names:
+        raise SchemaError(
+            "the schema is no change envelope: it has no `op` and `after`",
+            hint="use the schema of the topic's values as Debezium registers it",
+        )
+    return list(kind)
+
+
+def _own_known(known: pa.Schema) -> pa.Schema:
+    return pa.schema([known.field(name) for name in own_columns(known)])
+
+
+def _inner_known(known: pa.Schema | None) -> pa.Schema:
+    """What is known of the envelope itself, and of the row from the epochs before."""
+    row = pa.struct(list(_own_known(known)) if known is not None else [])
+    source = pa.struct([("ts_ms", pa.int64())])
+    return pa.schema([("op", pa.string()), ("before", row), ("after", row), ("source", source)])
+
+
+def _where(is_here: pa.Array, image: pa.StructArray) -> pa.StructArray:
+    return image.take(pc.if_else(is_here, pa.array(np.arange(len(image))), pa.scalar(None, pa.int64())))
+
+
+def _with_placeholders(rows: pa.RecordBatch, own: Sequence[str]) -> pa.StructArray:
+    """The rows' own columns, with Debezium's placeholder for values that a change left as they were."""
+    columns = {name: rows.column(name) for name in own}
+    lists = rows.column("_unchanged") if "_unchanged" in rows.schema.names else pa.nulls(rows.num_rows)
+    if lists.null_count < rows.num_rows:
+        parents, names = pc.list_parent_indices(lists), lists.flatten()
+        for name in pc.unique(names).to_pylist():
+            if name not in columns:
+                continue
+            kind = columns[name].type
+            if not (types.is_string(kind) or types.is_binary(kind)):
+                raise DataError(
+                    f"the column {name} was left as it is, which Debezium can say of text and bytes alone; it is {kind}",
+                    hint="set the source table's replica identity to FULL",
+                )
+            at = np.zeros(rows.num_rows, bool)
+            at[parents.filter(pc.equal(names, name)).to_numpy()] = True
+            columns[name] = pc.if_else(pa.array(at), pa.scalar(UNAVAILABLE).cast(kind), columns[name])
+    return pa.StructArray.from_arrays(list(columns.values()), list(columns))
+
+
+def _befores(rows: pa.RecordBatch, own: Sequence[str], image: pa.StructArray, key: Sequence[str]) -> pa.StructArray:
+    """The row that a delete removed; of a row that moved, its old key."""
+    is_deleted = pc.equal(rows.column("_op"), Op.DELETE)
+    before = _where(is_deleted, image)
+    old = rows.column("_old_key") if "_old_key" in rows.schema.names else pa.nulls(rows.num_rows, pa.string())
+    moved = np.flatnonzero(old.is_valid().to_numpy(zero_copy_only=False))
+    if not len(moved) or not key:
+        return before
+    schema = pa.schema([rows.schema.field(name) for name in key])
+    keys = unpack_keys(old.take(pa.array(moved)), schema).combine_chunks()
+    made = [
+        keys.column(name).chunk(0).cast(rows.schema.field(name).type)
+        if name in key
+        else pa.nulls(len(moved), rows.schema.field(name).type)
+        for name in own
+    ]
+    index = np.arange(rows.num_rows)
+    index[moved] = rows.num_rows + np.arange(len(moved))
+    return pa.concat_arrays([before, pa.StructArray.from_arrays(made, list(own))]).take(pa.array(index))

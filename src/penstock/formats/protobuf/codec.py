@@ -1,0 +1,182 @@
+"""One message type: payloads to rows and back in bulk, and which payloads of a batch are at fault."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import ptars
+import pyarrow as pa
+import pyarrow.compute as pc
+from google.protobuf import descriptor_pb2, message_factory
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import DecodeError
+
+from penstock.errors import SchemaError
+from penstock.formats import varint
+from penstock.formats.protobuf import columns
+from penstock.formats.protobuf.files import message_names, pool_of
+from penstock.formats.varint import Ints
+
+WIRE = ("protobuf.wire", "the payload is no Protobuf message: it is cut off, or not made of fields")
+CONTENT = ("protobuf.content", "a field of the payload is malformed, or its text is no UTF-8")
+
+_CONFIG = ptars.PtarsConfig(enum_repr="string", timestamp_unit="us", duration_unit="us")
+_PROBE = "penstock_probe"
+
+
+@dataclass(frozen=True)
+class Codec:
+    message: Descriptor
+    """As the schema has it; the decoder knows free-form fields as bytes."""
+    handler: Any
+    nothing: Any
+    """Decodes a message without fields: finds what is wrong with the outermost layer, in a tenth of the time."""
+    shells: tuple[Any, Any]
+    """Classes of a message that repeats that one, and this one: a parser stops at the first that is wrong."""
+    schema: pa.Schema
+
+    def decode(self, bodies: pa.Array) -> tuple[pa.RecordBatch, dict[int, tuple[str, str]]]:
+        """Rows of a binary array without nulls, and what is wrong with those that are missing."""
+        bad: dict[int, tuple[str, str]] = {}
+        rows = self._attempt(bodies)
+        if rows is None:
+            rows, bad = self._without_bad(bodies)
+        return self._widened(rows), bad
+
+    def encode(self, rows: pa.RecordBatch) -> pa.Array:
+        given = rows.schema.names
+        native = self.handler.schema()
+        columns.refuse_extra(given, native.names, "")
+        columns.refuse_double(rows, self.message)
+        arrays = []
+        for name in given:
+            field = self.message.fields_by_name[name]
+            column = columns.mapped(rows.column(name), field, name, columns.encodable)
+            arrays.append(columns.narrowed(column, native.field(name).type, name))
+        fields = [pa.field(name, array.type) for name, array in zip(given, arrays, strict=True)]
+        if not arrays:
+            return pa.array([b""] * rows.num_rows, pa.binary())
+        return self.handler.record_batch_to_array(pa.record_batch(arrays, pa.schema(fields))).cast(pa.binary())
+
+    def _attempt(self, bodies: pa.Array) -> pa.RecordBatch | None:
+        try:
+            return self.handler.array_to_record_batch(bodies)
+        except ValueError:
+            return None
+
+    def _widened(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        arrays = []
+        for target in self.schema:
+            column, field = rows.column(target.name), self.message.fields_by_name[target.name]
+            if columns.has_free_form(field):
+                column = columns.mapped(column, field, target.name, columns.to_json)
+            arrays.append(columns.widened(column, target.type))
+        struct = pa.Array.from_buffers(pa.struct(list(self.schema)), rows.num_rows, [None], 0, children=arrays)
+        return pa.RecordBatch.from_struct_array(struct)
+
+    def _without_bad(self, bodies: pa.Array) -> tuple[pa.RecordBatch, dict[int, tuple[str, str]]]:
+        """
+        The rows of the payloads that the decoder takes, and those that it refuses, which it does not name itself.
+
+        A fast parser proposes, the decoder decides: the outermost layer first, then the whole message, then by halves.
+        """
+        bad: dict[int, tuple[str, str]] = {}
+        left = np.arange(len(bodies))
+        for shell, handler, reason in ((self.shells[0], self.nothing, WIRE), (self.shells[1], self.handler, CONTENT)):
+            found = [place for place in _suspects(shell, bodies) if not _takes(handler, bodies.slice(place, 1))]
+            bad |= {int(left[place]): reason for place in found}
+            left, bodies = _without(found, left, bodies)
+            rows = self._attempt(bodies)
+            if rows is not None:
+                return rows, bad
+        found = self._halves(bodies, 0)
+        bad |= {int(left[place]): CONTENT for place in found}
+        _, bodies = _without(found, left, bodies)
+        return self.handler.array_to_record_batch(bodies), bad
+
+    def _halves(self, bodies: pa.Array, first: int) -> list[int]:
+        if self._attempt(bodies) is not None:
+            return []
+        if len(bodies) == 1:
+            return [first]
+        middle = len(bodies) // 2
+        return self._halves(bodies.slice(0, middle), first) + self._halves(bodies.slice(middle), first + middle)
+
+
+def _takes(handler: Any, bodies: pa.Array) -> bool:
+    try:
+        handler.array_to_record_batch(bodies)
+    except ValueError:
+        return False
+    return True
+
+
+def _without(places: list[int], left: Ints, bodies: pa.Array) -> tuple[Ints, pa.Array]:
+    is_good = np.ones(len(left), bool)
+    is_good[places] = False
+    return left[is_good], bodies.filter(pa.array(is_good))
+
+
+def _suspects(shell: Any, bodies: pa.Array) -> list[int]:
+    """Payloads that the parser refuses: as repeated fields of one message, which it reads up to the first bad one."""
+    sizes = pc.binary_length(bodies).to_numpy(zero_copy_only=False).astype(np.int64)
+    joined = pc.binary_join_element_wise(pa.scalar(b"\x0a"), varint.write(sizes), bodies, pa.scalar(b""))
+    if not len(joined):
+        return []
+    edges = np.frombuffer(joined.buffers()[1], np.int32, len(joined) + 1)
+    data = memoryview(joined.buffers()[2])
+    found: list[int] = []
+    at = 0
+    while at < len(bodies):
+        message = shell()
+        try:
+            message.MergeFromString(data[edges[at] : edges[-1]])
+            break
+        except DecodeError:
+            place = at + len(message.rows) - 1
+        if place < at:
+            return list(range(len(bodies)))  # the parser does not say how far it came: look at each
+        found.append(place)
+        at = place + 1
+    return found
+
+
+@lru_cache(maxsize=64)
+def codec_for(data: bytes, name: str) -> Codec:
+    """Of the message `name` in a descriptor set; without a name, of its first message."""
+    names = message_names(data)
+    if not names:
+        raise SchemaError("the Protobuf schema has no message", hint="add a message to the .proto file")
+    full = name or names[(0,)]
+    files = descriptor_pb2.FileDescriptorSet.FromString(data)
+    try:
+        message = pool_of(files).FindMessageTypeByName(full)
+    except KeyError:
+        raise SchemaError(
+            f"the Protobuf schema has no message {full}", hint=f"set message to one of {', '.join(names.values())}"
+        ) from None
+    swapped = columns.without_free_form(files)
+    _add_probe(swapped, message)
+    pool = pool_of(swapped)
+    native = pool.FindMessageTypeByName(full)
+    probe = pool.FindMessageTypeByName(f"{_PROBE}.Nothing")
+    handlers = ptars.HandlerPool([native.file, probe.file], _CONFIG)
+    handler = handlers.get_for_message(native)
+    schema = pa.schema([columns.wide_field(each, message) for each in handler.schema()])
+    shells = tuple(
+        message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PROBE}.{each}")) for each in ("Nothings", "Rows")
+    )
+    return Codec(message, handler, handlers.get_for_message(probe), (shells[0], shells[1]), schema)
+
+
+def _add_probe(files: descriptor_pb2.FileDescriptorSet, message: Descriptor) -> None:
+    """A file of our own with a message that has no fields, and messages that repeat it and the given one."""
+    proto = descriptor_pb2.FieldDescriptorProto
+    file = files.file.add(name=f"{_PROBE}.proto", package=_PROBE, syntax="proto3", dependency=[message.file.name])
+    file.message_type.add(name="Nothing")
+    for name, target in (("Nothings", f"{_PROBE}.Nothing"), ("Rows", message.full_name)):
+        field = file.message_type.add(name=name).field.add(name="rows", number=1, type_name=f".{target}")
+        field.label, field.type = proto.LABEL_REPEATED, proto.TYPE_MESSAGE

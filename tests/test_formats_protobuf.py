@@ -1,0 +1,460 @@
+"""Protobuf against its own parser: random schemas, random messages, both ways, and payloads that are wrong."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+
+import pyarrow as pa
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError, DataError, SchemaError
+from penstock.formats import WireSchema, framing
+from penstock.formats.protobuf import Protobuf, ProtobufConfig, codec
+from penstock.formats.protobuf.files import compiled
+
+P = descriptor_pb2.FieldDescriptorProto
+SLOW = settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=40)
+
+SHOP = """
+syntax = "proto3";
+package shop;
+import "google/protobuf/timestamp.proto";
+import "google/protobuf/duration.proto";
+import "google/protobuf/wrappers.proto";
+import "google/protobuf/struct.proto";
+import "lines.proto";
+message Other { int32 x = 1; }
+message Order {
+  int64 id = 1;
+  string name = 2;
+  optional int32 maybe = 3;
+  Colour colour = 4;
+  enum Colour { RED = 0; BLUE = 1; }
+  oneof payment { string card = 5; double cash = 6; }
+  google.protobuf.Timestamp at = 7;
+  google.protobuf.Duration took = 8;
+  google.protobuf.StringValue note = 9;
+  google.protobuf.Struct extra = 10;
+  repeated Line lines = 11;
+  map<string, Colour> shades = 12;
+  uint32 small = 13;
+  uint64 big = 14;
+  repeated google.protobuf.Value any = 15;
+  message Inner { bytes raw = 1; }
+  Inner inner = 16;
+}
+"""
+LINES = 'syntax = "proto3"; package shop; message Line { string sku = 1; int32 count = 2; }'
+SCHEMA = WireSchema("protobuf", SHOP, references=(("lines.proto", WireSchema("protobuf", LINES)),))
+
+
+def binary(payloads) -> pa.Array:
+    return pa.array(payloads, pa.binary())
+
+
+def classes(data: bytes, name: str):
+    pool = descriptor_pool.DescriptorPool()
+    for file in descriptor_pb2.FileDescriptorSet.FromString(data).file:
+        pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(name))
+
+
+@pytest.fixture(scope="module")
+def order():
+    return Protobuf(ProtobufConfig(message="shop.Order"), SCHEMA)
+
+
+@pytest.fixture(scope="module")
+def make():
+    return classes(compiled(SCHEMA), "shop.Order")
+
+
+def test_every_kind_of_field_becomes_a_column_of_its_own(order, make):
+    full = make(id=1, name="é", maybe=0, colour=1, card="", small=2**32 - 1, big=2**64 - 1)
+    full.at.FromJsonString("2024-01-02T03:04:05.000006Z")
+    full.took.FromMilliseconds(1500)
+    full.note.value = ""
+    full.extra.update({"b": [1, None], "a": {"x": "é"}})
+    full.lines.add(sku="s", count=2)
+    full.shades["k"] = 1
+    full.any.add(number_value=1.5)
+    full.inner.raw = b"\xff"
+    decoded = order.decode(binary([full.SerializeToString(), b"", None]))
+    rows = decoded.rows.to_pylist()
+    assert {k: str(v) for k, v in rows[0].items()} == {
+        "id": "1", "name": "é", "maybe": "0", "colour": "BLUE", "card": "", "cash": "None",
+        "at": "2024-01-02 03:04:05.000006+00:00", "took": "0:00:01.500000", "note": "",
+        "extra": '{"a": {"x": "é"}, "b": [1.0, null]}', "lines": "[{'sku': 's', 'count': 2}]",
+        "shades": "[('k', 'BLUE')]", "small": str(2**32 - 1), "big": str(2**64 - 1), "any": "['1.5']",
+        "inner": "{'raw': b'\\xff'}",
+    }  # fmt: skip
+    unset = {k: v for k, v in rows[1].items() if v is not None}
+    assert unset == {
+        "id": 0, "name": "", "colour": "RED", "lines": [], "shades": [], "small": 0, "big": 0, "any": []
+    }  # fmt: skip
+    assert set(rows[2].values()) == {None}
+    again = order.encode(decoded.rows.slice(0, 2))
+    assert [make.FromString(each) for each in again.to_pylist()] == [full, make()]
+
+
+def test_an_unknown_number_of_an_enum_is_its_digits_and_unknown_fields_are_passed_over(order):
+    rows = order.decode(binary([b"\x20\x07", b"\xf8\x07\x01\x08\x05"])).rows
+    assert rows.column("colour").to_pylist() == ["7", "RED"]
+    assert rows.column("id").to_pylist() == [0, 5]
+    with pytest.raises(DataError, match="colour"):
+        order.encode(rows)
+
+
+SCALARS = {
+    P.TYPE_INT32: st.integers(-(2**31), 2**31 - 1),
+    P.TYPE_INT64: st.integers(-(2**63), 2**63 - 1),
+    P.TYPE_UINT32: st.integers(0, 2**32 - 1),
+    P.TYPE_UINT64: st.integers(0, 2**64 - 1),
+    P.TYPE_SINT64: st.integers(-(2**63), 2**63 - 1),
+    P.TYPE_FIXED32: st.integers(0, 2**32 - 1),
+    P.TYPE_SFIXED64: st.integers(-(2**63), 2**63 - 1),
+    P.TYPE_BOOL: st.booleans(),
+    P.TYPE_FLOAT: st.floats(width=32, allow_nan=False),
+    P.TYPE_DOUBLE: st.floats(allow_nan=False),
+    P.TYPE_STRING: st.text(max_size=6),
+    P.TYPE_BYTES: st.binary(max_size=6),
+}
+
+
+@st.composite
+def schemas(draw, syntax):
+    file = descriptor_pb2.FileDescriptorProto(name="random.proto", package="r", syntax=syntax)
+    enum = file.enum_type.add(name="E")
+    for number in range(3):
+        enum.value.add(name=f"E{number}", number=number)
+    draw_message(draw, file.message_type.add(name="M"), 2, "r.M", syntax)
+    return descriptor_pb2.FileDescriptorSet(file=[file])
+
+
+def draw_message(draw, message, depth, name, syntax):
+    for number in range(1, draw(st.integers(1, 4)) + 1):
+        field = message.field.add(name=f"f{number}", number=number * draw(st.sampled_from([1, 20])) + number)
+        shape = draw(st.sampled_from(["plain", "optional", "repeated", "oneof", "map"]))
+        field.label = P.LABEL_REPEATED if shape in ("repeated", "map") else P.LABEL_OPTIONAL
+        if shape == "map":
+            entry = message.nested_type.add(name=f"F{number}Entry")
+            entry.options.map_entry = True
+            entry.field.add(name="key", number=1, type=P.TYPE_STRING, label=P.LABEL_OPTIONAL)
+            value = entry.field.add(name="value", number=2, label=P.LABEL_OPTIONAL)
+            draw_type(draw, value, message, depth, name, number, syntax)
+            field.type, field.type_name = P.TYPE_MESSAGE, f".{name}.F{number}Entry"
+            continue
+        draw_type(draw, field, message, depth, name, number, syntax)
+        if shape == "oneof" or (shape == "optional" and syntax == "proto3"):
+            field.oneof_index = len(message.oneof_decl)
+            field.proto3_optional = shape == "optional"
+            message.oneof_decl.add(name=f"_f{number}")
+    ends = [f for f in message.field if f.proto3_optional]
+    for field in ends:  # synthetic oneofs come last
+        decl = message.oneof_decl[field.oneof_index]
+        assert decl.name == f"_{field.name}"
+    order = sorted(
+        range(len(message.oneof_decl)),
+        key=lambda i: any(f.oneof_index == i and f.proto3_optional for f in message.field if f.HasField("oneof_index")),
+    )
+    names = [message.oneof_decl[i].name for i in order]
+    for field in message.field:
+        if field.HasField("oneof_index"):
+            field.oneof_index = order.index(field.oneof_index)
+    for decl, new in zip(message.oneof_decl, names, strict=True):
+        decl.name = new
+
+
+def draw_type(draw, field, message, depth, name, number, syntax):
+    kind = draw(st.sampled_from([*SCALARS, P.TYPE_ENUM, *([P.TYPE_MESSAGE] * 3 if depth else [])]))
+    field.type = kind
+    if kind == P.TYPE_ENUM:
+        field.type_name = ".r.E"
+    if kind == P.TYPE_MESSAGE:
+        inner = message.nested_type.add(name=f"N{number}")
+        draw_message(draw, inner, depth - 1, f"{name}.N{number}", syntax)
+        field.type_name = f".{name}.N{number}"
+
+
+def fill(draw, message):
+    for field in message.DESCRIPTOR.fields:
+        if not draw(st.booleans()):
+            continue
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            value = field.message_type.fields_by_name["value"]
+            for key in draw(st.lists(st.text(max_size=2), max_size=2, unique=True)):
+                if value.message_type is not None:
+                    fill(draw, getattr(message, field.name)[key])
+                else:
+                    getattr(message, field.name)[key] = draw(scalar(value))
+        elif field.is_repeated:
+            for _ in range(draw(st.integers(0, 3))):
+                if field.message_type is not None:
+                    fill(draw, getattr(message, field.name).add())
+                else:
+                    getattr(message, field.name).append(draw(scalar(field)))
+        elif field.message_type is not None:
+            getattr(message, field.name).SetInParent()
+            fill(draw, getattr(message, field.name))
+        else:
+            setattr(message, field.name, draw(scalar(field)))
+
+
+def scalar(field):
+    return st.integers(0, 2) if field.enum_type is not None else SCALARS[field.type]
+
+
+def row_of(message):
+    """The message as pyarrow takes it for its columns."""
+    row = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            inner = field.message_type.fields_by_name["value"]
+            row[field.name] = sorted((key, value_of(value[key], inner)) for key in value)
+        elif field.is_repeated:
+            row[field.name] = [value_of(each, field) for each in value]
+        elif field.has_presence and not message.HasField(field.name):
+            row[field.name] = None
+        else:
+            row[field.name] = value_of(value, field)
+    return row
+
+
+def value_of(value, field):
+    if field.message_type is not None:
+        return row_of(value)
+    return field.enum_type.values_by_number[value].name if field.enum_type is not None else value
+
+
+def in_order(value):
+    """Maps have no order."""
+    if isinstance(value, dict):
+        return {key: in_order(each) for key, each in value.items()}
+    if isinstance(value, list) and value and isinstance(value[0], tuple):
+        return sorted((key, repr(in_order(each))) for key, each in value)
+    return [in_order(each) for each in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("syntax", ["proto2", "proto3"])
+@SLOW
+@given(data=st.data())
+def test_random_messages_are_read_and_written_again(syntax, data):
+    files = data.draw(schemas(syntax))
+    encoded = files.SerializeToString()
+    cls = classes(encoded, "r.M")
+    messages = [cls() for _ in range(data.draw(st.integers(0, 4)))]
+    for message in messages:
+        fill(data.draw, message)
+    protobuf = Protobuf(ProtobufConfig(), WireSchema("protobuf", base64.b64encode(encoded).decode()))
+    decoded = protobuf.decode(binary([each.SerializeToString() for each in messages]))
+    decoded.rows.validate(full=True)
+    assert decoded.rows.schema == protobuf.columns()
+    assert len(decoded.failures) == 0
+    wanted = pa.array([row_of(each) for each in messages], pa.struct(list(protobuf.columns()))).to_pylist()
+    assert in_order(decoded.rows.to_pylist()) == in_order(wanted)
+    assert [cls.FromString(each) for each in protobuf.encode(decoded.rows).to_pylist()] == messages
+
+
+@SLOW
+@given(st.data())
+def test_random_and_damaged_bytes_fall_out_alone(order, make, data):
+    payloads = data.draw(st.lists(st.binary(max_size=12), max_size=6))
+    for _ in range(data.draw(st.integers(0, 4))):
+        message = make(id=5, name="abc", card="x")
+        message.inner.raw = b"12"
+        message.lines.add(sku="y")
+        damaged = bytearray(message.SerializeToString())
+        place = data.draw(st.integers(0, len(damaged) - 1))
+        damaged[place] = data.draw(st.integers(0, 255))
+        payloads.append(bytes(damaged[: data.draw(st.integers(place, len(damaged)))]))
+    decoded = order.decode(binary(payloads))
+    decoded.rows.validate(full=True)
+    assert sorted([*decoded.positions, *decoded.failures.positions]) == list(range(len(payloads)))
+    together = dict(
+        zip(
+            decoded.positions.tolist(), (repr(each) for each in decoded.rows.to_struct_array().to_pylist()), strict=True
+        )
+    )
+    for place, payload in enumerate(payloads):
+        alone = order.decode(binary([payload]))
+        assert len(alone.failures) == (place not in together)
+        if place in together:
+            assert repr(alone.rows.to_struct_array().to_pylist()[0]) == together[place]
+
+
+BAD = [
+    (b"\x12\x05a", "protobuf.wire"),
+    (b"\xff", "protobuf.wire"),
+    (b"\x13", "protobuf.wire"),
+    (b"\x00\x01", "protobuf.content"),
+    (b"\x08" + b"\xff" * 11, "protobuf.wire"),
+    (b"\x12\x02\xff\xff", "protobuf.content"),
+    (b"\x5a\x02\x0a\x09", "protobuf.content"),
+]
+
+
+@pytest.mark.parametrize(("payload", "rule"), BAD)
+def test_a_wrong_payload_falls_out_with_its_rule(order, payload, rule):
+    decoded = order.decode(binary([b"\x08\x01", payload, None, payload, b"\x08\x02"]))
+    assert decoded.rows.column("id").to_pylist() == [1, None, 2]
+    assert decoded.failures.positions.tolist() == [1, 3]
+    assert decoded.failures.rules == (rule, rule)
+
+
+def test_text_that_is_no_utf8_falls_out_of_proto2_as_well():
+    schema = WireSchema("protobuf", 'syntax = "proto2"; message M { optional string s = 1; }')
+    decoded = Protobuf(ProtobufConfig(), schema).decode(binary([b"\x0a\x01a", b"\x0a\x01\xff", b""]))
+    assert decoded.rows.column("s").to_pylist() == ["a", None]
+    assert decoded.failures.rules == ("protobuf.content",)
+
+
+def test_a_parser_that_does_not_say_how_far_it_came_is_not_believed(order, monkeypatch):
+    real = codec._suspects
+    monkeypatch.setattr(codec, "_suspects", lambda shell, bodies: list(range(len(bodies))))
+    payloads = binary([b"\x08\x01", b"\xff", b"\x12\x02\xff\xff", b"\x08\x02"])
+    decoded = order.decode(payloads)
+    assert (decoded.positions.tolist(), decoded.failures.rules) == ([0, 3], ("protobuf.wire", "protobuf.content"))
+    monkeypatch.setattr(codec, "_suspects", lambda shell, bodies: [])
+    assert order.decode(payloads).positions.tolist() == [0, 3]
+    monkeypatch.setattr(codec, "_suspects", real)
+
+
+def test_the_frame_names_the_message_and_other_messages_fall_out(make):
+    other = WireSchema("protobuf", 'syntax = "proto3"; package shop; message Order { int64 id = 1; string name = 2; }')
+    known = {7: other, 9: WireSchema("protobuf", "message {")}
+
+    def resolve(id):
+        if id not in known:
+            raise DataError(f"the registry has no schema {id}", code="PEN-3001")
+        return known[id]
+
+    schema = WireSchema("protobuf", SHOP, id=3, references=SCHEMA.references)
+    protobuf = Protobuf(ProtobufConfig(message="shop.Order", framing="confluent"), schema, resolve)
+    own = protobuf.encode(pa.record_batch({"id": [1]}))
+    assert own.to_pylist() == [b"\0\0\0\0\x03\x02\x02\x08\x01"]
+    body = binary([b"\x08\x02"])
+    payloads = [
+        own[0].as_py(),
+        framing.add_indexes(body, 7, (0,))[0].as_py(),  # there it is the first message
+        framing.add_indexes(body, 3, (0,))[0].as_py(),  # here that is shop.Other
+        framing.add_indexes(body, 8, (0,))[0].as_py(),
+        framing.add_indexes(body, 9, (0,))[0].as_py(),
+        framing.add_indexes(body, 3, (1, 0))[0].as_py(),
+        b"\0\0\0\0\x03",
+        None,
+        b"\x08\x02",
+    ]
+    decoded = protobuf.decode(binary(payloads))
+    assert decoded.rows.column("id").to_pylist() == [1, 2, None]
+    assert decoded.positions.tolist() == [0, 1, 7]
+    assert decoded.failures.rules == (
+        "protobuf.message", "framing.unknown_id", "protobuf.incompatible", "protobuf.message", "framing.missing",
+        "framing.missing",
+    )  # fmt: skip
+
+
+def test_a_message_that_contains_itself_holds_its_bytes_there():
+    schema = WireSchema("protobuf", 'syntax = "proto3"; message N { int32 x = 1; N next = 2; }')
+    protobuf = Protobuf(ProtobufConfig(), schema)
+    payload = b"\x08\x01\x12\x02\x08\x02"
+    rows = protobuf.decode(binary([payload])).rows
+    assert rows.to_pylist() == [{"x": 1, "next": b"\x08\x02"}]
+    with pytest.raises(SchemaError, match="next"):
+        protobuf.encode(rows)
+    assert protobuf.encode(rows.select(["x"])).to_pylist() == [b"\x08\x01"]
+
+
+def test_deep_payloads_neither_crash_nor_hang():
+    schema = WireSchema("protobuf", 'syntax = "proto3"; message N { N next = 2; repeated N many = 3; }')
+    deep = b""
+    for _ in range(5000):
+        deep = b"\x12" + length(len(deep)) + deep
+    decoded = Protobuf(ProtobufConfig(), schema).decode(binary([deep, b"\x13" * 50_000, b""]))
+    assert len(decoded.positions) + len(decoded.failures) == 3
+    assert 2 in decoded.positions
+
+
+def length(number):
+    out = b""
+    while number >= 0x80:
+        out += bytes([number & 0x7F | 0x80])
+        number >>= 7
+    return out + bytes([number])
+
+
+@pytest.mark.parametrize(
+    ("schema", "message", "said"),
+    [
+        ("message {", "", "cannot be compiled"),
+        ('syntax = "proto3"; import "gone.proto"; message M {}', "", "gone.proto"),
+        ('syntax = "proto3"; message M {}', "N", "no message N"),
+        ('syntax = "proto3";', "", "no message"),
+        ("AAAA", "", "descriptor set"),
+    ],
+)
+def test_a_schema_that_cannot_be_used_is_refused_with_its_reason(schema, message, said):
+    with pytest.raises(SchemaError, match=said):
+        Protobuf(ProtobufConfig(message=message), WireSchema("protobuf", schema))
+
+
+def test_an_import_cannot_leave_its_directory():
+    schema = WireSchema("protobuf", 'syntax = "proto3"; message M {}', references=(("../x.proto", SCHEMA),))
+    with pytest.raises(SchemaError, match="relative"):
+        Protobuf(ProtobufConfig(), schema)
+
+
+@pytest.mark.parametrize(
+    ("column", "error", "said"),
+    [
+        ({"gone": [1]}, SchemaError, "gone"),
+        ({"id": ["x"]}, SchemaError, "id"),
+        ({"small": [-1]}, DataError, "small"),
+        ({"extra": ["{"]}, DataError, "extra"),
+        ({"colour": ["PINK"]}, DataError, "colour"),
+        ({"card": ["x"], "cash": [1.0]}, DataError, "payment"),
+        ({"lines": [[{"sku": "a", "price": 1}]]}, SchemaError, "lines.price"),
+    ],
+)
+def test_rows_that_the_message_cannot_hold_are_refused(order, column, error, said):
+    with pytest.raises(error, match=said):
+        order.encode(pa.record_batch(column))
+
+
+def test_structs_are_json_both_ways(order, make):
+    rows = pa.record_batch({"extra": ['{"a": [1, {"b": null}]}', None, "{}"], "any": [["1", '"x"'], None, []]})
+    messages = [make.FromString(each) for each in order.encode(rows).to_pylist()]
+    assert json_format.MessageToDict(messages[0]) == {"extra": {"a": [1.0, {"b": None}]}, "any": [1.0, "x"]}
+    assert not messages[1].HasField("extra")
+    assert messages[2].HasField("extra")
+    again = order.decode(order.encode(rows)).rows
+    assert [each and json.loads(each) for each in again.column("extra").to_pylist()] == [
+        {"a": [1, {"b": None}]},
+        None,
+        {},
+    ]
+
+
+def test_a_format_travels_to_tasks_compiled(order):
+    protobuf = pickle.loads(pickle.dumps(order))
+    assert protobuf.schema.references == ()
+    assert protobuf.decode(binary([b"\x08\x01"])).rows.column("id").to_pylist() == [1]
+
+
+def test_a_schema_is_needed_and_a_registry_for_frames(order):
+    with pytest.raises(ConfigError, match="schema"):
+        Protobuf(ProtobufConfig())
+    framed = Protobuf(ProtobufConfig(message="shop.Order", framing="confluent"), SCHEMA)
+    with pytest.raises(ConfigError, match="registry"):
+        framed.encode(pa.record_batch({"id": [1]}))
+
+
+def test_slices_and_large_arrays_are_read_like_any_other(order):
+    payloads = pa.array([None, b"\x08\x01", b"\x08\x02", None], pa.large_binary())
+    assert order.decode(payloads.slice(1)).rows.column("id").to_pylist() == [1, 2, None]
+    assert order.decode(payloads.slice(0, 0)).rows.num_rows == 0

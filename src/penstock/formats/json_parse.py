@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,9 @@ from pydantic_core import from_json
 
 from penstock.formats import Failed, Positions
 from penstock.formats.inference import Fields, Misfit, keys_of
+
+Unexpected: TypeAlias = Literal["infer", "ignore", "error"]
+"""What becomes of members that are not asked for."""
 
 MAX_DEPTH = 200
 """Deeper payloads are refused by every JSON format: time and stack grow with the square of the depth."""
@@ -117,9 +120,7 @@ class Screened(Bodies):
         self.drop(found)
 
 
-def read(
-    bodies: pa.Array, explicit: pa.Schema | None, unexpected: Literal["infer", "ignore", "error"]
-) -> pa.RecordBatch:
+def read(bodies: pa.Array, explicit: pa.Schema | None, unexpected: Unexpected) -> pa.RecordBatch:
     """One row per body, which are screened; `ArrowInvalid` if any of them is no object or does not fit the schema."""
     if not len(bodies):
         return pa.RecordBatch.from_pylist([], explicit or pa.schema([]))

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import SchemaError
-from penstock.formats import Decoded
+from penstock.formats import Decoded, json_parse
 from penstock.formats import json as module
 from penstock.formats.inference import Misfit, combine, fields_of, fit, merge, schema_of, widen
 from penstock.formats.json import Json, JsonConfig
@@ -198,6 +198,21 @@ def test_ten_thousand_keys_are_ten_thousand_columns_and_one_more_is_a_failure():
     assert rules(decoded) == {1: "json.columns"}
 
 
+def test_payloads_with_a_name_of_their_own_each_do_not_fill_the_memory(monkeypatch):
+    cells = []
+
+    def read(bodies: pa.Array, *arguments: Any) -> pa.RecordBatch:
+        batch = json_parse.read(bodies, *arguments)
+        cells.append(batch.num_rows * batch.num_columns)
+        return batch
+
+    monkeypatch.setattr(module, "read", read)
+    decoded = decode([b'{"k%d": 1}' % at for at in range(3000)], max_columns=100)
+    assert decoded.rows.num_columns == 100
+    assert len(decoded.failures) == 2900
+    assert max(cells) <= 512 * (512 + 100)
+
+
 def test_reasons_name_fields_and_types_and_no_values():
     secret = "s3cret"
     payloads = [b'{"x": "s3cret"}', b'{"x": s3cret}', b"s3cret", b'["s3cret"]', b'{"s": "s3cret', b'{"y": {"y": NaN}}']
@@ -292,12 +307,16 @@ def shaped(found: Any, kind: pa.DataType) -> Any:
 @settings(max_examples=80, deadline=None)
 @given(payload_lists, payload_lists, st.sampled_from([1, 2, 512]))
 @example([b'{"a": 1}', b'{"a": 1.5}'], [b'{"a": 18446744073709551616}'], 1)
+@example(
+    [],
+    [b'{"a": [{"b": null}, {}, {}], "c": [null, 1]}', b'{"a": [null, null]}', b'{"d": {"b": null}}', b'{"d": {}}'],
+    1,
+)
 @example([], [b'{"": {"": []}}', b'{"": {"": [[]]}}', b'{"": {"": [1]}}'], 2)
-def test_reading_at_once_is_reading_one_by_one(before, payloads, slow_rows):
+def test_reading_at_once_is_reading_one_by_one(before, payloads, few_rows):
     known = decode(before).rows.schema if before else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_SLOW_ROWS", slow_rows)
-        patch.setattr(module, "_HEAD_ROWS", slow_rows)
+        patch.setattr(module, "_FEW_ROWS", few_rows)
         decoded = decode(payloads, known)
     check_laws(payloads, decoded)
     schema, good, failed = one_by_one(payloads, known)
@@ -386,6 +405,7 @@ class TestMerge:
 
 @settings(max_examples=60, deadline=None)
 @given(payload_lists)
+@example([b'{"a": [{"b": null}, {}, {}]}'])
 def test_what_was_decoded_is_encoded_and_decoded_to_the_same(payloads):
     rows = decode(payloads).rows
     again = FORMAT.decode(FORMAT.encode(rows), rows.schema)

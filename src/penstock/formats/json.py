@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -22,22 +20,27 @@ from penstock.formats.inference import (
     depth_of,
     fields_of,
     fit,
-    keys_of,
     schema_of,
     size_of,
     widen,
     without,
 )
-from penstock.formats.json_parse import MAX_DEPTH, Screened, has_whole_lists, read, unbalanced, value
+from penstock.formats.json_parse import (
+    MAX_DEPTH,
+    Screened,
+    Unexpected,
+    has_whole_lists,
+    of_another_kind,
+    read,
+    unbalanced,
+    value,
+)
 from penstock.formats.json_text import objects
 
 _PIECE_BYTES = 64 << 20
 """Payloads are read in pieces of about this size: the text of a piece must stay below 2 GB."""
-_HEAD_ROWS = 64
-_SLOW_ROWS = 512
-"""Where a bad payload cannot be found by its looks, so many around it are looked at one by one."""
-_FIRST = {"bool": "tf", "int64": r"\-0-9", "double": r"\-0-9", "string": '"'}
-"""The first characters of a value, by kind."""
+_FEW_ROWS = 512
+"""New columns, and bad payloads that cannot be found by their looks, are looked for among so many at a time."""
 
 
 class JsonConfig(Config):
@@ -84,6 +87,7 @@ class _Reading:
         self._options = options
         self._known = known
         self._fields: Fields = fields_of(known) if known is not None else {}
+        self._size = size_of(self._fields)
         self._batches: list[pa.RecordBatch] = []
 
     def rows(self) -> pa.RecordBatch:
@@ -95,68 +99,54 @@ class _Reading:
 
     def take(self, bodies: pa.Array) -> Failed:
         """Read bodies at once if all are good; else take out those that look bad, and then look closer."""
-        if self._at_once(bodies, self._fields):
+        if not self._fields and len(bodies) > _FEW_ROWS:
+            bad = self.take(bodies.slice(0, _FEW_ROWS))
+            return bad | {at + _FEW_ROWS: why for at, why in self.take(bodies.slice(_FEW_ROWS)).items()}
+        if not self._at_once(bodies, self._fields):
             return {}
-        if not self._fields and len(bodies) > _SLOW_ROWS:  # what looks bad is known once there are columns
-            bad = self._closely(bodies.slice(0, _SLOW_ROWS))
-            return bad | {at + _SLOW_ROWS: why for at, why in self.take(bodies.slice(_SLOW_ROWS)).items()}
         bad, left = {}, np.arange(len(bodies))
-        for suspects in (self._of_another_kind, unbalanced):
-            found = self._confirmed(bodies, suspects(bodies))
+        for is_cut in (False, True):
+            suspects = unbalanced(bodies) if is_cut else of_another_kind(bodies, self._fields)
+            found = self._confirmed(bodies, suspects)
             bad |= {int(left[at]): why for at, why in found.items()}
             keep = np.ones(len(left), bool)
             keep[list(found)] = False
             left, bodies = left[keep], bodies.filter(pa.array(keep))
-            # Whole numbers are left to inference now: one with a fraction among them widens the column.
-            if self._at_once(bodies, without(self._fields, frozenset({"int64"}))):
+            why = self._at_once(bodies, self._fields)
+            if why.startswith("Failed to convert"):
+                # The names and kinds are right: whole numbers are left to inference, which widens them if it must.
+                why = self._at_once(bodies, without(self._fields, frozenset({"int64"})), "infer")
+            if not why:
                 return bad
         return bad | {int(left[at]): why for at, why in self._closely(bodies).items()}
 
-    def _at_once(self, bodies: pa.Array, explicit: Fields) -> bool:
-        """True if every body is good, and its row taken."""
-        try:
-            batch, fields = self._read(bodies, explicit)
-        except (pa.ArrowInvalid, Misfit):
-            return False
-        if depth_of(fields) > self._options.max_depth or size_of(fields) > self._options.max_columns:
-            return False
-        if not all(_is_plain(column, self._fields.get(n)) for n, column in zip(batch.schema.names, batch, strict=True)):
-            return False
-        self._fields = fields
-        self._batches.append(batch)
-        return True
+    def _at_once(self, bodies: pa.Array, explicit: Fields, unexpected: Unexpected | None = None) -> str:
+        """
+        Take the row of every body, or say why not.
 
-    def _read(self, bodies: pa.Array, explicit: Fields) -> tuple[pa.RecordBatch, Fields]:
-        if not self._fields and len(bodies) > 2 * _HEAD_ROWS:
-            explicit = self._texts(bodies.slice(0, _HEAD_ROWS))
-        batch = read(bodies, _asked(explicit), "infer")
+        New columns are found among few bodies only: many bodies with other names each would fill the memory with nulls.
+        """
+        if unexpected is None:
+            unexpected = "error" if len(bodies) > _FEW_ROWS else "infer"
+        try:
+            batch, fields = self._read(bodies, explicit, unexpected)
+        except (pa.ArrowInvalid, Misfit) as error:
+            return str(error)
+        if depth_of(fields) > self._options.max_depth or size_of(fields) > self._options.max_columns:
+            return "too deep, or too many columns"
+        if not all(_is_plain(column, self._fields.get(n)) for n, column in zip(batch.schema.names, batch, strict=True)):
+            return "a number that is none"
+        self._set(fields)
+        self._batches.append(batch)
+        return ""
+
+    def _read(self, bodies: pa.Array, explicit: Fields, unexpected: Unexpected) -> tuple[pa.RecordBatch, Fields]:
+        batch = read(bodies, _asked(explicit), unexpected)
         fields = combine(self._fields, fields_of(batch.schema))
         assert isinstance(fields, dict)
         if _has_times(batch.schema) or not all(map(has_whole_lists, batch.columns)):
             batch = read(bodies, schema_of(fields), "infer")
         return batch, fields
-
-    def _texts(self, head: pa.Array) -> Fields:
-        """The text columns of the first bodies, so that pyarrow does not try to make times of them."""
-        try:
-            return without(fields_of(read(head, None, "infer").schema), frozenset({None, "bool", "int64", "double"}))
-        except pa.ArrowInvalid:
-            return {}
-
-    def _of_another_kind(self, bodies: pa.Array) -> Positions:
-        """The bodies in which the first character after a known name is none of its kind's."""
-        first: dict[str, str] = {}
-        for name, kind in keys_of(self._fields):
-            if kind is not None:
-                one = _FIRST[kind] if isinstance(kind, str) else r"\[" if isinstance(kind, list) else "{"
-                first[name] = first.get(name, "") + one
-        groups: dict[str, list[str]] = {}
-        for name, characters in first.items():
-            groups.setdefault(characters, []).append(re.escape(json.dumps(name, ensure_ascii=False)[1:-1]))
-        if not groups or len(first) > 1000:
-            return np.empty(0, np.int64)
-        pattern = "|".join(rf'"(?:{"|".join(names)})" ?: ?[^n {chars}]' for chars, names in groups.items())
-        return np.flatnonzero(pc.match_substring_regex(bodies, pattern).to_numpy(zero_copy_only=False))
 
     def _confirmed(self, bodies: pa.Array, suspects: Positions) -> Failed:
         """Those of the suspects that have no place in the columns of before: more columns would not help them."""
@@ -172,14 +162,14 @@ class _Reading:
     def _closely(self, bodies: pa.Array) -> Failed:
         """Read bodies in small pieces, and one by one where there is a bad one among them."""
         bad: Failed = {}
-        for start in range(0, len(bodies), _SLOW_ROWS):
-            piece = bodies.slice(start, _SLOW_ROWS)
-            if self._at_once(piece, self._fields):
+        for start in range(0, len(bodies), _FEW_ROWS):
+            piece = bodies.slice(start, _FEW_ROWS)
+            if not self._at_once(piece, self._fields):
                 continue
             good: list[bytes] = []
             for at, body in enumerate(piece.to_pylist(), start):
                 try:
-                    self._fields = self._widened(body)
+                    self._set(self._widened(body))
                     good.append(body)
                 except Misfit as misfit:
                     bad[at] = misfit.rule, misfit.reason
@@ -187,11 +177,18 @@ class _Reading:
         return bad
 
     def _widened(self, body: bytes) -> Fields:
-        fields = widen(self._fields, value(body), max_depth=self._options.max_depth)
+        row, before = value(body), self._fields
+        fields = widen(before, row, max_depth=self._options.max_depth)
         assert isinstance(fields, dict)
-        if fields is not self._fields and size_of(fields) > self._options.max_columns:
-            raise Misfit("json.columns", f"with it there would be more than {self._options.max_columns:,} columns")
+        if fields is not before:
+            added = sum(size_of(fields[name]) - size_of(before.get(name)) + (name not in before) for name in row)
+            if self._size + added > self._options.max_columns:
+                raise Misfit("json.columns", f"with it there would be more than {self._options.max_columns:,} columns")
         return fields
+
+    def _set(self, fields: Fields) -> None:
+        if fields is not self._fields:
+            self._fields, self._size = fields, size_of(fields)
 
 
 def _asked(fields: Fields) -> pa.Schema | None:

@@ -87,6 +87,14 @@ class TestAll:
         fields = load(name).options_type.model_fields
         assert [each for each, info in fields.items() if not (info.description or "").strip()] == []
 
+    def test_every_option_is_read(self, name):
+        home = Path(inspect.getfile(load(name)))
+        code = "".join(
+            file.read_text() for file in ([home] if home.name != "__init__.py" else home.parent.glob("*.py"))
+        )
+        read = set(re.findall(r"options\.(\w+)", code))
+        assert sorted(set(load(name).options_type.model_fields) - read) == []
+
     def test_its_page_names_every_rule(self, name):
         page = (ROOT / "docs" / "formats" / f"{name}.md").read_text()
         assert [rule for rule in rules_of(name) if f"`{rule}`" not in page] == []

@@ -292,6 +292,11 @@ def shaped(found: Any, kind: pa.DataType) -> Any:
 @settings(max_examples=80, deadline=None)
 @given(payload_lists, payload_lists, st.sampled_from([1, 2, 512]))
 @example([b'{"a": 1}', b'{"a": 1.5}'], [b'{"a": 18446744073709551616}'], 1)
+@example(
+    [],
+    [b'{"a": [{"b": null}, {}, {}], "c": [null, 1]}', b'{"a": [null, null]}', b'{"d": {"b": null}}', b'{"d": {}}'],
+    1,
+)
 @example([], [b'{"": {"": []}}', b'{"": {"": [[]]}}', b'{"": {"": [1]}}'], 2)
 def test_reading_at_once_is_reading_one_by_one(before, payloads, slow_rows):
     known = decode(before).rows.schema if before else None
@@ -386,6 +391,7 @@ class TestMerge:
 
 @settings(max_examples=60, deadline=None)
 @given(payload_lists)
+@example([b'{"a": [{"b": null}, {}, {}]}'])
 def test_what_was_decoded_is_encoded_and_decoded_to_the_same(payloads):
     rows = decode(payloads).rows
     again = FORMAT.decode(FORMAT.encode(rows), rows.schema)

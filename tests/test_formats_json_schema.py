@@ -7,12 +7,14 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, DataError, SchemaError
 from penstock.formats import Decoded, WireSchema
+from penstock.formats import json_schema as module
 from penstock.formats.json_schema import JsonSchema, JsonSchemaConfig
+from penstock.formats.json_schema_bulk import check_of
 
 ORDER = {
     "type": "object",
@@ -253,6 +255,43 @@ class TestEncoding:
         ):
             made(ORDER).encode(pa.record_batch({"id": [1, None, None]}))
 
+    @pytest.mark.parametrize("at", [datetime.datetime(1, 1, 1), datetime.datetime(9999, 12, 31)])
+    def test_the_first_and_the_last_year_can_be_written(self, at):
+        rows = pa.record_batch({"id": [1], "at": pa.array([at], pa.timestamp("us", "UTC"))})
+        assert decode(made(ORDER), made(ORDER).encode(rows).to_pylist()).rows.column("at").equals(rows.column("at"))
+
+    def test_a_year_that_no_text_has_is_refused(self):
+        rows = pa.record_batch({"id": [1], "at": pa.array([1 << 60], pa.timestamp("us", "UTC"))})
+        with pytest.raises(DataError, match="PEN-3001 1 of 1 rows break the JSON Schema"):
+            made(ORDER).encode(rows)
+
+
+def rows_of(schema: pa.Schema, numbers: st.SearchStrategy[Any]) -> st.SearchStrategy[pa.RecordBatch]:
+    """Rows of any values of their types, whether the schema allows them or not."""
+    kinds = {
+        pa.int64(): numbers,
+        pa.float64(): st.one_of(st.none(), st.floats()),
+        pa.string(): st.one_of(st.none(), st.sampled_from(["a", "b", "c"])),
+        pa.date32(): st.one_of(st.none(), st.integers(-800_000, 3_000_000)),
+        pa.timestamp("us", "UTC"): st.one_of(st.none(), st.integers(-(10**17), 10**18)),
+        pa.list_(pa.int64()): st.one_of(st.none(), st.lists(numbers, max_size=2)),
+        pa.struct([("on", pa.bool_())]): st.one_of(st.none(), st.just({"on": None}), st.just({"on": True})),
+    }
+    row = st.fixed_dictionaries({field.name: kinds[field.type] for field in schema})
+    return st.lists(row, max_size=4).map(
+        lambda rows: pa.RecordBatch.from_arrays(
+            [
+                pa.array([row[field.name] for row in rows], pa.int32() if pa.types.is_date(field.type) else None).cast(
+                    field.type
+                )
+                if pa.types.is_date(field.type)
+                else pa.array([row[field.name] for row in rows], field.type)
+                for field in schema
+            ],
+            schema=schema,
+        )
+    )
+
 
 # -- random payloads -------------------------------------------------------------------------------------------------
 
@@ -300,7 +339,105 @@ payloads = st.lists(
 )
 
 
+PLAIN = {**RANDOM, "properties": {name: RANDOM["properties"][name] for name in ("id", "ratio", "name", "at", "all")}}
+PLAIN["properties"] |= {
+    "in": {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]},
+    "kind": {"enum": ["a", "b", None]},
+    "day": {"type": "string", "format": "date"},
+    "size": {"type": ["integer", "null"], "minimum": 0, "exclusiveMaximum": 10},
+    "share": {"type": "number", "maximum": 1},
+}
+CLOSED = {
+    "type": "object",
+    "properties": {"id": {"type": "integer"}, "name": {"type": ["string", "null"]}, "ratio": {"type": "number"}},
+    "additionalProperties": False,
+}
+odd = st.one_of(st.integers(-12, 12), st.floats(allow_nan=False), texts, st.none(), st.booleans(), st.just(2**53 + 1))
+times = st.one_of(
+    st.datetimes(timezones=st.just(datetime.UTC)).map(lambda at: at.isoformat()),
+    st.from_regex(
+        r"\A20[0-9]{2}-[0-9]{2}-[0-9]{2}([Tt ][0-9]{2}:[0-9]{2}(:[0-9]{2})?(\.[0-9]+)?(Z|z|[+-][0-9]{2}:?[0-9]{2})?)?\Z"
+    ),
+)
+nearly = st.fixed_dictionaries(
+    {"id": st.one_of(odd, st.integers(-9, 9))},
+    optional={
+        "ratio": odd,
+        "name": odd,
+        "at": times,
+        "all": st.lists(odd, max_size=2),
+        "in": st.one_of(odd, st.dictionaries(st.sampled_from(["on", "off"]), st.booleans() | st.none())),
+        "kind": st.sampled_from(["a", "b", "c", None]),
+        "day": times,
+        "size": odd,
+        "share": odd,
+        "more": st.floats(),
+    },
+).map(lambda each: json.dumps(each).encode())
+
+
 @settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([PLAIN, CLOSED]),
+    st.lists(st.one_of(nearly, valid.map(lambda e: json.dumps(e).encode())), max_size=6),
+)
+@example(PLAIN, [b'{"id": 1, "id": 2}', b'{"id": 1, "more": 1, "more": 2}', b'{"id": 1, "more": "Info"}', b'{"id": 2'])
+@example(PLAIN, [b'{"id": 1, "at": "2026-01-01T10:00Z"}', b'{"id": 1, "at": "2026-01-01 10:00:00Z"}'])
+@example(PLAIN, [b'{"id": 1, "share": 9007199254740993}', b'{"id": 1, "ratio": NaN}', b'{"id": 1, "kind": null}'])
+def test_what_columns_show_to_be_valid_is_what_the_validator_says(schema, found):
+    format = made(schema)
+    assert check_of(format.schema) is not None
+    bulk = decode(format, found)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "check_of", lambda schema: None)
+        one_by_one = decode(format, found)
+    assert rules(bulk) == rules(one_by_one)
+    assert bulk.failures.reasons == one_by_one.failures.reasons
+    assert bulk.rows.to_pylist() == one_by_one.rows.to_pylist()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_rows_are_refused_just_when_the_validator_says_so(data):
+    format = made(data.draw(st.sampled_from([PLAIN, CLOSED])))
+    numbers = st.one_of(st.none(), st.integers(-3, 12))
+    rows = data.draw(rows_of(format.columns(), numbers))
+    names = data.draw(st.lists(st.sampled_from(rows.schema.names), unique=True, min_size=1))
+    rows = rows.select(names)
+
+    def answer() -> Any:
+        try:
+            return format.encode(rows).to_pylist()
+        except DataError as error:
+            return error.message
+
+    bulk = answer()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "check_of", lambda schema: None)
+        assert answer() == bulk
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"properties": {"x": {"type": "string", "pattern": "a"}}},
+        {"properties": {"x": {"type": "string", "format": "email"}}},
+        {"properties": {"x": {"type": "integer", "multipleOf": 2}}},
+        {"properties": {"x": {"type": "integer", "maximum": 2**60}}},
+        {"properties": {"x": {"type": ["integer", "string"]}}},
+        {"properties": {"x": {"enum": [1]}}},
+        {"properties": {"x": {"type": "integer"}}, "required": ["y"]},
+        {"properties": {"x": {"type": "integer"}}, "minProperties": 1},
+        {"properties": {"x": {"type": "integer"}}, "additionalProperties": {"type": "integer"}},
+        {"properties": {"x": {"$ref": "#/properties/x"}}},
+    ],
+    ids=str,
+)
+def test_what_columns_cannot_show_is_left_to_the_validator(more):
+    assert check_of(WireSchema("json_schema", json.dumps({"type": "object", **more}))) is None
+
+
+@settings(max_examples=40, deadline=None)
 @given(payloads)
 def test_each_payload_is_decoded_as_if_it_were_alone(found):
     format = made(RANDOM)

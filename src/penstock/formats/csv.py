@@ -85,7 +85,7 @@ class Csv(Format[CsvConfig]):
         else:
             wrong, wanted = sizes != len(schema), str(len(schema))
         for at in np.flatnonzero(wrong).tolist():
-            bad.setdefault(at, ("csv.values", f"it has {sizes[at]:,} values instead of {wanted}"))
+            bad.setdefault(at, ("csv.values", f"the number of its values is {sizes[at]:,} instead of {wanted}"))
         rows, bad = _typed(records, schema, bad)
         failed |= {int(left[at]): why for at, why in bad.items()}
         return Decoded.of(rows, left[_kept(len(left), bad)], everyone[is_null], failed)

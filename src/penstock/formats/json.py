@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -22,13 +20,12 @@ from penstock.formats.inference import (
     depth_of,
     fields_of,
     fit,
-    keys_of,
     schema_of,
     size_of,
     widen,
     without,
 )
-from penstock.formats.json_parse import MAX_DEPTH, Screened, has_whole_lists, read, unbalanced, value
+from penstock.formats.json_parse import MAX_DEPTH, Screened, has_whole_lists, of_another_kind, read, unbalanced, value
 from penstock.formats.json_text import objects
 
 _PIECE_BYTES = 64 << 20
@@ -36,8 +33,6 @@ _PIECE_BYTES = 64 << 20
 _HEAD_ROWS = 64
 _SLOW_ROWS = 512
 """Where a bad payload cannot be found by its looks, so many around it are looked at one by one."""
-_FIRST = {"bool": "tf", "int64": r"\-0-9", "double": r"\-0-9", "string": '"'}
-"""The first characters of a value, by kind."""
 
 
 class JsonConfig(Config):
@@ -84,6 +79,7 @@ class _Reading:
         self._options = options
         self._known = known
         self._fields: Fields = fields_of(known) if known is not None else {}
+        self._size = size_of(self._fields)
         self._batches: list[pa.RecordBatch] = []
 
     def rows(self) -> pa.RecordBatch:
@@ -101,8 +97,9 @@ class _Reading:
             bad = self._closely(bodies.slice(0, _SLOW_ROWS))
             return bad | {at + _SLOW_ROWS: why for at, why in self.take(bodies.slice(_SLOW_ROWS)).items()}
         bad, left = {}, np.arange(len(bodies))
-        for suspects in (self._of_another_kind, unbalanced):
-            found = self._confirmed(bodies, suspects(bodies))
+        for is_cut in (False, True):
+            suspects = unbalanced(bodies) if is_cut else of_another_kind(bodies, self._fields)
+            found = self._confirmed(bodies, suspects)
             bad |= {int(left[at]): why for at, why in found.items()}
             keep = np.ones(len(left), bool)
             keep[list(found)] = False
@@ -122,7 +119,7 @@ class _Reading:
             return False
         if not all(_is_plain(column, self._fields.get(n)) for n, column in zip(batch.schema.names, batch, strict=True)):
             return False
-        self._fields = fields
+        self._set(fields)
         self._batches.append(batch)
         return True
 
@@ -142,21 +139,6 @@ class _Reading:
             return without(fields_of(read(head, None, "infer").schema), frozenset({None, "bool", "int64", "double"}))
         except pa.ArrowInvalid:
             return {}
-
-    def _of_another_kind(self, bodies: pa.Array) -> Positions:
-        """The bodies in which the first character after a known name is none of its kind's."""
-        first: dict[str, str] = {}
-        for name, kind in keys_of(self._fields):
-            if kind is not None:
-                one = _FIRST[kind] if isinstance(kind, str) else r"\[" if isinstance(kind, list) else "{"
-                first[name] = first.get(name, "") + one
-        groups: dict[str, list[str]] = {}
-        for name, characters in first.items():
-            groups.setdefault(characters, []).append(re.escape(json.dumps(name, ensure_ascii=False)[1:-1]))
-        if not groups or len(first) > 1000:
-            return np.empty(0, np.int64)
-        pattern = "|".join(rf'"(?:{"|".join(names)})" ?: ?[^n {chars}]' for chars, names in groups.items())
-        return np.flatnonzero(pc.match_substring_regex(bodies, pattern).to_numpy(zero_copy_only=False))
 
     def _confirmed(self, bodies: pa.Array, suspects: Positions) -> Failed:
         """Those of the suspects that have no place in the columns of before: more columns would not help them."""
@@ -179,7 +161,7 @@ class _Reading:
             good: list[bytes] = []
             for at, body in enumerate(piece.to_pylist(), start):
                 try:
-                    self._fields = self._widened(body)
+                    self._set(self._widened(body))
                     good.append(body)
                 except Misfit as misfit:
                     bad[at] = misfit.rule, misfit.reason
@@ -187,11 +169,18 @@ class _Reading:
         return bad
 
     def _widened(self, body: bytes) -> Fields:
-        fields = widen(self._fields, value(body), max_depth=self._options.max_depth)
+        row, before = value(body), self._fields
+        fields = widen(before, row, max_depth=self._options.max_depth)
         assert isinstance(fields, dict)
-        if fields is not self._fields and size_of(fields) > self._options.max_columns:
-            raise Misfit("json.columns", f"with it there would be more than {self._options.max_columns:,} columns")
+        if fields is not before:
+            added = sum(size_of(fields[name]) - size_of(before.get(name)) + (name not in before) for name in row)
+            if self._size + added > self._options.max_columns:
+                raise Misfit("json.columns", f"with it there would be more than {self._options.max_columns:,} columns")
         return fields
+
+    def _set(self, fields: Fields) -> None:
+        if fields is not self._fields:
+            self._fields, self._size = fields, size_of(fields)
 
 
 def _asked(fields: Fields) -> pa.Schema | None:

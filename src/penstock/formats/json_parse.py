@@ -9,6 +9,7 @@ when there are as many rows as payloads, every payload is one row.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -19,7 +20,7 @@ from pyarrow import types
 from pydantic_core import from_json
 
 from penstock.formats import Failed, Positions
-from penstock.formats.inference import Misfit
+from penstock.formats.inference import Fields, Misfit, keys_of
 
 MAX_DEPTH = 200
 """Deeper payloads are refused by every JSON format: time and stack grow with the square of the depth."""
@@ -27,28 +28,19 @@ MAX_DEPTH = 200
 _BOM = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
 _OPENING, _CLOSING = 0x7B, 0x7D  # `{` and `[`, `}` and `]`, once bit 0x20 is set
+_FIRST = {"bool": "tf", "int64": r"\-0-9", "double": r"\-0-9", "string": '"'}
+"""The first characters of a value, by kind."""
+_MOST_BYTES = (1 << 31) - 2
 _DEEP_BYTES = 2 * MAX_DEPTH
 
 
-class Screened:
-    """The payloads that may be one JSON object each, and what is wrong with the others."""
+class Bodies:
+    """Payloads that are still good, and what is wrong with the others."""
 
-    def __init__(self, payloads: pa.Array) -> None:
-        if payloads.type != pa.binary():
-            payloads = payloads.cast(pa.binary())
-        valid = payloads.is_valid() if payloads.null_count else None
-        everyone = np.arange(len(payloads), dtype=np.int64)
+    def __init__(self, bodies: pa.Array, positions: Positions) -> None:
+        self.bodies = bodies
+        self.positions = positions
         self.failures: Failed = {}
-        self.tombstones: Positions = everyone[:0]
-        self.positions: Positions = everyone
-        self.bodies: pa.Array = payloads
-        if valid is not None:
-            mask = valid.to_numpy(zero_copy_only=False)
-            self.tombstones, self.positions = everyone[~mask], everyone[mask]
-            self.bodies = payloads.filter(valid)
-        self._trim()
-        self._drop_invalid_text()
-        self._drop_deep()
 
     def drop(self, found: Failed) -> None:
         """Turn bodies, by their place among the bodies, into failures."""
@@ -59,6 +51,24 @@ class Screened:
         keep[list(found)] = False
         self.positions = self.positions[keep]
         self.bodies = self.bodies.filter(pa.array(keep))
+
+
+class Screened(Bodies):
+    """The payloads that may be one JSON object each, and the nulls among them."""
+
+    def __init__(self, payloads: pa.Array) -> None:
+        if payloads.type != pa.binary():
+            payloads = payloads.cast(pa.binary())
+        everyone = np.arange(len(payloads), dtype=np.int64)
+        super().__init__(payloads, everyone)
+        self.tombstones: Positions = everyone[:0]
+        if payloads.null_count:
+            is_valid = payloads.is_valid().to_numpy(zero_copy_only=False)
+            self.tombstones, self.positions = everyone[~is_valid], everyone[is_valid]
+            self.bodies = payloads.filter(pa.array(is_valid))
+        self._trim()
+        self._drop_invalid_text()
+        self._drop_deep()
 
     def _trim(self) -> None:
         """White space and a byte order mark around an object do not count; anything else around it does."""
@@ -107,10 +117,14 @@ class Screened:
         self.drop(found)
 
 
-def read(bodies: pa.Array, explicit: pa.Schema | None, unexpected: Literal["infer", "ignore"]) -> pa.RecordBatch:
+def read(
+    bodies: pa.Array, explicit: pa.Schema | None, unexpected: Literal["infer", "ignore", "error"]
+) -> pa.RecordBatch:
     """One row per body, which are screened; `ArrowInvalid` if any of them is no object or does not fit the schema."""
     if not len(bodies):
         return pa.RecordBatch.from_pylist([], explicit or pa.schema([]))
+    if bodies.nbytes + len(bodies) > _MOST_BYTES:
+        raise pa.ArrowInvalid("more text than Arrow can hold in one value")
     lists = pa.ListArray.from_arrays(pa.array([0, len(bodies)], pa.int32()), bodies)
     text = pc.binary_join(lists, b"\n").buffers()[2]
     table = pyarrow.json.read_json(
@@ -129,7 +143,8 @@ def read(bodies: pa.Array, explicit: pa.Schema | None, unexpected: Literal["infe
 def has_whole_lists(values: pa.Array) -> bool:
     """False when pyarrow lost nulls at the beginning of a list, as it does in lists whose type it infers."""
     if types.is_struct(values.type):
-        return all(has_whole_lists(values.field(at)) for at in range(values.type.num_fields))
+        children = [values.field(at) for at in range(values.type.num_fields)]
+        return all(len(child) == len(values) and has_whole_lists(child) for child in children)
     if types.is_list(values.type):
         items = values.values
         return len(items) == (values.offsets[-1].as_py() if len(values) else 0) and has_whole_lists(items)
@@ -194,6 +209,22 @@ def invalid_text(bodies: pa.Array) -> list[int]:
     return found
 
 
+def of_another_kind(bodies: pa.Array, fields: Fields) -> Positions:
+    """The bodies in which the first character after a known name is none of its kind's: bad ones, most likely."""
+    first: dict[str, str] = {}
+    for name, kind in keys_of(fields):
+        if kind is not None:
+            one = _FIRST[kind] if isinstance(kind, str) else r"\[" if isinstance(kind, list) else "{"
+            first[name] = first.get(name, "") + one
+    groups: dict[str, list[str]] = {}
+    for name, characters in first.items():
+        groups.setdefault(characters, []).append(re.escape(json.dumps(name, ensure_ascii=False)[1:-1]))
+    if not groups or len(first) > 1000:
+        return np.empty(0, np.int64)
+    pattern = "|".join(rf'"(?:{"|".join(names)})" ?: ?[^n {chars}]' for chars, names in groups.items())
+    return np.flatnonzero(pc.match_substring_regex(bodies, pattern).to_numpy(zero_copy_only=False))
+
+
 def unbalanced(bodies: pa.Array) -> Positions:
     """The bodies with unequal numbers of opening and closing brackets: cut short, most likely."""
     edges, data = spans(bodies)
@@ -203,17 +234,15 @@ def unbalanced(bodies: pa.Array) -> Positions:
 
 
 def _without_lost_nulls(values: pa.Array) -> pa.Array:
-    """pyarrow also loses nulls in lists that hold nothing else, whether it infers their type or is given it."""
+    """pyarrow also loses nulls in lists and structs that hold nothing else, whether it infers the type or is given it."""
     kind = values.type
-    if "list<item: null>" not in str(kind):
+    if not types.is_nested(kind) or ": null" not in str(kind):
         return values
     if types.is_struct(kind):
-        children = [_without_lost_nulls(values.field(at)) for at in range(kind.num_fields)]
-        buffers = values.buffers()[:1]
+        inner, size, buffers = [values.field(at) for at in range(kind.num_fields)], len(values), values.buffers()[:1]
     else:
-        is_last = types.is_null(kind.value_type)
-        children = [pa.nulls(values.offsets[-1].as_py()) if is_last else _without_lost_nulls(values.values)]
-        buffers = values.buffers()[:2]
+        inner, size, buffers = [values.values], values.offsets[-1].as_py() if len(values) else 0, values.buffers()[:2]
+    children = [pa.nulls(size) if types.is_null(each.type) else _without_lost_nulls(each) for each in inner]
     return pa.Array.from_buffers(kind, len(values), buffers, values.null_count, 0, children)
 
 

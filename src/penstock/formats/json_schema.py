@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import jsonschema_rs
@@ -16,9 +16,11 @@ from pyarrow import types
 
 from penstock.config import Config
 from penstock.errors import ConfigError, DataError, SchemaError
-from penstock.formats import Decoded, Failed, Format, Resolver, WireSchema, framing
+from penstock.formats import Decoded, Failed, Format, Positions, Resolver, WireSchema, framing
 from penstock.formats.inference import Misfit
-from penstock.formats.json_parse import Screened, explain, read, value
+from penstock.formats.inference import fields_of as kinds_of
+from penstock.formats.json_parse import Bodies, Screened, explain, of_another_kind, read, spans, unbalanced, value
+from penstock.formats.json_schema_bulk import certain, check_of
 from penstock.formats.json_schema_types import ANY, Map, Node, Struct, fields_of, is_plain, type_of
 from penstock.formats.json_text import entries, list_text, map_text, members, text_of, with_nulls_of
 
@@ -65,10 +67,7 @@ class JsonSchema(Format[JsonSchemaConfig]):
         screened = Screened(payloads)
         screened.failures |= unframed
         screened.tombstones = np.setdiff1d(screened.tombstones, np.array(list(unframed), np.int64))
-        hard = [name for name, node in self._fields.items() if not is_plain(node)]
-        kept = self._drop_invalid(screened, keep=bool(hard))
-        columns = self._from_values(screened, hard, kept)
-        rows = self._from_bodies(screened, columns)
+        rows = self._in_bulk(screened)
         return Decoded.of(rows, screened.positions, screened.tombstones, screened.failures)
 
     def encode(self, rows: pa.RecordBatch) -> pa.Array:
@@ -81,9 +80,10 @@ class JsonSchema(Format[JsonSchemaConfig]):
             )
         text = _members(rows.schema.names, rows.columns, rows.num_rows, self._fields)
         payloads = text.cast(pa.binary())
-        bad, _ = _invalid(_validator(self._schema), payloads, keep=False)
+        doubtful = self._doubtful(rows)
+        bad, _ = _invalid(_validator(self._schema), payloads.take(pa.array(doubtful)), keep=False)
         if bad:
-            raise _refusal(bad, rows.num_rows)
+            raise _refusal({int(doubtful[at]): why for at, why in bad.items()}, rows.num_rows)
         if self.options.framing == "none":
             return payloads
         if not self._schema.id:
@@ -93,7 +93,53 @@ class JsonSchema(Format[JsonSchemaConfig]):
             )
         return framing.add(payloads, self._schema.id)
 
-    def _drop_invalid(self, screened: Screened, keep: bool) -> list[Any]:
+    def _in_bulk(self, screened: Bodies) -> pa.RecordBatch:
+        """Rows whose columns show that they are valid are taken as they are read; the validator sees the others."""
+        check, schema = check_of(self._schema), self.columns()
+        if check is None:
+            return self._validated(screened)
+        asked = pa.schema([(field.name, _as_text(field.type)) for field in schema])
+        bodies = screened.bodies
+        unexpected: Literal["error", "ignore"] = "error" if check.is_closed else "ignore"
+        is_sure = np.ones(len(bodies), bool)
+        is_sure[_with_constants(bodies)] = False
+        for suspects in (_no_one, partial(of_another_kind, fields=kinds_of(asked)), unbalanced):
+            is_sure[suspects(bodies)] = False
+            try:
+                found = read(bodies.filter(pa.array(is_sure)), asked, unexpected)
+                is_valid = certain(found, check)
+                sure = _cast(found if is_valid.all() else found.filter(pa.array(is_valid)), schema)
+                break
+            except pa.ArrowInvalid:
+                continue
+        else:
+            return self._validated(screened)
+        is_sure[np.flatnonzero(is_sure)[~is_valid]] = False
+        if is_sure.all():
+            return sure
+        doubtful = np.flatnonzero(~is_sure)
+        others = Bodies(bodies.take(pa.array(doubtful)), doubtful)
+        rest = self._validated(others)
+        screened.drop(others.failures)
+        if not rest.num_rows:
+            return sure
+        places = np.concatenate([np.flatnonzero(is_sure), others.positions])
+        return pa.concat_batches([sure, rest]).take(pa.array(np.argsort(places, kind="stable")))
+
+    def _validated(self, screened: Bodies) -> pa.RecordBatch:
+        hard = [name for name, node in self._fields.items() if not is_plain(node)]
+        kept = self._drop_invalid(screened, keep=bool(hard))
+        return self._from_bodies(screened, self._from_values(screened, hard, kept))
+
+    def _doubtful(self, rows: pa.RecordBatch) -> Positions:
+        """The rows whose columns do not show that their payloads are valid."""
+        check = check_of(self._schema)
+        columns = self.columns()
+        if check is None or any(field.type != columns.field(field.name).type for field in rows.schema):
+            return np.arange(rows.num_rows)
+        return np.flatnonzero(~certain(rows, check, is_written=True))
+
+    def _drop_invalid(self, screened: Bodies, keep: bool) -> list[Any]:
         """The values of the valid bodies, if asked for; the others become failures."""
         bad, kept = _invalid(_validator(self._schema), screened.bodies, keep)
         screened.drop(bad)
@@ -103,7 +149,7 @@ class JsonSchema(Format[JsonSchemaConfig]):
                 kept[at] = json.loads(screened.bodies[at].as_py())
         return kept
 
-    def _from_values(self, screened: Screened, names: list[str], kept: list[Any]) -> dict[str, list[Any]]:
+    def _from_values(self, screened: Bodies, names: list[str], kept: list[Any]) -> dict[str, list[Any]]:
         """The columns that pyarrow cannot read by itself: JSON text, maps, and what holds them."""
         node = Struct({name: self._fields[name] for name in names})
         if not names:
@@ -118,7 +164,7 @@ class JsonSchema(Format[JsonSchemaConfig]):
         screened.drop(bad)
         return {name: [row[name] for row in rows] for name in names}
 
-    def _from_bodies(self, screened: Screened, columns: dict[str, list[Any]]) -> pa.RecordBatch:
+    def _from_bodies(self, screened: Bodies, columns: dict[str, list[Any]]) -> pa.RecordBatch:
         """All columns: those that pyarrow can read by itself are read from the bodies, at once if possible."""
         easy = pa.schema([field for field in self.columns() if field.name not in columns])
         asked = pa.schema([(field.name, _as_text(field.type)) for field in easy])
@@ -159,6 +205,19 @@ class JsonSchema(Format[JsonSchemaConfig]):
 
 
 _NONE = pa.array([], pa.binary())
+
+
+def _with_constants(bodies: pa.Array) -> Positions:
+    """The bodies that may hold NaN or Infinity, which pyarrow reads, also where it ignores them."""
+    edges, data = spans(bodies)
+    at = np.flatnonzero((data[:-2] == 0x4E) | (data[:-2] == 0x49))
+    at = at[((data[at + 1] == 0x61) & (data[at + 2] == 0x4E)) | ((data[at + 1] == 0x6E) & (data[at + 2] == 0x66))]
+    found: Positions = np.searchsorted(edges, at, side="right") - 1
+    return found
+
+
+def _no_one(bodies: pa.Array) -> Positions:
+    return np.empty(0, np.int64)
 
 
 @lru_cache

@@ -120,7 +120,8 @@ def _list_text(column: pa.Array, name: str) -> pa.Array:
     if types.is_map(column.type):
         keys, values = entries(column)
         return map_text(column, keys, text_of(values, name))
-    column = pc.cast(column, pa.list_(column.type.value_type))
+    if not types.is_list(column.type):  # a cast to the same type breaks lists of structs of nulls
+        column = pc.cast(column, pa.list_(column.type.value_type))
     return list_text(column, text_of(column.flatten(), name))
 
 

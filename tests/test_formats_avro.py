@@ -336,6 +336,22 @@ def test_nan_duration_and_fixed_uuid_keep_their_values():
     assert avro.encode(rows).to_pylist() == [payload]
 
 
+def test_a_record_without_fields_still_has_rows():
+    avro = format_of(record())
+    decoded = avro.decode(binary([b"", None, b"x"]))
+    assert (decoded.rows.num_rows, decoded.positions.tolist()) == (2, [0, 1])
+    assert avro.encode(decoded.rows).to_pylist() == [b"", b""]
+
+
+def test_a_large_fixed_costs_no_more_than_its_bytes():
+    avro = format_of(record(("f", ["null", {"type": "fixed", "name": "F", "size": 100_000}])))
+    values = [b"a" * 100_000, None, b"b" * 100_000]
+    payloads = [*(b"\x00" if each is None else b"\x02" + each for each in values), b"\x02short"]
+    decoded = avro.decode(binary(payloads * 50))
+    assert decoded.rows.column("f").to_pylist() == values * 50
+    assert decoded.failures.rules == ("avro.truncated",) * 50
+
+
 def test_decimals_with_more_bytes_than_they_need_keep_their_value():
     avro = format_of(record(("f", logical("bytes", "decimal", precision=5, scale=2))))
     wide = [b"\x00" * 30 + b"\x01\x00", b"\xff" * 31 + b"\x01", b"\x01" + b"\x00" * 31]

@@ -8,6 +8,8 @@ import json
 import fastavro
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.errors import DataError, SchemaError
 from penstock.formats import WireSchema, framing
@@ -77,6 +79,42 @@ def test_a_payload_is_read_as_the_reader_describes_it(writer, reader, row, wante
     assert len(decoded.failures) == 0
     assert decoded.rows.schema == avro.columns()
     assert decoded.rows.to_pylist() == [wanted] * 2
+
+
+WIDER = {"int": ["int", "long", "float", "double"], "long": ["long", "double"], "float": ["float", "double"],
+         "string": ["string", "bytes"], "bytes": ["bytes"]}  # fmt: skip
+VALUES = {"int": st.integers(-(2**20), 2**20), "long": st.integers(-(2**50), 2**50), "bytes": st.binary(max_size=5),
+          "float": st.floats(width=32, allow_nan=False), "string": st.text(max_size=5)}  # fmt: skip
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_reader_that_fastavro_allows_reads_the_same(data):
+    kinds = data.draw(st.lists(st.sampled_from(sorted(WIDER)), min_size=1, max_size=5))
+    writer = record(*((f"f{i}", ["null", kind] if data.draw(st.booleans()) else kind) for i, kind in enumerate(kinds)))
+    fields = [
+        {"name": "added", "type": ["null", "string"], "default": None},
+        {"name": "n", "type": "int", "default": 7},
+    ]
+    for i, kind in enumerate(kinds):
+        if not data.draw(st.booleans()):
+            continue  # passed over
+        wider = data.draw(st.sampled_from(WIDER[kind]))
+        has_null = isinstance(writer["fields"][i]["type"], list)
+        made = ["null", wider] if has_null or data.draw(st.booleans()) else wider
+        alias = data.draw(st.booleans())
+        fields.append({"name": f"new{i}" if alias else f"f{i}", "type": made, "aliases": [f"f{i}"] if alias else []})
+    reader = record() | {"fields": data.draw(st.permutations(fields))}
+    row = {f"f{i}": data.draw(VALUES[kind]) for i, kind in enumerate(kinds)}
+    for field in writer["fields"]:
+        if isinstance(field["type"], list) and data.draw(st.booleans()):
+            row[field["name"]] = None
+    payloads = written(writer, [row])
+    wanted = fastavro.schemaless_reader(
+        io.BytesIO(payloads[0]), fastavro.parse_schema(writer), fastavro.parse_schema(reader)
+    )
+    avro = format_of(reader, "confluent", {1: WireSchema("avro", json.dumps(writer))}.__getitem__, id=2)
+    assert avro.decode(framing.add(binary(payloads), 1)).rows.to_pylist() == [wanted]
 
 
 def test_defaults_aliases_and_symbols_are_the_readers():

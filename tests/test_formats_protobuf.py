@@ -119,8 +119,8 @@ SCALARS = {
     P.TYPE_FIXED32: st.integers(0, 2**32 - 1),
     P.TYPE_SFIXED64: st.integers(-(2**63), 2**63 - 1),
     P.TYPE_BOOL: st.booleans(),
-    P.TYPE_FLOAT: st.floats(width=32, allow_nan=False),
-    P.TYPE_DOUBLE: st.floats(allow_nan=False),
+    P.TYPE_FLOAT: st.floats(width=32, allow_nan=False).map(lambda value: value + 0.0),  # -0.0 is written as 0.0
+    P.TYPE_DOUBLE: st.floats(allow_nan=False).map(lambda value: value + 0.0),
     P.TYPE_STRING: st.text(max_size=6),
     P.TYPE_BYTES: st.binary(max_size=6),
 }
@@ -438,6 +438,21 @@ def test_structs_are_json_both_ways(order, make):
         None,
         {},
     ]
+
+
+def test_free_form_values_that_are_no_json_fall_out_alone(order):
+    nan = b"\x52\x10\x0a\x0e\x0a\x01a\x12\x09\x11" + b"\0\0\0\0\0\0\xf8\x7f"
+    decoded = order.decode(binary([b"\x08\x01", b"\x52\x01\xff", b"\x52\x00", nan]))
+    assert decoded.positions.tolist() == [0, 2]
+    assert decoded.rows.column("extra").to_pylist() == [None, "{}"]
+    assert decoded.failures.rules == ("protobuf.content",) * 2
+
+
+def test_a_message_without_fields_still_has_rows():
+    nothing = Protobuf(ProtobufConfig(), WireSchema("protobuf", 'syntax = "proto3"; message M {}'))
+    decoded = nothing.decode(binary([b"", None, b"\x08\x01", b"\xff"]))
+    assert (decoded.rows.num_rows, decoded.positions.tolist()) == (3, [0, 1, 2])
+    assert nothing.encode(decoded.rows).to_pylist() == [b""] * 3
 
 
 def test_a_format_travels_to_tasks_compiled(order):

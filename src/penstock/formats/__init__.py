@@ -176,7 +176,7 @@ BUILT_IN: dict[str, Entry] = {
         Entry("json", "penstock.formats.json:Json"),
         Entry("json_schema", "penstock.formats.json_schema:JsonSchema", "json_schema", ("jsonschema_rs", "orjson")),
         Entry("avro", "penstock.formats.avro:Avro"),
-        Entry("protobuf", "penstock.formats.protobuf:Protobuf", "protobuf", ("ptars", "google.protobuf", "grpc_tools")),
+        Entry("protobuf", "penstock.formats.protobuf:Protobuf", "protobuf", ("ptars", "grpc_tools")),
         Entry("debezium", "penstock.formats.debezium:Debezium"),
         Entry("csv", "penstock.formats.csv:Csv"),
         Entry("string", "penstock.formats.plain:String"),

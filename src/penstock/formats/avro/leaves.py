@@ -240,14 +240,14 @@ class Fixed(Node):
         size = self.writer.size
         if self.reader.logical == "decimal":
             return decimals(self, scan, starts, np.full(count, size), rows)
+        if not self.reader.logical:
+            return scan.gathered(starts, np.where(starts < scan.pad, size, 0)).cast(self.arrow)
         table = scan.table(starts, size)
         if self.reader.logical == "uuid":
             return _uuids(table)
-        if self.reader.logical == "duration":
-            columns = np.ascontiguousarray(table).view("<u4").astype(np.int64).reshape(count, 3)
-            arrays = [pa.array(np.ascontiguousarray(columns[:, each])) for each in range(3)]
-            return pa.StructArray.from_arrays(arrays, fields=list(self.arrow))
-        return varint.binary(np.ascontiguousarray(table).reshape(-1), np.arange(count + 1) * size)
+        columns = np.ascontiguousarray(table).view("<u4").astype(np.int64).reshape(count, 3)
+        arrays = [pa.array(np.ascontiguousarray(columns[:, each])) for each in range(3)]
+        return pa.StructArray.from_arrays(arrays, fields=list(self.arrow))
 
     def one(self, reader: Reader) -> Any:
         return fixed_value(self, reader.take(self.writer.size, self.path))

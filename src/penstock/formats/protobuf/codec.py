@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from penstock.errors import SchemaError
 from penstock.formats import varint
+from penstock.formats.pieces import record_batch
 from penstock.formats.protobuf import columns
 from penstock.formats.protobuf.files import message_names, pool_of
 from penstock.formats.varint import Ints
@@ -44,7 +45,7 @@ class Codec:
         rows = self._attempt(bodies)
         if rows is None:
             rows, bad = self._without_bad(bodies)
-        return self._widened(rows), bad
+        return rows, bad
 
     def encode(self, rows: pa.RecordBatch) -> pa.Array:
         given = rows.schema.names
@@ -63,19 +64,18 @@ class Codec:
 
     def _attempt(self, bodies: pa.Array) -> pa.RecordBatch | None:
         try:
-            return self.handler.array_to_record_batch(bodies)
+            return self._widened(self.handler.array_to_record_batch(bodies), len(bodies))
         except ValueError:
             return None
 
-    def _widened(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+    def _widened(self, rows: pa.RecordBatch, count: int) -> pa.RecordBatch:
         arrays = []
         for target in self.schema:
             column, field = rows.column(target.name), self.message.fields_by_name[target.name]
             if columns.has_free_form(field):
                 column = columns.mapped(column, field, target.name, columns.to_json)
             arrays.append(columns.widened(column, target.type))
-        struct = pa.Array.from_buffers(pa.struct(list(self.schema)), rows.num_rows, [None], 0, children=arrays)
-        return pa.RecordBatch.from_struct_array(struct)
+        return record_batch(arrays, self.schema, count)
 
     def _without_bad(self, bodies: pa.Array) -> tuple[pa.RecordBatch, dict[int, tuple[str, str]]]:
         """
@@ -97,7 +97,7 @@ class Codec:
         found = self._halves(bodies, 0)
         bad |= {int(left[place]): CONTENT for place in found}
         _, bodies = _without(found, left, bodies)
-        return self.handler.array_to_record_batch(bodies), bad
+        return self._widened(self.handler.array_to_record_batch(bodies), len(bodies)), bad
 
     def _halves(self, bodies: pa.Array, first: int) -> list[int]:
         if self._attempt(bodies) is not None:

@@ -142,7 +142,7 @@ def is_free_form(field: FieldDescriptor) -> bool:
 
 
 def to_json(array: pa.Array, field: FieldDescriptor, path: str) -> pa.Array:
-    """Free-form values from bytes to JSON text; other values as they are. What is no such message becomes null."""
+    """Free-form values from bytes to JSON text; other values as they are. Raises ValueError for one that is no JSON."""
     if not is_free_form(field) or not types.is_binary(array.type):
         return array
     make = FREE_FORM[field.message_type.full_name]
@@ -183,13 +183,13 @@ def encodable(array: pa.Array, field: FieldDescriptor, path: str) -> pa.Array:
     return _by_value(array, pa.binary(), encoded)
 
 
-def _json_text(make: Callable[[], Any], data: bytes) -> str | None:
+def _json_text(make: Callable[[], Any], data: bytes) -> str:
     message = make()
     try:
         message.ParseFromString(data)
         return str(json_format.MessageToJson(message, indent=None, sort_keys=True, ensure_ascii=False))
-    except (DecodeError, json_format.SerializeToJsonError, ValueError, TypeError, RecursionError):
-        return None
+    except (DecodeError, json_format.SerializeToJsonError, TypeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
 
 
 def _by_value(array: pa.Array, target: pa.DataType, convert: Callable[[Any], Any]) -> pa.Array:

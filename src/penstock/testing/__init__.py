@@ -2,7 +2,8 @@
 The kit: conformance tests for any connector, the crash suite, and the parts that they are made of.
 
 A source's test is a subclass of `SourceContract` with a fixture `source`, a table source's one of `TableSourceContract`
-with `source`, `change` and `content`, a capture's one of `CaptureContract` with `source` and `more`, a sink's one of `SinkContract` with `sink` and `visible`; an exactly-once sink adds a
+with `source`, `change` and `content`, a capture's one of `CaptureContract` with `source` and `more`,
+ a sink's one of `SinkContract` with `sink` and `visible`; an exactly-once sink adds a
 `CrashContract`. Needs pytest.
 """
 

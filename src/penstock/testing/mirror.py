@@ -81,6 +81,8 @@ class Mirror:
                     time.sleep(0.05)
                     continue
                 committed += report is not None
+                if report is None and loop.unacked:
+                    loop.ack()
                 ended = {"killed": False, "copied": True, "caught_up": report is None and not loop.unacked}[until]
                 if ended and not _copying(loop):
                     return committed

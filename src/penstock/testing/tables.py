@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,12 +156,12 @@ class TableSourceContract(SourceContract):
             copied.check()
 
     def test_changes_while_tables_are_copied_count_once(self, mirror: TableMirror, change: Any) -> None:
-        killed = True
-        while killed:  # one epoch at a time
-            killed = mirror.killed("ack.after=kill")
-            if killed and not all(table.complete for table in mirror.states().values()):
-                for stream in mirror.states():
-                    change(stream)
+        for _ in range(RANGES):
+            assert mirror.killed("ack.after=kill"), "no epoch, and the copies are not complete"
+            if all(table.complete for table in mirror.states().values()):
+                break
+            for stream in mirror.states():
+                change(stream)
         mirror.run()
         mirror.check()
 
@@ -221,15 +222,17 @@ class TableSourceContract(SourceContract):
         with _opened(mirror) as opened:
             bound = opened.latest(opened.initial(), ReadLimit())
             streams = list(opened.schema())
-            for _, end in _ranges(opened, opened.initial(), until=bound):
+            last = opened.initial()
+            for _, last in _ranges(opened, opened.initial(), until=bound):  # noqa: B007 - the last one counts
                 for stream in streams:
                     change(stream)
-            assert all(table.complete for table in opened.tables(end).values()), "a copy is left unfinished"
+            assert all(table.complete for table in opened.tables(last).values()), "a copy is left unfinished"
 
     # -- notes ---------------------------------------------------------------------------------------------------
 
     def test_notes_of_tables_that_a_position_does_not_know_change_nothing(self, copied: TableMirror) -> None:
-        position, source = copied.position, copied.source
+        position: Any = copied.position
+        source: Any = copied.source
         notes = [Refused.because("no.such", SchemaError("no")).note(), CopyAgain(streams=("no.such",)).note()]
         assert source.tables(source.next_start(position, notes)) == source.tables(position)
 
@@ -387,7 +390,7 @@ def _ranges(source: TableSource[Any, Any], start: Any, until: Any = None) -> Ite
     """The ranges from a position to the end of what there is, each read and acknowledged once it was looked at."""
     for _ in range(RANGES):
         limit = ReadLimit(rows=10, parallelism=2, until=until)
-        end = wait_until(lambda start=start, limit=limit: _planned(source, start, limit), "a range")
+        end = wait_until(partial(_planned, source, start, limit), "a range")
         if end == start:
             return
         yield start, end

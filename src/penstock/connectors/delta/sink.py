@@ -101,9 +101,10 @@ class Delta(LakeSink[DeltaConfig]):
 
     def apply(self, epoch: Epoch, work: Work, task: Task) -> DeltaApplied:
         assert isinstance(work, DeltaWork)
-        if self._applying is None or self._applying.upsert != work.upsert:  # pieces of one plan share its keys
-            self._applying = Applying(work.upsert, claim(self.targets, work.topic))
-        return self._applying.do(work, lambda: Stage(epoch, task, self.targets, self.spec()))
+        applying = self._applying
+        if applying is None or applying.upsert != work.upsert:  # else a piece of the same plan, which shares its keys
+            applying = self._applying = Applying(work.upsert, claim(self.targets, work.topic))
+        return applying.do(work, lambda: Stage(epoch, task, self.targets, self.spec()))
 
     def commit_applied(
         self,

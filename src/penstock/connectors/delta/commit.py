@@ -109,7 +109,6 @@ class DeltaTarget(LakeTarget[Table]):
         if self.config.upserts:  # the changes are applied
             for file in commit.files:
                 self.place(commit, file).unlink(missing_ok=True)
-            lists.drop(self.root, commit.epoch.pipeline, [name for each in commit.applied for name in each.listed])
             self._sweep_rewritten(commit.epoch)
 
     def commit(self, commit: Commit) -> None:
@@ -184,6 +183,8 @@ class DeltaTarget(LakeTarget[Table]):
         if any(each.clears for each in commit.applied):
             removes = [file.removed() for file in Log(table).files()]
         table.commit(commit.epoch, commit.end, adds, removes, columns=self._sent(commit, table))
+        # Only now: if a twin has committed, the files of this try are left over.
+        lists.drop(self.root, commit.epoch.pipeline, [name for each in commit.applied for name in each.listed])
 
     def _begin(self, epoch: Epoch) -> Stage:
         """A stage for files that the driver writes itself."""

@@ -335,7 +335,7 @@ def test_another_writer_that_is_faster_than_the_widening_makes_it_look_again(mak
     sink = make()
     commit(sink, 1, pa.record_batch({"id": [1], "n": pa.array([1], pa.int32())}))
     receipt = stage(sink, epoch(2), pa.record_batch({"id": [2], "n": pa.array([1 << 40])}))
-    table = sink._table(ORDERS)
+    table = sink.target(ORDERS).load()
     narrow, widen = table.delta, type(table).widen_columns
     tried = []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 from penstock import failpoints
 from penstock.changes import CHANGE_FIELDS, Op
+from penstock.changes.old_key import unpack_key
 from penstock.errors import RetryableError
 from penstock.pipeline.routing import Router
 from penstock.runtime.epochs import EpochLoop, State
@@ -125,7 +125,7 @@ def replayed(log: Sequence[Row], key: Sequence[str], refreshed: bool = False) ->
             continue
         old = place
         if row["_old_key"] is not None:
-            before = json.loads(row["_old_key"])
+            before = unpack_key(row["_old_key"])
             old = tuple(before[name] for name in key)
         if op == Op.UPDATE:
             assert old in table or refreshed, f"{old} is updated and not there: {row}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pydantic import PositiveInt
 
 from penstock.capture import AckSink, Change, ChangeCapture, ChangeEvent, Delete, SnapshotTable, Upsert, pause
 from penstock.changes import CHANGE_FIELDS, Op
+from penstock.changes.old_key import unpack_key
 from penstock.connectors.postgres_cdc import seed, setup, wal
 from penstock.connectors.postgres_cdc.config import PostgresCdcConfig, PostgresLogConfig
 from penstock.connectors.postgres_cdc.position import LogPosition
@@ -255,7 +255,7 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
                 elif row["_op"] == Op.DELETE:
                     yield _Row(row["_position"], table, schema, Delete(table, {each: row[each] for each in key}))
                 else:
-                    old_key = json.loads(row["_old_key"]) if row["_old_key"] else None
+                    old_key = unpack_key(row["_old_key"]) if row["_old_key"] else None
                     yield _Row(row["_position"], table, schema, Upsert(table, _own(row), old_key))
 
     def _truncated(self, stream: str, position: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,8 @@ import pyarrow.compute as pc
 from adbc_driver_manager import dbapi as adbc_dbapi
 from pydantic import BaseModel, ConfigDict
 
-from penstock.changes import CHANGE_FIELDS, Op, parse_moments
+from penstock.changes import CHANGE_FIELDS, Op
+from penstock.changes.old_key import unpack_keys
 from penstock.connectors.postgres_cdc import wal
 from penstock.connectors.postgres_cdc.decode import Rows, position_text
 from penstock.connectors.postgres_cdc.setup import Table
@@ -487,9 +487,9 @@ class Rule:
 
     def _moved(self, row: pa.RecordBatch, new_lives: bool) -> Iterator[pa.RecordBatch]:
         """A row whose key changed: it may leave the part that is copied, or enter it."""
-        old = json.loads(row["_old_key"][0].as_py())
         columns = self.table.key_columns
-        keys = [_from_json(old[c.name], arrow_type(c.type_oid, c.typmod, self.catalog)) for c in columns]
+        kinds = pa.schema([(c.name, arrow_type(c.type_oid, c.typmod, self.catalog)) for c in columns])
+        keys = [column.combine_chunks() for column in unpack_keys(row["_old_key"], kinds).columns]
         old_lives = bool(self._live(keys, _txids(row))[0])
         if old_lives and new_lives:
             yield row
@@ -588,15 +588,6 @@ def _numpy(mask: pa.Array) -> npt.NDArray[np.bool_]:
 
 def _plain(values: pa.Array) -> pa.Array:
     return values.storage if isinstance(values.type, pa.BaseExtensionType) else values
-
-
-def _from_json(value: Any, kind: pa.DataType) -> pa.Array:
-    """A value of `_old_key` as it stands in its column."""
-    if pa.types.is_binary(kind):
-        return pa.array([bytes.fromhex(value)], kind)
-    if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
-        return parse_moments(pa.array([str(value)]), kind)
-    return pa.array([str(value)]).cast(kind)
 
 
 def _changed(

@@ -352,7 +352,7 @@ class TableSourceContract(SourceContract):
         mirror.run()
         for stream in streams:
             ops = mirror.ops(stream)
-            assert ops.startswith("t") or "r" not in ops, f"{stream} was copied over what is there: {ops}"
+            assert ops.startswith("t") or "r" not in ops, f"{stream} was copied over the rows in the target: {ops}"
 
 
 def _copy(source: Any) -> Any:

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import pickle
 from dataclasses import replace
 
 import pytest
 
+from penstock.errors import RetryableError
 from penstock.runtime.epochs import State
-from penstock.source import SourceContext
-from penstock.tables import CopyAgain, Refused, Requests
-from penstock.testing import MemoryDatabase, MemoryTables, MemoryTablesConfig, TableSourceContract, tables
+from penstock.source import ReadLimit, SourceContext
+from penstock.tables import CopyAgain, Refused, Requests, TableSource
+from penstock.testing import (
+    Fault,
+    FaultySource,
+    MemoryDatabase,
+    MemoryTables,
+    MemoryTablesConfig,
+    TableSourceContract,
+    tables,
+)
 from penstock.testing.database import Progress
 from penstock.testing.tables import TableMirror
 
@@ -256,3 +266,16 @@ def test_what_every_target_holds_is_followed_and_not_copied_again(mirror, tmp_pa
     other.run()
     assert other.ops("shop.orders") == "c"
     other.check("shop.items")
+
+
+def test_a_wrapper_with_a_fault_is_in_all_else_what_it_wraps(tmp_path):
+    fill(tmp_path)
+    fault = Fault("latest", "reject", tmp_path)
+    source = pickle.loads(pickle.dumps(FaultySource(MemoryTables(MemoryTablesConfig(path=tmp_path)), fault)))
+    source.open(SourceContext(tmp_path / "state"))
+    assert isinstance(source, TableSource)
+    assert source.context.state_dir == tmp_path / "state"
+    assert source.tables(source.initial()).keys() == set(TABLES)
+    with pytest.raises(RetryableError):
+        source.latest(source.initial(), ReadLimit())
+    assert source.latest(source.initial(), ReadLimit()) != source.initial()

@@ -57,10 +57,14 @@ def many(bench: Bench, scratch: Path) -> None:
         cpu, wall, _ = Measured(scratch, ManyConfig(tables=tables, changed=tables), "append").epochs(EPOCHS)
         per_table[tables] = cpu / tables
         bench.row(
-            f"{tables} tables, a row each", f"{cpu / tables:.1f} ms", f"driver CPU a table; {cpu:.0f} ms, {wall:.0f} ms wall"
+            f"{tables} tables, a row each",
+            f"{cpu / tables:.1f} ms",
+            f"driver CPU a table; {cpu:.0f} ms, {wall:.0f} ms wall",
         )
     few, wall, _ = Measured(scratch, ManyConfig(tables=200, changed=10), "append").epochs(EPOCHS)
-    bench.row("200 tables, a row for 10 of them", f"{few / 10:.1f} ms", f"driver CPU a changed table; {wall:.0f} ms wall")
+    bench.row(
+        "200 tables, a row for 10 of them", f"{few / 10:.1f} ms", f"driver CPU a changed table; {wall:.0f} ms wall"
+    )
     bench.claim("cpu_per_table_of_200_vs_8ms", per_table[200] / GOAL_MS, "<=", 1)
     bench.claim("cpu_per_table_of_200_vs_of_10", per_table[200] / per_table[10], "<=", 1.3)
     bench.claim("cpu_per_changed_of_200_vs_of_10", few / 10 / per_table[10], "<=", 1.5)

@@ -22,21 +22,21 @@ class Limits(Protocol):
 class Backoff:
     """Pauses that double, with jitter, up to a cap; too many failures in a row are a `FatalError`."""
 
-    def __init__(self, limits: Limits, who: str = "") -> None:
-        self._limits = limits
+    def __init__(self, processing: Limits, who: str = "") -> None:
+        self._processing = processing
         self._who = f"{who}: " if who else ""
         self._count = 0
 
     def next(self, error: ConnectorError | None) -> float:
         """The pause before the next try, in seconds; without an error nothing has failed, and it may go on for ever."""
-        limits = self._limits
-        if error is not None and self._count >= limits.max_retries:
+        processing = self._processing
+        if error is not None and self._count >= processing.max_retries:
             raise FatalError(
-                f"{self._who}gave up after {limits.max_retries} retries in a row: {error.message}",
+                f"{self._who}gave up after {processing.max_retries} retries in a row: {error.message}",
                 code="PEN-5013",
                 hint=error.hint or "fix the cause and start again, or raise `max_retries`; nothing is lost",
             ) from error
-        pause = min(limits.max_backoff_ms, limits.retry_backoff_ms * 2.0 ** min(self._count, 60)) / 1000
+        pause = min(processing.max_backoff_ms, processing.retry_backoff_ms * 2.0 ** min(self._count, 60)) / 1000
         self._count += 1
         return pause * random.uniform(0.5, 1.0)
 

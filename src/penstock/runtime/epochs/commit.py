@@ -262,7 +262,7 @@ class Commits:
 
 def has_second_stage(sink: SinkConnector[Any, Any]) -> bool:
     """True if commits of the sink may need work first."""
-    return isinstance(sink, TopicSink) and sink.__class__.plan_apply is not TopicSink.plan_apply
+    return isinstance(sink, TopicSink) and sink.needs_apply and sink.__class__.plan_apply is not TopicSink.plan_apply
 
 
 def _recorded(manifest: Manifest, commits: Iterable[_Commit], retried: bool) -> Manifest:

@@ -139,6 +139,18 @@ class TypeCatalog:
         """The catalog from the rows of `SQL`; `options` are the other fields."""
         return cls({int(oid): PgType(*rest) for oid, *rest in rows}, **options)
 
+    def needed_by(self, columns: Iterable[Column]) -> TypeCatalog:
+        """The part of it that these columns need, for a split that travels to a task."""
+        kept: dict[int, PgType] = {}
+        wanted = [column.type_oid for column in columns]
+        while wanted:
+            oid = wanted.pop()
+            known = self.types.get(oid)
+            if known is not None and oid not in kept:
+                kept[oid] = known
+                wanted += [each for each in (known.base, known.element) if each]
+        return TypeCatalog(kept, self.infinity)
+
     def base(self, oid: int, typmod: int) -> tuple[int, int]:
         """The type and modifier below a domain, however deep; for others what was given."""
         while (known := self.types.get(oid)) and known.base:

@@ -11,7 +11,7 @@ from pydantic import PositiveInt
 
 from penstock.config import Config
 from penstock.errors import ConfigError, DataError, FatalError
-from penstock.source import Position, RangeSource, ReadLimit, Schemas, SourceBatch
+from penstock.source import Position, RangeSource, ReadLimit, Schemas, SourceBatch, SourceContext
 
 
 class JsonlDirConfig(Config):
@@ -40,7 +40,7 @@ class JsonlDir(RangeSource[JsonlDirConfig, LastFile]):
 
     name = "jsonl_dir"
 
-    def open(self) -> None:
+    def open(self, context: SourceContext = SourceContext()) -> None:
         if not self.config.path.is_dir():
             raise ConfigError(f"{self.config.path} is not a directory", code="PEN-1016", hint="make it, or mend `path`")
 

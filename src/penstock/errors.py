@@ -8,7 +8,8 @@ Every error Penstock raises, chosen by what should happen next.
     ├── DataError        stop or skip, by `on_error`
     ├── SchemaError      stop for a decision, or evolve, by policy
     └── FatalError       stop
-        └── Fenced       another run owns the target
+        ├── Fenced       another run owns the target
+        └── RangeGone    give up the range, and plan again from its start
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ CODES: dict[str, str] = {
     "PEN-5012": "an unexpected failure",
     "PEN-5013": "too many retries",
     "PEN-5014": "Spark is gone",
+    "PEN-5015": "a planned range can never be read again",
     "PEN-5020": "a target's own record of its epochs is lost or corrupt",
     "PEN-5021": "a target cannot be written anew for a wider type",
     "PEN-5030": "a source's change stream cannot be understood",
@@ -167,6 +169,16 @@ class Fenced(FatalError):
     default_code = "PEN-5008"
 
 
+class RangeGone(FatalError):
+    """
+    A planned range can never be read again, and the source can go on from its start without it.
+
+    Raised by `split` or `read` of a range source. The epoch is closed with an empty range, and the next one is planned.
+    """
+
+    default_code = "PEN-5015"
+
+
 ACTIONS: dict[type[ConnectorError], Action] = {
     StagingLost: Action.RESTAGE,
     ConfigError: Action.REFUSE,
@@ -197,7 +209,7 @@ def from_text(text: str) -> ConnectorError | None:
     code = found.group()
     message, _, rest = text[found.end() :].strip().partition("\n")
     hint = rest.strip().removeprefix("→ ").partition("\n")[0] if rest.lstrip().startswith("→") else ""
-    special: dict[str, type[ConnectorError]] = {"PEN-2004": StagingLost, "PEN-5008": Fenced}
+    special: dict[str, type[ConnectorError]] = {"PEN-2004": StagingLost, "PEN-5008": Fenced, "PEN-5015": RangeGone}
     kinds: dict[str, type[ConnectorError]] = {
         "1": ConfigError,
         "2": RetryableError,

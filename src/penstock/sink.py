@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeVar
 from uuid import uuid4
 
@@ -15,7 +14,6 @@ from pydantic import BaseModel, ConfigDict
 from penstock import failpoints
 from penstock.durable import Json
 from penstock.errors import Fenced, StagingLost
-from penstock.schema import SchemaChange
 from penstock.schema.evolution import EvolutionConfig, Policy
 from penstock.source import C, Connector, type_argument
 
@@ -155,14 +153,53 @@ def is_committed(marker: CommittedEpoch | None, epoch: Epoch) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class TopicContext:
+    """What the runtime knows about one topic of a sink."""
+
+    policy: Policy | None = None
+    """What the topic's route says about rows that the target has no place for; None: the sink's own option counts."""
+
+    source_schema: pa.Schema | None = None
+    """The columns that the stream has now, as its source says; None where nobody knows: before the first epoch, after SQL."""
+
+    refilled: bool = False
+    """
+    In a task: the rows of this epoch follow a clear, and the target takes their types with them.
+
+    Set only where the sink has agreed (`evaluate_evolution(changes, refilled=topic)`).
+    """
+
+
+@dataclass(frozen=True)
+class SinkContext:
+    """
+    What the runtime knows and a sink may want to know; the argument of `open`.
+
+    On the driver a sink stays open while schemas change from epoch to epoch: ask when you need it, and keep no answer.
+    """
+
+    topics: Mapping[Topic, TopicContext] = field(default_factory=dict)
+
+    def topic(self, name: Topic) -> TopicContext:
+        """What is known about a topic now."""
+        return self.topics.get(name, _UNKNOWN)
+
+    def __reduce__(self) -> tuple[type[SinkContext], tuple[dict[Topic, TopicContext]]]:
+        return SinkContext, (dict(self.topics),)
+
+
+_UNKNOWN = TopicContext()
+
+
 class SinkConnector(Connector[C], Generic[C, R]):
     """Base of all sinks. Each method says where it runs."""
 
     capabilities: SinkConnectorCapabilities = SinkConnectorCapabilities()
     receipt_type: ClassVar[type[Receipt]] = Receipt
 
-    evolution: Mapping[Topic, Policy] = MappingProxyType({})
-    """Topics whose route has a `schema_evolution` of its own; set by the runtime, on the driver and in tasks."""
+    context: SinkContext = SinkContext()
+    """What the last `open` was given."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -170,20 +207,18 @@ class SinkConnector(Connector[C], Generic[C, R]):
         if receipt is not None:
             cls.receipt_type = receipt
 
-    current: Mapping[Topic, pa.Schema] = MappingProxyType({})
-    """The columns that topics have now, as far as their sources tell; set by the runtime, on the driver."""
+    def open(self, context: SinkContext = SinkContext()) -> None:
+        """
+        Connect, test, discover; called once in each process that uses the sink. The first call is not retried.
 
-    cleared: frozenset[Topic] = frozenset()
-    """Topics whose rows in this epoch follow a clear, and for which the sink has said `renews`; set in tasks."""
-
-    def renews(self, topic: Topic, changes: Sequence[SchemaChange]) -> bool:
-        """Driver: True if a target that is cleared can change like this together with its rows, in their commit."""
-        return False
+        Override it with the same signature, and call `super().open(context)` to find the context in `self.context`.
+        """
+        self.context = context
 
     def policy(self, topic: Topic) -> Policy:
-        """What the topic's route, else the sink's own option says about rows that the target has no place for."""
+        """Provided: what the topic's route, else the sink's own option says about rows that the target has no place for."""
         own = self.config.schema_evolution if isinstance(self.config, EvolutionConfig) else Policy.EVOLVE
-        return self.evolution.get(topic, own)
+        return self.context.topic(topic).policy or own
 
     def begin_epoch(self, epoch: Epoch, task: Task) -> None:
         """Task: before its first `write_batch` of the epoch."""
@@ -193,10 +228,10 @@ class SinkConnector(Connector[C], Generic[C, R]):
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Task: hand buffered rows to the system."""
+        """Task: hand buffered rows to the system; the runtime calls it before `pre_commit`."""
 
     def pre_commit(self, epoch: Epoch) -> R:
-        """Task: everything staged and durable (fsync), nothing visible."""
+        """Task, after `flush`: make everything that was staged durable (fsync), and nothing visible."""
         self.flush()
         return self.receipt_type()  # type: ignore[return-value]
 
@@ -212,7 +247,11 @@ class SinkConnector(Connector[C], Generic[C, R]):
         return None
 
     def rollback_epoch(self, epoch: Epoch, receipts: Sequence[R]) -> None:
-        """Driver: remove what this try (`epoch.attempt`) staged; only after `committed_epoch` said no."""
+        """
+        Driver: remove what this try (`epoch.attempt`) staged. The default sweeps all of it.
+
+        Called when a stage failed, before the epoch is staged again, and only after `committed_epoch` said no.
+        """
         self.sweep(epoch, ())
 
     def sweep(self, epoch: Epoch, keep: Sequence[R]) -> None:

@@ -23,6 +23,7 @@ from penstock.changes import CHANGE_FIELDS
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError, SchemaError
 from penstock.schema import ChangeKind, SchemaEvolvable
+from penstock.sink import SinkContext, TopicContext
 
 
 @pytest.fixture
@@ -64,7 +65,8 @@ class TestDelta(SinkProtocol):
 
 def test_a_table_of_which_no_rows_came_is_there_and_empty(make, target):
     sink = make(mode="upsert", key=["id"], soft_delete=True)
-    sink.current = {ORDERS: pa.schema([pa.field("id", pa.int64()), pa.field("note", pa.string()), *CHANGE_FIELDS])}
+    schema = pa.schema([pa.field("id", pa.int64()), pa.field("note", pa.string()), *CHANGE_FIELDS])
+    sink.open(SinkContext({ORDERS: TopicContext(source_schema=schema)}))
     sink.mark_seeded(ORDERS)
     table = DeltaTable(str(target)).to_pyarrow_table()
     assert (table.num_rows, table.column_names) == (0, ["id", "note", "_deleted"])

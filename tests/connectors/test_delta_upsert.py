@@ -24,7 +24,7 @@ from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.delta import rewrite as rewriting
 from penstock.errors import ConfigError, DataError, Fenced, RetryableError, SchemaError, StagingLost
 from penstock.schema import ChangeKind, SchemaChange, with_key
-from penstock.sink import Epoch, Task
+from penstock.sink import Epoch, SinkContext, Task, TopicContext
 
 PLAIN = pa.schema([("id", pa.int64()), ("name", pa.string()), ("doc", pa.string())])
 
@@ -562,8 +562,7 @@ class TestRenewed:
 
     def stage(self, sink, e, *events, cleared=True):
         worker = pickle.loads(pickle.dumps(sink))
-        worker.cleared = frozenset({ORDERS} if cleared else ())
-        worker.open()
+        worker.open(SinkContext({ORDERS: TopicContext(refilled=cleared)}))
         worker.begin_epoch(e, Task(0))
         worker.write_batch(ORDERS, changes(*events, schema=self.RETYPED))
         receipt = worker.pre_commit(e)
@@ -600,8 +599,7 @@ class TestRenewed:
         sink = make()
         commit(sink, 1, changes({"_op": "c", "id": 1}, schema=pa.schema([("id", pa.int32())])))
         worker = pickle.loads(pickle.dumps(sink))
-        worker.cleared = frozenset({ORDERS})
-        worker.open()
+        worker.open(SinkContext({ORDERS: TopicContext(refilled=True)}))
         e = epoch(2)
         worker.begin_epoch(e, Task(0))
         worker.write_batch(ORDERS, insert(2**40))
@@ -613,7 +611,7 @@ class TestRenewed:
         for options in ({"partition_by": ["name"]}, {"soft_delete": True}):
             sink = make(path=str(target.parent / next(iter(options)) / "{topic}"), **options)
             commit(sink, 1, insert(1))
-            assert not sink.renews(ORDERS, retyped)
+            assert not sink.evaluate_evolution(retyped, refilled=ORDERS)
         sink = make()
         commit(sink, 1, insert(1))
-        assert sink.renews(ORDERS, retyped)
+        assert sink.evaluate_evolution(retyped, refilled=ORDERS)

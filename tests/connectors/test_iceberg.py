@@ -33,7 +33,7 @@ from penstock.connectors.iceberg import sink as iceberg_sink
 from penstock.connectors.iceberg.table import Catalog, Table
 from penstock.errors import ConfigError, FatalError, RetryableError, SchemaError
 from penstock.schema.evolution import Policy
-from penstock.sink import Task
+from penstock.sink import SinkContext, Task, TopicContext
 from penstock.testing import SinkContract
 from penstock.testing.postgres import PostgresServer
 
@@ -124,7 +124,8 @@ def test_a_catalog_whose_tables_another_task_makes_at_the_same_time_is_used(make
 
 def test_a_table_of_which_no_rows_came_is_there_and_empty(make, catalog):
     sink = make()
-    sink.current = {ORDERS: pa.schema([("id", pa.int64()), ("small", pa.int16())])}
+    schema = pa.schema([("id", pa.int64()), ("small", pa.int16())])
+    sink.open(SinkContext({ORDERS: TopicContext(source_schema=schema)}))
     sink.mark_seeded(ORDERS)
     table = catalog.load_table("lake.orders").scan().to_arrow()
     assert (table.num_rows, table.column_names) == (0, ["id", "small"])

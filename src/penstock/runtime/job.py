@@ -15,8 +15,9 @@ from penstock import failpoints
 from penstock.durable import Json
 from penstock.errors import ConnectorError, DataError, is_of_stream
 from penstock.pipeline.routing import Route, Router, Target
-from penstock.sink import Epoch, Receipt, SinkConnector, Task, Topic, WriteResult
-from penstock.source import Note, RangeSource, Schemas
+from penstock.sink import Epoch, Receipt, SinkConnector, SinkContext, Task, Topic, TopicContext, WriteResult
+from penstock.source import Note, RangeSource, Schemas, SourceContext
+from penstock.tables import Refused, TableSource
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class Job:
     aside: frozenset[tuple[str, str]] = frozenset()
     """Sources and streams that are left out, each with a note that says so."""
 
-    renewed: frozenset[tuple[str, Topic]] = frozenset()
-    """Sinks and topics whose targets are cleared and take the types of the rows."""
+    contexts: Mapping[str, SinkContext] = field(default_factory=dict)
+    """What the sinks are opened with."""
 
     def wants(self, sink: str, topic: Topic) -> bool:
         return sink in self.sinks and (self.only is None or (sink, topic) in self.only)
@@ -82,8 +83,10 @@ class TaskResult:
     receipts: dict[str, Receipt] = field(default_factory=dict)
     written: dict[tuple[str, Topic], WriteResult] = field(default_factory=dict)
     tallies: dict[int, Tally] = field(default_factory=dict)
+    notes: list[tuple[str, Json]] = field(default_factory=list)
+    """Sources and what they have to say, where no part of theirs was being read."""
     attempt: int = 0
-    """Which try of the task this was; more than 0 means that an earlier one may have left staged data behind."""
+    """Which try of the task this was; more than 0 means that an earlier one may have left staged data."""
 
 
 class Engine(Protocol):
@@ -111,15 +114,14 @@ def read_parts(
     tallies: dict[int, Tally],
     wanted: Callable[[Target], bool] = lambda _: True,
     columns: frozenset[str] | None = None,
-) -> Iterator[tuple[Target, pa.RecordBatch]]:
-    """Read the parts in order and yield their rows by target, counting into `tallies`; in a task."""
+) -> Iterator[tuple[Tally, Target, pa.RecordBatch]]:
+    """Read the parts in order and yield their rows by target, with the tally of their part; in a task."""
     opened: dict[str, RangeSource[Any, Any]] = {}
     try:
         for part in parts:
             if part.source not in opened:
                 source = job.sources[part.source]
-                source.columns = columns
-                source.open()
+                source.open(SourceContext(columns=columns, in_task=True))
                 opened[part.source] = source
             tally = tallies[part.number] = Tally(part.source)
             try:
@@ -136,7 +138,7 @@ def read_parts(
                             tally.skipped += rows.num_rows
                             tally.unrouted += rows.num_rows
                         elif wanted(target):
-                            yield target, rows
+                            yield tally, target, rows
             except DataError as error:
                 if not job.skip_bad:
                     raise
@@ -153,14 +155,18 @@ class Writer:
         self._job = job
         self._task = task
         self._open: dict[str, SinkConnector[Any, Any]] = {}
+        self._topics: dict[str, dict[Topic, TopicContext]] = {
+            name: dict(job.contexts.get(name, SinkContext()).topics) for name in job.sinks
+        }
         self._written: dict[tuple[str, Topic], WriteResult] = defaultdict(WriteResult)
 
     def write(self, target: Target, batch: pa.RecordBatch) -> None:
         """Hand the rows to every sink of the target."""
         for name in target.sinks:
             if batch.num_rows and self._job.wants(name, target.topic):
+                topics = self._topics[name]  # the driver may not have known the topic: then the route says its policy
+                topics[target.topic] = target.context(topics.get(target.topic, TopicContext()))
                 sink = self._open.get(name) or self._begin(name)
-                target.tell_policy(sink)
                 written = sink.write_batch(target.topic, batch)  # first: what a sink refuses is not written
                 self._written[name, target.topic] += written
                 failpoints.hit("stage.middle")
@@ -169,6 +175,7 @@ class Writer:
         """Stage what was written: durable, not visible."""
         result = TaskResult(written=dict(self._written), attempt=self._task.attempt)
         for name, sink in self._open.items():
+            sink.flush()
             result.receipts[name] = sink.pre_commit(self._job.epoch)
         failpoints.hit("stage.task")
         return result
@@ -181,8 +188,7 @@ class Writer:
     def _begin(self, name: str) -> SinkConnector[Any, Any]:
         sink = self._job.sinks[name]
         self._open[name] = sink
-        sink.cleared = frozenset(topic for other, topic in self._job.renewed if other == name)
-        sink.open()
+        sink.open(SinkContext(self._topics[name]))
         sink.begin_epoch(self._job.epoch, self._task)
         return sink
 
@@ -195,15 +201,14 @@ def write(writer: Writer, target: Target, rows: pa.RecordBatch, tally: Tally, jo
 
 @contextlib.contextmanager
 def leaving_out(tally: Tally, job: Job) -> Iterator[None]:
-    """Leave the stream in hand out from here on if its rows are refused and its source can begin it anew."""
+    """Leave the stream in hand out from here on if its rows are refused and its source can copy it again."""
     try:
         yield
     except ConnectorError as error:
-        note = job.sources[tally.source].set_aside(tally.stream, error) if is_of_stream(error) else None
-        if note is None:
+        if not (isinstance(job.sources[tally.source], TableSource) and is_of_stream(error)):
             raise
         tally.aside.add(tally.stream)
-        tally.notes.append(note)
+        tally.notes.append(Refused.because(tally.stream, error).note())
 
 
 def run_task(
@@ -217,8 +222,8 @@ def run_task(
     tallies: dict[int, Tally] = {}
     writer = Writer(job, task)
     try:
-        for target, rows in read_parts(job, parts, tallies, wanted):
-            write(writer, target, rows, next(reversed(tallies.values())), job)
+        for tally, target, rows in read_parts(job, parts, tallies, wanted):
+            write(writer, target, rows, tally, job)
         result = writer.finish()
     finally:
         writer.close()

@@ -186,8 +186,7 @@ class Stage:
         os.fsync = _no_fsync  # SIGKILL leaves the page cache; what a power cut leaves is tested elsewhere
         loop = self.loop(run)
         _open_when_free(loop.state)
-        for connector in (*loop.sources.values(), *loop.sinks.values()):
-            connector.open()
+        loop.contexts.open()
         loop.start([(sink, topic) for sink in SINKS for topic in TOPICS], run.on_lost)
         if loop.unacked:
             loop.ack()

@@ -161,9 +161,9 @@ def _run_lane(job: Job, lane: int, lanes: int, task: Task) -> TaskResult:
     tallies: dict[int, Tally] = {}
     writer = Writer(job, task)
     try:
-        for target, rows in read_parts(job, job.parts, tallies, lambda target: target.route.partitions == lanes):
+        for tally, target, rows in read_parts(job, job.parts, tallies, lambda target: target.route.partitions == lanes):
             mine = partition_of(rows, target.route.key_columns(rows.schema), lanes) == lane
-            write(writer, target, rows.filter(pa.array(mine)), next(reversed(tallies.values())), job)
+            write(writer, target, rows.filter(pa.array(mine)), tally, job)
         result = writer.finish()
     finally:
         writer.close()

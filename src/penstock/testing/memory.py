@@ -29,13 +29,14 @@ from penstock.sink import (
     Positions,
     Receipt,
     SinkConnectorCapabilities,
+    SinkContext,
     Task,
     Topic,
     TopicSink,
     WriteResult,
     is_committed,
 )
-from penstock.source import Position, RangeSource, ReadLimit, Schemas, SourceBatch
+from penstock.source import Position, RangeSource, ReadLimit, Schemas, SourceBatch, SourceContext
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ class MemorySource(RangeSource[MemorySourceConfig, NextItem]):
     def of(cls, path: Path, *script: Any) -> MemorySource:
         return cls(MemorySourceConfig(path=path, script=script))
 
-    def open(self) -> None:
+    def open(self, context: SourceContext = SourceContext()) -> None:
+        super().open(context)
         if not self.config.path.is_dir():
             raise ConfigError(f"{self.config.path} is not a directory", hint="make it before the source is opened")
 
@@ -91,7 +93,7 @@ class MemorySource(RangeSource[MemorySourceConfig, NextItem]):
             if rows and limit.rows is not None and rows + size > limit.rows:
                 break
             rows, index = rows + size, index + 1
-        return NextItem(index=index)
+        return limit.bounded(NextItem(index=index))
 
     def split(self, start: NextItem, end: NextItem) -> Sequence[int]:
         return range(start.index, end.index)
@@ -125,9 +127,6 @@ class MemorySource(RangeSource[MemorySourceConfig, NextItem]):
     @cached_property
     def _items(self) -> list[SourceBatch | Crash | Pause]:
         return [_item(each) for each in self.config.script]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_items"}
 
     def _remembers(self, what: str, index: int) -> bool:
         return (self.config.path / f"{what}-{index}").exists()
@@ -175,7 +174,8 @@ class MemorySink(TopicSink[MemorySinkConfig, MemoryReceipt]):
         self._stem = ""
         self._rows: dict[Topic, list[pa.RecordBatch]] = {}
 
-    def open(self) -> None:
+    def open(self, context: SinkContext = SinkContext()) -> None:
+        super().open(context)
         make_directory(self.config.path)
 
     def begin_epoch(self, epoch: Epoch, task: Task) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import quote
 
 import pyarrow as pa
@@ -45,7 +45,7 @@ from penstock.connectors.lake.staging import (
 from penstock.errors import ConfigError, ConnectorError, DataError, FatalError, RetryableError, SchemaError, StagingLost
 from penstock.schema import ChangeKind, SchemaChange, key_of, with_key
 from penstock.schema.evolution import Policy, diff, follow, refusal, widens
-from penstock.sink import CommittedEpoch, Epoch, Positions, Task, Topic, WriteResult, is_committed
+from penstock.sink import CommittedEpoch, Epoch, Positions, SinkContext, Task, Topic, WriteResult, is_committed
 
 logger = logging.getLogger("penstock.delta")
 
@@ -117,8 +117,8 @@ class Delta(StagingSink[DeltaConfig]):
 
     name = "delta"
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+    def __init__(self, config: DeltaConfig) -> None:
+        super().__init__(config)
         self._stored: dict[Topic, tuple[pa.Schema, list[str]] | None] = {}
         self._keys: dict[Topic, list[str]] = {}
         self._tables: dict[Topic, Table] = {}
@@ -130,12 +130,12 @@ class Delta(StagingSink[DeltaConfig]):
         if self._upserts:
             self.capabilities = self.capabilities.with_upsert().with_idempotent()
 
-    def open(self) -> None:
+    def open(self, context: SinkContext = SinkContext()) -> None:
         for option in () if self._upserts else ("key", "soft_delete"):
             if getattr(self.config, option):
                 what = f'`{option}` has no meaning for mode = "{self.config.mode}"'
                 raise ConfigError(what, code="PEN-1003", hint='use mode = "upsert"')
-        super().open()
+        super().open(context)
         if _MISREAD.search(str(self._targets.root)):
             what = f"the Delta client reads the %-code or backslash in `path` as another character: {self.config.path}"
             raise ConfigError(what, code="PEN-1003", hint="choose another path")
@@ -203,7 +203,7 @@ class Delta(StagingSink[DeltaConfig]):
             topic: each.model_copy(
                 update={
                     "columns": pack_schema(with_key(unpack_schema(each.columns), self._keys[topic])),
-                    "renews": topic in self.cleared,
+                    "renews": self.context.topic(topic).refilled,
                 }
             )
             for topic, each in receipt.staged.items()
@@ -256,7 +256,8 @@ class Delta(StagingSink[DeltaConfig]):
 
     def accept(self, topic: Topic, rows: pa.Schema, policy: Policy) -> pa.Schema:
         assert self._stage is not None
-        stored, staged = self.stored(topic) if topic not in self.cleared else None, self._stage.schema(topic)
+        stored = None if self.context.topic(topic).refilled else self.stored(topic)
+        staged = self._stage.schema(topic)
         columns = stored or self._own(staged or rows)
         if stored is not None and staged is not None:
             columns = self._follow(topic, stored, self._own(staged))
@@ -369,7 +370,8 @@ class Delta(StagingSink[DeltaConfig]):
         marker = table.marker(epoch.pipeline)
         sent = {name for part in parts for name in self._own(unpack_schema(part.columns)).names}
         sent.update(marker.columns if marker else ())
-        gone = sent.difference(self.current[topic].names if topic in self.current else sent)
+        now = self.context.topic(topic).source_schema
+        gone = sent.difference(sent if now is None else now.names)
         stored = partial(_as_stored, schema=schema, gone=gone)
         changes = [StagedChanges(below / file.path, stored) for part in parts for file in part.files]
         own = pa.schema([each for each in schema if not self.config.soft_delete or each.name != DELETED.name])
@@ -395,7 +397,8 @@ class Delta(StagingSink[DeltaConfig]):
         kept = [new.field(each.name) if each.name in new.names else each for each in old]
         return pa.schema([*kept, *(each for each in new if each.name not in old.names)])
 
-    def renews(self, topic: Topic, changes: Sequence[SchemaChange]) -> bool:
+    def _renews(self, topic: Topic, changes: Sequence[SchemaChange]) -> bool:
+        """True if a table that is cleared can change like this together with its rows, in their commit."""
         table = self._table(topic)
         fixed = [change for change in changes if change.column in self.config.partition_by]
         plain = table is not None and all(each.nullable for each in table.columns())
@@ -467,11 +470,11 @@ class Delta(StagingSink[DeltaConfig]):
         return seeded is None or (table is not None and str(table.delta.metadata().id) == seeded)
 
     def mark_seeded(self, topic: Topic) -> None:
-        table = self._table(topic)
-        if table is None and topic in self.current:  # no rows came: readers find it empty, and not missing
+        table, now = self._table(topic), self.context.topic(topic).source_schema
+        if table is None and now is not None:  # no rows came: readers find it empty, and not missing
             # If they have no place there, the first row will say so.
             with durable.disk_errors(), contextlib.suppress(DeltaError, SchemaError):
-                self._create(topic, [delta_schema(topic, self.current[topic])])
+                self._create(topic, [delta_schema(topic, now)])
             table = self._table(topic)
         hidden = self._targets.claim(topic) / HIDDEN
         durable.make_directory(hidden)
@@ -486,7 +489,9 @@ class Delta(StagingSink[DeltaConfig]):
     def diff_schemas(self, old: pa.Schema, new: pa.Schema) -> Sequence[SchemaChange]:
         return diff(*(delta_schema("the topic", self._own(schema)) for schema in (old, new)))
 
-    def evaluate_evolution(self, changes: Sequence[SchemaChange]) -> bool:
+    def evaluate_evolution(self, changes: Sequence[SchemaChange], refilled: Topic | None = None) -> bool:
+        if refilled is not None:
+            return self._renews(refilled, changes)
         retyped = [change for change in changes if change.kind is ChangeKind.RETYPED]
         return all(widens(change.new, change.old) or self.widens(change.old, change.new) for change in retyped)
 

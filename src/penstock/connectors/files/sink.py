@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import quote
 
 import pyarrow as pa
@@ -74,8 +74,8 @@ class FilesSink(StagingSink[FilesSinkConfig]):
 
     name = "files"
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+    def __init__(self, config: FilesSinkConfig) -> None:
+        super().__init__(config)
         self._ledgers: dict[tuple[str, Topic], _Ledger] = {}
 
     def close(self) -> None:

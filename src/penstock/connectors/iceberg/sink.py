@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -43,7 +43,7 @@ from penstock.connectors.lake.staging import HIDDEN, StagedFile, StagedFiles, St
 from penstock.errors import ConfigError, FatalError, RetryableError, SchemaError, StagingLost
 from penstock.schema import ChangeKind, SchemaChange, key_of
 from penstock.schema.evolution import Policy, diff, follow, refusal, widened
-from penstock.sink import CommittedEpoch, Epoch, Positions, Task, Topic, WriteResult, is_committed
+from penstock.sink import CommittedEpoch, Epoch, Positions, SinkContext, Task, Topic, WriteResult, is_committed
 
 REWRITER = Task(99_999)
 """Whose files the driver's are, in their names."""
@@ -106,14 +106,9 @@ class Iceberg(StagingSink[IcebergConfig]):
 
     def __init__(self, config: IcebergConfig) -> None:
         super().__init__(config)
+        self._uri = config.catalog_uri
         if config.catalog_uri.startswith("sqlite:///"):
             self._uri = "sqlite:///" + os.path.abspath(config.catalog_uri.removeprefix("sqlite:///"))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_uri": self.__dict__.get("_uri", self.config.catalog_uri)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
         self._catalogs: dict[int, Catalog] = {}
         self._known: dict[Topic, Columns] = {}
         self._committed: set[Topic] = set()
@@ -122,7 +117,10 @@ class Iceberg(StagingSink[IcebergConfig]):
         if self.config.mode == "changes":
             self.capabilities = self.capabilities.with_changelog()
 
-    def open(self) -> None:
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+        return type(self), (self.config.model_copy(update={"path": self._path, "catalog_uri": self._uri}),)
+
+    def open(self, context: SinkContext = SinkContext()) -> None:
         if self.config.mode == "upsert":
             raise ConfigError(
                 '`mode = "upsert"` is not supported yet', code="PEN-1009", hint='use "append" or "changes"; or delta'
@@ -135,7 +133,7 @@ class Iceberg(StagingSink[IcebergConfig]):
                 hint="only {topic} is",
             )
         self._layout = Layout.parse(self.config.partition_by)
-        super().open()
+        super().open(context)
         self._url = self._catalog_url()
 
     def close(self) -> None:
@@ -374,9 +372,10 @@ class Iceberg(StagingSink[IcebergConfig]):
         raise RetryableError(f"the Iceberg table of {topic} refused {TRIES} changes: {conflict}", code="PEN-2005")
 
     def _mark_seeded(self, topic: Topic, table: Table | None) -> None:
-        if table is None and topic in self.current:  # no rows came: readers find it empty, and not missing
+        now = self.context.topic(topic).source_schema
+        if table is None and now is not None:  # no rows came: readers find it empty, and not missing
             with contextlib.suppress(SchemaError, ValueError):  # if they have no place there, the first row will say so
-                self._create(topic, [iceberg_schema(topic, self.current[topic])])
+                self._create(topic, [iceberg_schema(topic, now)])
             table = self._table(topic)
         if table is None:
             namespace, _ = self._identifier(topic)
@@ -409,7 +408,7 @@ class Iceberg(StagingSink[IcebergConfig]):
     def diff_schemas(self, old: pa.Schema, new: pa.Schema) -> Sequence[SchemaChange]:
         return diff(*(iceberg_schema("the topic", schema) for schema in (old, new)))
 
-    def evaluate_evolution(self, changes: Sequence[SchemaChange]) -> bool:
+    def evaluate_evolution(self, changes: Sequence[SchemaChange], refilled: Topic | None = None) -> bool:
         return all(
             change.kind is not ChangeKind.RETYPED or widens(change.old, change.new) or widens(change.new, change.old)
             for change in changes

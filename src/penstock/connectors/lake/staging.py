@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 from urllib.parse import quote
 
 import pyarrow as pa
@@ -23,7 +23,7 @@ from penstock.config import FilePath
 from penstock.connectors.lake.partitions import hive, split
 from penstock.errors import ConfigError, SchemaError
 from penstock.schema.evolution import EvolutionConfig, Policy, Widens, fit, follow
-from penstock.sink import Epoch, Receipt, SinkConnectorCapabilities, Task, Topic, TopicSink
+from penstock.sink import Epoch, Receipt, SinkConnectorCapabilities, SinkContext, Task, Topic, TopicSink
 from penstock.source import HealthStatus
 
 HIDDEN = "_penstock"
@@ -381,17 +381,14 @@ class StagingSink(TopicSink[S, StagedFiles]):
         path = config.path.removeprefix("file://") if config.path.startswith("file:///") else config.path
         # Here and not in `open`, since executors may stand in another directory.
         self._path = path if "://" in path else os.path.abspath(path)
-        self.__setstate__(self.__getstate__())
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config, "_path": self._path}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
         self._stage: Stage | None = None
         self._accepted: dict[tuple[Topic, pa.Schema], pa.Schema] = {}
 
-    def open(self) -> None:
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+        return type(self), (self.config.model_copy(update={"path": self._path}),)
+
+    def open(self, context: SinkContext = SinkContext()) -> None:
+        super().open(context)
         self._targets = Targets(self._path)
         durable.make_directory(self._targets.root)
 

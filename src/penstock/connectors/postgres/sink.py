@@ -45,6 +45,7 @@ from penstock.sink import (
     Receipt,
     SinkConnector,
     SinkConnectorCapabilities,
+    SinkContext,
     Task,
     Topic,
     WriteResult,
@@ -114,13 +115,6 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
 
     def __init__(self, config: PostgresSinkConfig) -> None:
         super().__init__(config)
-        self.__setstate__(self.__getstate__())
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config, "evolution": dict(self.evolution)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
         self._connection: psycopg.Connection[Any] | None = None
         self._stage: Stage | None = None
         self._catalog = Catalog()
@@ -133,8 +127,9 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
 
     # -- open and close ------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
+    def open(self, context: SinkContext = SinkContext()) -> None:
         self.close()
+        super().open(context)
         for option in ("key", "soft_delete"):
             if getattr(self.config, option) and not self._upserts:
                 raise ConfigError(
@@ -383,7 +378,7 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
 
     def _gone(self, topic: Topic, sent: Sequence[str]) -> list[str]:
         """Columns that came once and that the topic has no more."""
-        now = self.current.get(topic)
+        now = self.context.topic(topic).source_schema
         return [name for name in sent if name not in now.names] if now is not None else []
 
     def _plan(self, topic: Topic, parts: Sequence[Part], key: Sequence[str]) -> _Planned | None:
@@ -529,7 +524,7 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
 
     def _make_empty(self, connection: psycopg.Connection[Any], topic: Topic) -> None:
         """If no rows came: readers find the table empty, and not missing."""
-        name, now = self._names.claim(topic), self.current.get(topic)
+        name, now = self._names.claim(topic), self.context.topic(topic).source_schema
         if now is None or self._catalog.find(connection, name) is not None:
             return
         key = (self.config.key or key_of(now)) if self._upserts else ()

@@ -17,7 +17,9 @@ import pytest
 from pydantic import ValidationError
 
 from mirrored import Database, Lake, Reading, database_on
-from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, seed, source, wal
+from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, plan
+from penstock.connectors.postgres_cdc.copy import chunk_where, edges
+from penstock.connectors.postgres_cdc.log import slot
 from penstock.connectors.postgresql import connections
 from penstock.errors import ConfigError, FatalError, RetryableError
 from penstock.source import Note, ReadLimit
@@ -157,7 +159,7 @@ class TestMirror:
         with closing(opened):
             opened.open()
             opened.initial()
-            known, catalog = opened._known()
+            known, catalog = opened.session.tables.captured, opened.session.catalog
             table = known["public.orders"]
             with psycopg.connect(database.dsn, autocommit=True) as connection:
                 for count, room, upto in itertools.product(
@@ -165,8 +167,8 @@ class TestMirror:
                 ):
                     after, keys, turns = None, [], 0
                     while not turns or after != upto:
-                        for edge in seed.edges(connection, table, catalog, after, upto, count, count * room):
-                            where = seed._where(table, after, edge.upto)
+                        for edge in edges(connection, table, catalog, after, upto, count, count * room):
+                            where = chunk_where(table, after, edge.upto)
                             keys += [key for (key,) in connection.execute(f"SELECT id FROM orders{where}")]
                             after = edge.upto
                         turns += 1
@@ -251,7 +253,7 @@ class TestMirror:
             opened.open()
             start = opened.initial()
             (part,) = opened.split(start, opened.latest(start, ReadLimit(parallelism=2)))
-            opened._exporter.close()
+            opened.session.release_snapshot()
             with pytest.raises(RetryableError, match="is gone"):
                 list(opened.read(part))
 
@@ -398,7 +400,7 @@ class TestMirror:
         assert replayed(log, ["id"]) == database.table("orders", ["id"])
 
     def test_ddl_in_mid_stream_leads_to_the_same_table(self, database, tmp_path, monkeypatch):
-        monkeypatch.setattr(source, "LOOKED_SECS", 0.0)
+        monkeypatch.setattr(plan, "LOOKED_SECS", 0.0)
         database.run(ORDERS, "INSERT INTO orders SELECT i, 0, 'n' FROM generate_series(1, 5) i")
         mirror = Mirror(tmp_path, database.source())
         mirror.run()
@@ -421,7 +423,7 @@ class TestMirror:
         assert replayed(log, ["id"], refreshed=True) == database.table("orders", ["id"])
 
     def test_a_table_that_goes_and_comes_back_is_copied_again(self, database, tmp_path, monkeypatch):
-        monkeypatch.setattr(source, "LOOKED_SECS", 0.0)
+        monkeypatch.setattr(plan, "LOOKED_SECS", 0.0)
         database.run(ORDERS, "CREATE TABLE other (id int PRIMARY KEY)", "INSERT INTO orders VALUES (1), (2)")
         mirror = Mirror(tmp_path, database.source())
         mirror.run()
@@ -497,10 +499,10 @@ class TestSlot:
         database.run(f"SELECT pg_create_logical_replication_slot('{database.name}', 'pgoutput')")
         with pytest.raises(ConfigError, match=rf"PEN-1016 .*decodes the database '{database.name}'"):
             PostgresCdc(PostgresCdcConfig(dsn=server.dsn, slot=database.name, tables=["*"])).open()
-        here = wal.server(database.connection)
-        found = replace(wal.slot(database.connection, database.name), plugin="test_decoding")
+        here = slot.server(database.connection)
+        found = replace(slot.slot(database.connection, database.name), plugin="test_decoding")
         with pytest.raises(ConfigError, match=r"PEN-1016 .*by 'test_decoding'"):
-            wal.verify_slot(found, database.name, here)
+            slot.verify_slot(found, database.name, here)
 
     def test_a_position_of_another_server_is_refused(self, database):
         database.run(ORDERS)

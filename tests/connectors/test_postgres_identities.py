@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from mirrored import Lake, database_on
-from penstock.connectors.postgres_cdc import source
+from penstock.connectors.postgres_cdc import plan
 from penstock.errors import ConfigError
 from penstock.testing.mirror import Mirror
 
@@ -57,7 +57,7 @@ def test_tables_of_every_replica_identity_are_mirrored_as_they_are(database, tmp
         lake.catch_up()
         for table in IDENTITIES:
             assert lake.table(f"public.{table}") == database.table(table), table
-        keys = {stream: table.key for stream, table in lake.source._known()[0].items()}
+        keys = {stream: table.key for stream, table in lake.source.session.tables.captured.items()}
         assert keys == {
             "public.by_default": ("id",),
             "public.by_all": ("id",),
@@ -113,7 +113,7 @@ PARTS = [
 
 
 def test_a_partitioned_table_is_one_and_rows_may_move_within_it(database, tmp_path, monkeypatch):
-    monkeypatch.setattr(source, "LOOKED_SECS", 0.0)
+    monkeypatch.setattr(plan, "LOOKED_SECS", 0.0)
     database.run(*PARTS)
     with Lake(tmp_path, database.source(seed_chunk_rows=7)) as lake:
         lake.catch_up()

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.connectors.postgres_cdc.decode import Decoder, Rows
+from penstock.connectors.postgres_cdc.log.decode import Decoder, Rows
 from penstock.connectors.postgresql.types import (
     SESSION,
     Column,

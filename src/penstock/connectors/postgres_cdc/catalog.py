@@ -148,7 +148,7 @@ def find_tables(
         refused[table.stream] = refusal.finding
         if refusal.stops:
             what = f"{table.stream} cannot be captured: {refusal.finding.what}"
-            wrong[table.stream] = ConfigError(what, code="PEN-1016", hint=refusal.finding.fix)
+            wrong[table.stream] = ConfigError(what, code="PEN-1016", hint=refusal.finding.fix + refusal.otherwise)
     if strict:
         _require(look, config, captured, refused, wrong, required)
     return Tables(captured, refused)
@@ -184,10 +184,12 @@ class _Refusal:
 
     finding: Finding
     stops: bool = False
+    otherwise: str = ""
+    """More ways to fix it, for the error of a start."""
 
     @classmethod
-    def of(cls, what: str, fix: str, *, stops: bool = False) -> _Refusal:
-        return cls(Finding(False, what, fix), stops)
+    def of(cls, what: str, fix: str, *, stops: bool = False, otherwise: str = "") -> _Refusal:
+        return cls(Finding(False, what, fix), stops, otherwise)
 
 
 @dataclass(frozen=True)
@@ -308,8 +310,9 @@ class _Look:
             return None
         return _Refusal.of(
             "it has no replica identity: publishing its updates would make them fail for everyone",
-            f"{identity_fix(table)}; or put it into `insert_only`, or into `exclude_tables`",
+            identity_fix(table),
             stops=named,
+            otherwise="; or put it into `insert_only`, or into `exclude_tables`",
         )
 
 

@@ -138,7 +138,9 @@ class CopyPlanner:
                     whole = Pages(table, catalog, 0, None, snapshot, lsn, after.copies)
                     return page_runs(connection, table, whole, _PAGE_RUNS)
                 ends = [edge.upto for edge in self._ends(connection, table, frontier, upto)]
-                return [Chunk(table, catalog, a, b, snapshot, lsn, after.copies) for a, b in pairwise([frontier, *ends])]
+                return [
+                    Chunk(table, catalog, a, b, snapshot, lsn, after.copies) for a, b in pairwise([frontier, *ends])
+                ]
 
         try:
             parts = list(self._session.ask(plan))

@@ -115,7 +115,9 @@ def _publication_findings(
     except ConfigError as error:
         yield Finding(False, error.message, error.hint)
     else:
-        grant = "" if limits.may_create else f"GRANT CREATE ON DATABASE {quoted(here.database)} TO {quoted(limits.user)}"
+        grant = (
+            "" if limits.may_create else f"GRANT CREATE ON DATABASE {quoted(here.database)} TO {quoted(limits.user)}"
+        )
         yield from _statement_findings(config, lacking, grant, all(each.is_owned for each in held.values()))
     if statement := missing_truncates(connection, config, captured):
         will = config.manage and limits.may_create

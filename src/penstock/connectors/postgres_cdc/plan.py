@@ -17,17 +17,17 @@ from penstock.connectors.postgres_cdc.follow import verify
 from penstock.connectors.postgres_cdc.log import slot as slots
 from penstock.connectors.postgres_cdc.log import snapshots
 from penstock.connectors.postgres_cdc.log.probe import Probe
+from penstock.connectors.postgres_cdc.log.read import verify_decoded
 from penstock.connectors.postgres_cdc.log.slot import Server, Slot
 from penstock.connectors.postgres_cdc.log.snapshots import OpenTransaction
 from penstock.connectors.postgres_cdc.partition_watch import PartitionWatch, Why
 from penstock.connectors.postgres_cdc.position import LeftOut, LogPosition
-from penstock.connectors.postgres_cdc.publications import publish
+from penstock.connectors.postgres_cdc.publications import publications, publish
 from penstock.connectors.postgres_cdc.publishing import Publisher
 from penstock.connectors.postgres_cdc.session import Session
 from penstock.connectors.postgres_cdc.table_errors import TableError
 from penstock.connectors.postgres_cdc.tables import (
     Captured,
-    Copying,
     Failed,
     Following,
     Gone,
@@ -176,14 +176,16 @@ class Planner:
 
     # -- every range ---------------------------------------------------------------------------------------------
 
-    def next_end(self, start: LogPosition, limit: ReadLimit) -> LogPosition:
-        """The end of the range that starts here; `start` itself if there is nothing to do."""
+    def next_end(self, start: LogPosition, limit: ReadLimit, planned: LogPosition | None = None) -> LogPosition:
+        """The end of the range that starts here; `start` itself if there is nothing to do. `planned`: the last answer."""
         if start.slots == 0:
             end = self._session.ask(self.begin)
             if end.slots == 0 and limit.until is not None and self.slot_waits_for is not None:
                 raise _waits(f"the replication slot {self._config.slot!r}", self.slot_waits_for)
             return end if end.slots else start
         try:
+            if planned is not None and self._is_readable(start, planned):
+                return planned
             end = self._session.ask(lambda connection: self._next(connection, start, limit))
         except failures.PublicationLost:
             if self._config.snapshot == "never":
@@ -195,6 +197,18 @@ class Planner:
                 raise _waits("the first copy", writer)
         return end
 
+    def _is_readable(self, start: LogPosition, planned: LogPosition) -> bool:
+        """For a range that is asked for again, since its epoch was given up: True if the slot still holds it."""
+        if planned.slots != start.slots or planned.lsn <= start.lsn:
+            return True
+        names = publications(self._config)
+        try:
+            self._session.ask(lambda connection: verify_decoded(connection, self._config.slot, names, planned.lsn))
+            self._session.ask(lambda connection: verify(self._session, start, connection))
+        except (failures.SlotLost, ConfigError):
+            return False
+        return True
+
     def _next(self, connection: psycopg.Connection[Any], start: LogPosition, limit: ReadLimit) -> LogPosition:
         here = slots.server(connection)
         self.planned_at = time.monotonic()
@@ -204,8 +218,6 @@ class Planner:
             if not self.may_begin_again:
                 raise
             return self._begin_again(connection, start, here)
-        if start.withdrawn:
-            raise failures.PublicationLost("a range could not be read")
         self._probe.start(start.lsn)
         looked = self._session.looked
         end = self._with_new_tables(connection, self._with_requests(connection, start, here), here)
@@ -270,7 +282,6 @@ class Planner:
             "turn": "copy",
             "settled": made.confirmed,
             "slots": start.slots + 1,
-            "withdrawn": False,
         }
         return self._copy(connection, position.model_copy(update=fresh), published)
 
@@ -287,7 +298,6 @@ class Planner:
             "turn": "copy",
             "settled": upto,
             "slots": start.slots + 1,
-            "withdrawn": False,
         }
         if published:
             what = "log from while there was no publication cannot be read; these tables are copied again: %s"
@@ -362,12 +372,14 @@ class Planner:
                 logger.warning("%s: it is copied again", what)
         return self._copy(connection, *self._publish(connection, start, new, here), "changed")
 
-    def _as_it_is(
-        self, start: LogPosition, stream: str, progress: TableProgress, table: Table | None
-    ) -> TableProgress:
+    def _as_it_is(self, start: LogPosition, stream: str, progress: TableProgress, table: Table | None) -> TableProgress:
         """The state of a table after a look at the catalog, unless it must be copied."""
         if table is None:
-            return _missing(self._session.tables, stream, progress) if progress.captured or isinstance(progress, Failed) else progress
+            return (
+                _missing(self._session.tables, stream, progress)
+                if progress.captured or isinstance(progress, Failed)
+                else progress
+            )
         if not isinstance(progress, Captured):
             return progress
         if isinstance(progress, Following) and progress.failure and all(c.stream != stream for c in start.copied):

@@ -16,7 +16,7 @@ from penstock.connectors.postgres_cdc.tables import (
     Waiting,
 )
 from penstock.durable import Json
-from penstock.source import Position, withdrawn
+from penstock.source import Position
 from penstock.tables import CopyAgain, Refused
 
 
@@ -61,8 +61,6 @@ class LogPosition(Position):
     """Requests that this position obeys; their files may be removed."""
     slots: int = 1
     """How often the slot was made; the log between two slots is never read. 0: no slot could be made yet."""
-    withdrawn: bool = False
-    """The range that was planned from here could not be read, and can never be."""
 
     @property
     def copying(self) -> bool:
@@ -117,7 +115,6 @@ class LogPosition(Position):
                 "tables": tables,
                 "copied": tuple(dict.fromkeys(each for each in copied if each.lsn > self.lsn)),
                 "quiet": next((note["quiet"] for note in reversed(notes) if "quiet" in note), self.quiet),
-                "withdrawn": self.withdrawn or withdrawn(notes),
                 # Never before the log: a drain must not be sent back.
                 "settled": max(self.settled, self.lsn, *(each.lsn for each in copied)),
             }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +122,9 @@ def publication_of(table: Table, config: PostgresLogConfig) -> str:
     return f"{config.publication}_inserts" if table.insert_only else config.publication
 
 
-def publish(connection: psycopg.Connection[Any], config: PostgresLogConfig, tables: Collection[Table], version: int) -> None:
+def publish(
+    connection: psycopg.Connection[Any], config: PostgresLogConfig, tables: Collection[Table], version: int
+) -> None:
     """Make the publications and add what they lack; with `manage = false` only verify that nothing is missing."""
     for statement in missing(connection, config, tables, version):
         if not config.manage:
@@ -136,7 +138,9 @@ def publish(connection: psycopg.Connection[Any], config: PostgresLogConfig, tabl
     publish_truncates(connection, config, tables)
 
 
-def publish_truncates(connection: psycopg.Connection[Any], config: PostgresLogConfig, tables: Collection[Table]) -> None:
+def publish_truncates(
+    connection: psycopg.Connection[Any], config: PostgresLogConfig, tables: Collection[Table]
+) -> None:
     """Make the publication of truncates, if that is allowed; without it a rewritten partition counts as truncated."""
     statement = missing_truncates(connection, config, tables) if config.manage else ""
     if statement:

@@ -90,7 +90,9 @@ class Session:
         slots.verify_range(found, self.config.slot, here, lsn, system, timeline)
         return found
 
-    def look(self, connection: psycopg.Connection[Any], here: Server | None = None, *, required: bool = False) -> Tables:
+    def look(
+        self, connection: psycopg.Connection[Any], here: Server | None = None, *, required: bool = False
+    ) -> Tables:
         """Look at the catalog: the tables and types as they are now."""
         version = (here or slots.server(connection)).version
         looked = time.monotonic()

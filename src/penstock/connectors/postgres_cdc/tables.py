@@ -31,7 +31,8 @@ Key = tuple[str, ...]
 """The values of a key as the server's text."""
 
 _EVER_STORED = frozenset(
-    "oid state shape key published copies refresh rows estimate failure until_xid from_lsn frontier tree".split()
+    {"oid", "state", "shape", "key", "published", "copies", "refresh", "rows"}
+    | {"estimate", "failure", "until_xid", "from_lsn", "frontier", "tree"}
 )
 """Fields that earlier versions stored for every state, also for states where they mean nothing."""
 
@@ -74,7 +75,9 @@ class _State(Value):
     @classmethod
     def _of_earlier_versions(cls, stored: Any) -> Any:
         if isinstance(stored, Mapping):
-            return {name: value for name, value in stored.items() if name in cls.model_fields or name not in _EVER_STORED}
+            return {
+                name: value for name, value in stored.items() if name in cls.model_fields or name not in _EVER_STORED
+            }
         return stored
 
     def become(self, state: type[S], **fields: Any) -> S:

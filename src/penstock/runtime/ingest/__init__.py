@@ -18,7 +18,7 @@ from penstock import failpoints
 from penstock.capture import Ack, Change, ChangeCapture, Delete, SnapshotTable, Upsert
 from penstock.changes import CHANGE_FIELDS, Op
 from penstock.durable import Json, canonical
-from penstock.errors import ConnectorError, DataError, FatalError, RetryableError
+from penstock.errors import NOT_READY, ConnectorError, DataError, FatalError, RetryableError
 from penstock.runtime.journal import Item, Journal, JournalConfig, JournalPosition, JournalSource, size_of
 from penstock.source import (
     ConnectorMetrics,
@@ -495,7 +495,8 @@ class Ingest:
         if self._stop.is_set():
             raise _Stopping
         limits = self._processing
-        if error is not None and self._in_a_row >= limits.max_retries:
+        # A system that is not ready yet is waited for, however long that takes.
+        if error is not None and error.code != NOT_READY and self._in_a_row >= limits.max_retries:
             raise FatalError(
                 f"{self.name}: gave up after {limits.max_retries} retries: {error.message}",
                 code="PEN-5013",

@@ -30,15 +30,8 @@ from penstock.connectors.postgres_cdc.log.pgoutput import (
     broken,
     pieces,
 )
-from penstock.connectors.postgresql.types import (
-    UNIX_EPOCH_US,
-    Bytes,
-    Column,
-    Ints,
-    TypeCatalog,
-    parse_text,
-    table_schema,
-)
+from penstock.connectors.postgresql.buffers import Bytes, Ints
+from penstock.connectors.postgresql.types import UNIX_EPOCH_US, Column, TypeCatalog, parse_text, table_schema
 from penstock.errors import ConnectorError, DataError, SchemaError
 
 _CHANGE_NAMES = {each.name for each in CHANGE_FIELDS}

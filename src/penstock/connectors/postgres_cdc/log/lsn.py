@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from penstock.connectors.postgresql.types import Bytes, Ints
+from penstock.connectors.postgresql.buffers import Bytes, Ints
 
 HEX_PAIRS = np.frombuffer(bytes(range(256)).hex().upper().encode(), np.uint16)
 """The two hex digits of every byte."""

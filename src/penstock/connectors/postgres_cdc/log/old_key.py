@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from penstock.changes import moment_texts
 from penstock.connectors.postgres_cdc.log.lsn import HEX_PAIRS
-from penstock.connectors.postgresql.types import gathered
+from penstock.connectors.postgresql.buffers import gathered
 
 
 def json_objects(names: Sequence[str], columns: Sequence[pa.Array]) -> pa.Array:

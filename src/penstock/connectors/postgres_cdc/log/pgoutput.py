@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from penstock.connectors.postgresql.types import Bytes, Column, Ints, gathered
+from penstock.connectors.postgresql.buffers import Bytes, Ints, gathered
+from penstock.connectors.postgresql.types import Column
 from penstock.errors import FatalError
 
 PIECE_MESSAGES = 65536

@@ -51,7 +51,7 @@ class JsonlDir(RangeSource[JsonlDirConfig, LastFile]):
         waiting = self._behind(start)
         if limit.rows is not None:  # None asks for all there is, and gets it
             waiting = waiting[: self.config.max_files_per_epoch]
-        return LastFile(file=waiting[-1]) if waiting else start
+        return limit.bounded(LastFile(file=waiting[-1])) if waiting else start
 
     def split(self, start: LastFile, end: LastFile) -> Sequence[str]:
         return [name for name in self._behind(start) if name <= end.file]

@@ -181,6 +181,7 @@ WAITING = """
     from penstock import __version__
     from penstock.runtime import supervisor
     from penstock.cli import main
+    from penstock.runtime.epochs import EpochReport
     from penstock.source import HealthStatus
 
     def run(pipeline, engine, *, telemetry, stop, **_):

@@ -169,9 +169,8 @@ class TestStreamer(MessageContract):
 
 
 class Unpicklable(MemorySink):
-    def __init__(self, config):
-        super().__init__(config)
-        self.lock = threading.Lock()
+    def __reduce__(self):
+        return type(self), (self.config, threading.Lock())
 
 
 class ClosesOnce(MemorySink):
@@ -541,9 +540,8 @@ def test_a_sink_that_breaks_a_law_is_caught(law, tmp_path, monkeypatch):
 
 
 class UnpicklableSource(MemorySource):
-    def __init__(self, config):
-        super().__init__(config)
-        self.lock = threading.Lock()
+    def __reduce__(self):
+        return type(self), (self.config, threading.Lock())
 
 
 class ClosesSourceOnce(MemorySource):
@@ -856,12 +854,13 @@ def test_a_sink_that_breaks_in_a_crash_is_caught(contract, scenario, args, messa
 
 def test_the_crash_suite_passes_every_failpoint_of_the_protocol():
     protocol = {name for name in failpoints.NAMES if not name.startswith("journal.")}
-    assert {step.partition("@")[0] for step in crash.STEPS} == protocol
+    assert {step.partition("@")[0] for step in (*crash.STEPS, *crash.APPLY_STEPS)} == protocol
 
 
 def test_the_crash_matrix_of_the_spec_names_every_step_and_every_test_it_claims():
     page = (Path(__file__).parents[1] / "docs" / "spec" / "epochs.md").read_text()
-    assert {step.partition("@")[0] for step in crash.STEPS} <= set(re.findall(r"`([a-z]+\.[a-z]+)(?:@\d)?`", page))
+    steps = {step.partition("@")[0] for step in (*crash.STEPS, *crash.APPLY_STEPS)}
+    assert steps <= set(re.findall(r"`([a-z_]+\.[a-z]+)(?:@\d)?`", page))
     claimed = set(re.findall(r"`(?:CrashContract\.)?(test_[a-z_]+)…?`", page))
     assert len(claimed) >= 10
     for name in claimed:

@@ -85,7 +85,7 @@ class Tap(RangeSource[NoOptions, Next]):
         self.looked += 1
         if self.failures:
             raise self.failures.pop(0)
-        return Next(row=max(start.row, self.available))
+        return limit.bounded(Next(row=max(start.row, self.available)))
 
     def split(self, start: Next, end: Next) -> Sequence[tuple[int, int]]:
         return [(start.row, end.row)]
@@ -110,7 +110,7 @@ class Growing(Tap):
 
     def latest(self, start: Next, limit: ReadLimit) -> Next:
         self.available += 10
-        return Next(row=min(self.available, start.row + (limit.rows or self.available)))
+        return limit.bounded(Next(row=min(self.available, start.row + (limit.rows or self.available))))
 
 
 class Behind(Tap):

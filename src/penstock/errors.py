@@ -4,7 +4,8 @@ Every error Penstock raises, chosen by what should happen next.
     ConnectorError
     ├── ConfigError      refuse to start
     ├── RetryableError   back off and go on
-    │   └── StagingLost  stage that sink again from the range, which is not yet acked
+    │   ├── StagingLost  stage that sink again from the range, which is not yet acked
+    │   └── PlanStale    plan that topic's work again: the target moved on since
     ├── DataError        stop or skip, by `on_error`
     ├── SchemaError      stop for a decision, or evolve, by policy
     └── FatalError       stop
@@ -142,6 +143,12 @@ class StagingLost(RetryableError):
     """A sink's staged data is gone: that sink is staged again from the range."""
 
     default_code = "PEN-2004"
+
+
+class PlanStale(RetryableError):
+    """The target is no longer at the version that `plan_apply` saw: that topic is planned again."""
+
+    default_code = "PEN-2005"
 
 
 class DataError(ConnectorError):

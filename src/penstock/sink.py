@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from penstock import failpoints
 from penstock.durable import Json
-from penstock.errors import Fenced, StagingLost
+from penstock.errors import Fenced, PlanStale, StagingLost
 from penstock.schema.evolution import EvolutionConfig, Policy
 from penstock.source import C, Connector, type_argument
 
@@ -22,6 +22,10 @@ Topic = str
 
 Positions = Mapping[str, Json]
 """A position per source."""
+
+
+PLANS = 5
+"""How often a topic's work is planned before its epoch waits: each time another writer has moved the target on."""
 
 
 class DeliveryGuarantee(StrEnum):
@@ -39,7 +43,10 @@ class Epoch:
     attempt: str = field(default_factory=lambda: uuid4().hex[:8], compare=False)
     """Names one try at staging, so that a rollback can never touch what another try or another run has staged."""
     adopts: frozenset[tuple[str, int]] = field(default=frozenset(), compare=False)
-    """Markers `(incarnation, number)` of earlier incarnations that this one was told to take over."""
+    """Markers `(incarnation, number)` of earlier incarnations that this one takes over."""
+    start: Positions = field(default_factory=dict, compare=False)
+    end: Positions = field(default_factory=dict, compare=False)
+    """Where the sources are before and after the epoch: what tells it from another run's epoch of the same number."""
 
     def stem(self, task: Task | None = None) -> str:
         """The beginning of every staged name of this try; with a task, a fresh whole name."""
@@ -69,6 +76,29 @@ class Receipt(BaseModel):
 
 
 R = TypeVar("R", bound=Receipt)
+
+
+class Work(BaseModel):
+    """
+    One piece of heavy work that the commit of a topic needs, such as one data file to rewrite: small and picklable.
+
+    A subclass adds what `apply` must know, the target's version that the plan saw among it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    topic: Topic
+    bytes: int = 0
+    """About how much it reads and writes. Little work is done on the driver, where it needs no job."""
+
+
+class Applied(Receipt):
+    """What `apply` hands over: durable by then, and visible to nobody until the commit names it."""
+
+    topic: Topic
+
+    def topics(self) -> Iterable[Topic]:
+        return (self.topic,)
 
 
 class CommittedEpoch(BaseModel):
@@ -137,6 +167,8 @@ def is_committed(marker: CommittedEpoch | None, epoch: Epoch) -> bool:
     """
     True when the target already holds `epoch`; `Fenced` when the marker is of a run that this one does not follow.
 
+    Two runs on two copies of a state directory reach the same number with other ends: the first to commit wins.
+
     Sinks ask on the very snapshot that they commit from: asking is what makes their commit a compare-and-set.
     """
     if marker is None:
@@ -144,6 +176,11 @@ def is_committed(marker: CommittedEpoch | None, epoch: Epoch) -> bool:
     if marker.incarnation == epoch.incarnation:
         if marker.number > epoch.number:
             raise Fenced(f"the target holds epoch {marker.number}, and this run wants to commit {epoch.number}")
+        if marker.number == epoch.number and not _same_ranges(marker, epoch):
+            raise Fenced(
+                f"the target holds an epoch {marker.number} of other ranges: another run of this incarnation wrote it",
+                hint="two runs work on copies of one state directory: stop this one and keep the state of the other",
+            )
         return marker.number == epoch.number
     if (marker.incarnation, marker.number) in epoch.adopts:
         return False
@@ -151,6 +188,18 @@ def is_committed(marker: CommittedEpoch | None, epoch: Epoch) -> bool:
         f"the target holds epoch {marker.number} of incarnation {marker.incarnation}, not of {epoch.incarnation}",
         hint="another pipeline or run writes there: stop it, or give this one a target or a name of its own",
     )
+
+
+ABOUT = "@epoch"
+"""Beside the sources' ends a marker holds where the epoch began, what it wrote, its notes and which incarnations came before
+its own: enough to go on from a lost state."""
+
+
+def _same_ranges(marker: CommittedEpoch, epoch: Epoch) -> bool:
+    """Compared for the sources that both know: a pipeline may have got or lost one in between."""
+    began = (marker.end.get(ABOUT) or {}).get("start", {})
+    edges = ((marker.end, epoch.end), (began, epoch.start))
+    return all(marked[source] == own[source] for marked, own in edges for source in marked.keys() & own.keys())
 
 
 @dataclass(frozen=True)
@@ -200,6 +249,9 @@ class SinkConnector(Connector[C], Generic[C, R]):
 
     context: SinkContext = SinkContext()
     """What the last `open` was given."""
+
+    concurrent: ClassVar[bool] = False
+    """True if the sink may commit in a thread of its own beside other sinks, and its topics beside one another."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -270,20 +322,69 @@ class SinkConnector(Connector[C], Generic[C, R]):
 
 
 class TopicSink(SinkConnector[C, R]):
-    """A sink that commits topic by topic (lakes, files)."""
+    """
+    A sink that commits topic by topic (lakes, files).
+
+    One whose commit needs heavy work also implements `plan_apply`, `apply` and `commit_applied`; then the commit itself
+    is metadata only.
+    """
+
+    applied_type: ClassVar[type[Applied]] = Applied
+    """What `apply` gives."""
 
     def commit_topic(self, epoch: Epoch, topic: Topic, receipts: Sequence[R], end: Positions) -> None:
         """Driver: the compare-and-set of one topic. Ask `is_committed` on the snapshot that you commit from."""
         raise NotImplementedError
 
+    def plan_apply(self, epoch: Epoch, topic: Topic, receipts: Sequence[R]) -> Sequence[Work]:
+        """
+        Driver: the work that the commit of a topic needs, from one version of the target; none if the epoch is there.
+
+        Writes nothing. May be called again for the same epoch, with another `epoch.attempt`.
+        """
+        return ()
+
+    def apply(self, epoch: Epoch, work: Work, task: Task) -> Applied:
+        """
+        Task, or the driver if all of it is little: do one piece of work, durable and visible to nobody.
+
+        Names every file after `epoch.stem(task)`, so that `sweep` finds what a dead try left.
+        """
+        raise NotImplementedError
+
+    def commit_applied(
+        self, epoch: Epoch, topic: Topic, receipts: Sequence[R], end: Positions, applied: Sequence[Applied]
+    ) -> None:
+        """
+        Driver: `commit_topic` for a topic that had work: metadata only, one compare-and-set.
+
+        Raises `PlanStale` if the target is not at the very version that the plan saw.
+        """
+        raise NotImplementedError
+
     def commit_epoch(self, epoch: Epoch, receipts: Sequence[R], end: Positions) -> None:
+        """Driver: every topic, with its work done in this process. The runtime calls the methods above instead."""
         lost: StagingLost | None = None
         for position, topic in enumerate(sorted({topic for receipt in receipts for topic in receipt.topics()})):
             if position:
                 failpoints.hit("commit.topic")
             try:
-                self.commit_topic(epoch, topic, [r for r in receipts if topic in r.topics()], end)
+                self._commit_alone(epoch, topic, [r for r in receipts if topic in r.topics()], end)
             except StagingLost as error:
                 lost = error  # the other topics go on: only these receipts can finish what is half committed of them
         if lost is not None:
             raise lost
+
+    def _commit_alone(self, epoch: Epoch, topic: Topic, receipts: Sequence[R], end: Positions) -> None:
+        for _ in range(PLANS):
+            work = self.plan_apply(epoch, topic, receipts)
+            applied = [self.apply(epoch, each, Task(number)) for number, each in enumerate(work)]
+            try:
+                if work:
+                    self.commit_applied(epoch, topic, receipts, end, applied)
+                else:
+                    self.commit_topic(epoch, topic, receipts, end)
+                return
+            except PlanStale as error:
+                stale = error
+        raise stale

@@ -13,8 +13,8 @@ from penstock import failpoints
 from penstock.errors import ConnectorError, FatalError, Fenced, RetryableError
 from penstock.pipeline.routing import Router
 from penstock.runtime.epochs import EpochLoop, State, reset
-from penstock.runtime.epochs import loop as protocol
-from penstock.runtime.job import run_task
+from penstock.runtime.epochs import sweep as protocol
+from penstock.runtime.job import run_task, run_work
 from penstock.sink import SinkConnectorCapabilities, Task
 from penstock.source import Note, SourceBatch
 from penstock.testing import MemorySink, MemorySinkConfig, MemorySource
@@ -30,6 +30,9 @@ class InlineEngine:
 
     def run(self, job):
         return [run_task(job, job.parts, Task(0))]
+
+    def apply(self, job):
+        return [run_work(job, range(len(job.work)), Task(0))]
 
 
 @dataclass
@@ -59,7 +62,7 @@ class Run:
         state.open()
         try:
             loop = EpochLoop(
-                state, {"memory": source}, made, Router((), tuple(sinks)), InlineEngine(), max_epoch_rows=2
+                state, {"memory": source}, made, Router((), tuple(sinks)), InlineEngine(), max_epoch_rows=2, threads=1
             )
             for sink in made.values():
                 sink.open()
@@ -179,7 +182,7 @@ def test_a_sweep_that_fails_does_not_fail_the_epoch(run, monkeypatch):
 
 def test_a_try_that_failed_just_now_is_not_swept_yet(run, monkeypatch):
     loop = run.loop()
-    now = loop._abandoned_at + 1000
+    now = loop._sweeper.abandoned_at + 1000
     monkeypatch.setattr(protocol.time, "monotonic", lambda: now)
     swept = []
     monkeypatch.setattr(MemorySink, "sweep", lambda self, epoch, keep: swept.append(epoch) if keep else None)

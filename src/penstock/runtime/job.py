@@ -7,15 +7,28 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
 
 from penstock import failpoints
 from penstock.durable import Json
-from penstock.errors import ConnectorError, DataError, is_of_stream
+from penstock.errors import ConnectorError, DataError, StagingLost, is_of_stream
 from penstock.pipeline.routing import Route, Router, Target
-from penstock.sink import Epoch, Receipt, SinkConnector, SinkContext, Task, Topic, TopicContext, WriteResult
+from penstock.sink import (
+    Applied,
+    Epoch,
+    Receipt,
+    SinkConnector,
+    SinkContext,
+    Task,
+    Topic,
+    TopicContext,
+    TopicSink,
+    Work,
+    WriteResult,
+)
 from penstock.source import Note, RangeSource, Schemas, SourceContext
 from penstock.tables import Refused, TableSource
 
@@ -89,6 +102,39 @@ class TaskResult:
     """Which try of the task this was; more than 0 means that an earlier one may have left staged data."""
 
 
+@dataclass(frozen=True)
+class ApplyJob:
+    """The work that commits of an epoch need; picklable."""
+
+    epoch: Epoch
+    sinks: Mapping[str, TopicSink[Any, Any]]
+    work: Sequence[tuple[str, Work]]
+    """Each with the name of its sink."""
+    contexts: Mapping[str, SinkContext] = field(default_factory=dict)
+    """What the sinks are opened with."""
+
+    def groups(self, count: int) -> list[list[int]]:
+        """The numbers of the work items for each of at most `count` tasks, about the same number of bytes in each."""
+        groups: list[list[int]] = [[] for _ in range(max(1, min(count, len(self.work))))]
+        sizes = [0] * len(groups)
+        for number in sorted(range(len(self.work)), key=lambda number: -self.work[number][1].bytes):
+            least = sizes.index(min(sizes))
+            groups[least].append(number)
+            sizes[least] += self.work[number][1].bytes + 1
+        return groups
+
+
+@dataclass
+class ApplyResult:
+    """What a task of an `ApplyJob` hands back to the driver."""
+
+    applied: dict[int, Applied] = field(default_factory=dict)
+    """By the number of the work item, so that a task that runs twice is counted once."""
+    lost: set[int] = field(default_factory=set)
+    """Items whose staged data is gone."""
+    attempt: int = 0
+
+
 class Engine(Protocol):
     """Runs a job's tasks somewhere. `SparkEngine` is the product; the kit has one that forks plain processes."""
 
@@ -96,11 +142,30 @@ class Engine(Protocol):
     def parallelism(self) -> int:
         """Tasks that can run at once."""
 
+    @property
+    def version(self) -> str:
+        """What it is, for people; once it has started."""
+
+    def start(self) -> None:
+        """Get ready, in a thread of its own while the connectors open."""
+
+    def hold(self, lock: Path) -> None:
+        """Hold this lock for as long as any task may run, also if the driver is killed; after `start`."""
+
+    def busy(self) -> bool:
+        """True while a task runs."""
+
+    def stop(self) -> None:
+        """Let go of everything; may be called twice, and while `start` runs."""
+
     def check(self, routes: Sequence[tuple[Target, pa.Schema]], keyed: Collection[str] = ()) -> None:
         """Refuse what the routes ask for and the engine cannot do; before the first epoch. `keyed` sinks apply changes."""
 
     def run(self, job: Job) -> Sequence[TaskResult]:
         """Run every task to its end and give back their results; raise if one failed for good."""
+
+    def apply(self, job: ApplyJob) -> Sequence[ApplyResult]:
+        """The same for the work that commits need."""
 
 
 def is_plain(route: Route) -> bool:
@@ -228,4 +293,31 @@ def run_task(
     finally:
         writer.close()
     result.tallies = tallies
+    return result
+
+
+def run_work(job: ApplyJob, numbers: Sequence[int], task: Task) -> ApplyResult:
+    """A task that does some of the work, with sinks that it opens."""
+    opened = {job.work[number][0]: job.sinks[job.work[number][0]] for number in numbers}
+    try:
+        for name, sink in opened.items():
+            sink.open(job.contexts.get(name, SinkContext()))
+        return do_work(job, numbers, task)
+    finally:
+        for sink in opened.values():
+            sink.close()
+
+
+def do_work(job: ApplyJob, numbers: Sequence[int], task: Task) -> ApplyResult:
+    """Some of the work, with sinks that are open."""
+    failpoints.hit("apply.begin")
+    result = ApplyResult(attempt=task.attempt)
+    for number in numbers:
+        name, work = job.work[number]
+        try:
+            result.applied[number] = job.sinks[name].apply(job.epoch, work, task)
+        except StagingLost:
+            result.lost.add(number)
+        failpoints.hit("apply.middle")
+    failpoints.hit("apply.task")
     return result

@@ -39,6 +39,8 @@ from penstock.errors import (
 from penstock.pipeline import Pipeline
 from penstock.pipeline.routing import Route, Target, partition_of, split_by
 from penstock.runtime.job import (
+    ApplyJob,
+    ApplyResult,
     Job,
     Part,
     Tally,
@@ -48,6 +50,7 @@ from penstock.runtime.job import (
     leaving_out,
     read_parts,
     run_task,
+    run_work,
     write,
 )
 from penstock.schema import key_of, with_key
@@ -284,6 +287,14 @@ class SparkEngine:
                     results.append(_without(job, target, error))
         return results
 
+    def apply(self, job: ApplyJob) -> Sequence[ApplyResult]:
+        """Do the work that an epoch's commits need: one more Spark job."""
+        groups = job.groups(4 * self.parallelism)
+        with _driver_errors():
+            self._context.setJobGroup(job.epoch.pipeline, f"{job.epoch} · apply", False)
+            found = self._empty(len(groups)).mapPartitionsWithIndex(_work_task(_pack(job), groups)).collect()
+        return [pickle.loads(each) for each in found]
+
     def _passthrough(self, job: Job) -> list[TaskResult]:
         groups = job.groups(self.parallelism)
         packed = _pack(job)
@@ -365,6 +376,15 @@ def _plain_task(packed: bytes, groups: list[list[Part]]) -> Callable[[int, Itera
         list(nothing)  # a worker whose input is not read to its end is thrown away
         _freeze()
         yield _pack(run_task(pickle.loads(packed), groups[index], Task(index, _attempt())))
+
+    return task
+
+
+def _work_task(packed: bytes, groups: list[list[int]]) -> Callable[[int, Iterable[int]], Iterator[bytes]]:
+    def task(index: int, nothing: Iterable[int]) -> Iterator[bytes]:
+        list(nothing)
+        _freeze()
+        yield _pack(run_work(pickle.loads(packed), groups[index], Task(index, _attempt())))
 
     return task
 

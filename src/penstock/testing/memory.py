@@ -165,6 +165,7 @@ class MemorySink(TopicSink[MemorySinkConfig, MemoryReceipt]):
     """
 
     name = "memory"
+    concurrent = True
 
     def __init__(self, config: MemorySinkConfig) -> None:
         super().__init__(config)
@@ -213,22 +214,7 @@ class MemorySink(TopicSink[MemorySinkConfig, MemoryReceipt]):
         log = self._log(topic)
         if is_committed(_marker(log, epoch.pipeline), epoch):
             return
-        files = [name for receipt in receipts for name in receipt.files[topic]]
-        schema = self._stored(topic)
-        for name in files:
-            path = self._topic(topic) / "rows" / name
-            if not path.exists():
-                raise StagingLost(f"{path} is gone")
-            rows = _open_rows(path).schema
-            schema = follow(topic, rows if schema is None else schema, rows)
-        marker = CommittedEpoch(incarnation=epoch.incarnation, number=epoch.number, end=dict(end))
-        entry = {
-            "pipeline": epoch.pipeline,
-            "marker": marker.model_dump(mode="json"),
-            "files": files,
-            "schema": schema.serialize().to_pybytes().hex() if schema is not None else None,
-        }
-        make_directory(self._topic(topic) / "log")
+        entry = self._entry(epoch, topic, [name for receipt in receipts for name in receipt.files[topic]], end)
         failpoints.hit("commit.before")
         if not publish_once(self._topic(topic) / "log" / f"{len(log):012d}.json", canonical(entry).encode()):
             self.commit_topic(epoch, topic, receipts, end)  # another commit came first: ask again, on what it left
@@ -259,6 +245,24 @@ class MemorySink(TopicSink[MemorySinkConfig, MemoryReceipt]):
             )
         tables = [table for each in epochs for table in each]
         return pa.concat_tables(tables, promote_options="permissive").to_pylist() if tables else []
+
+    def _entry(self, epoch: Epoch, topic: Topic, files: Sequence[str], end: Positions) -> dict[str, Any]:
+        """The entry of the log that shows these files; there is a directory for it."""
+        schema = self._stored(topic)
+        for name in files:
+            path = self._topic(topic) / "rows" / name
+            if not path.exists():
+                raise StagingLost(f"{path} is gone")
+            rows = _open_rows(path).schema
+            schema = follow(topic, rows if schema is None else schema, rows)
+        marker = CommittedEpoch(incarnation=epoch.incarnation, number=epoch.number, end=dict(end))
+        make_directory(self._topic(topic) / "log")
+        return {
+            "pipeline": epoch.pipeline,
+            "marker": marker.model_dump(mode="json"),
+            "files": list(files),
+            "schema": schema.serialize().to_pybytes().hex() if schema is not None else None,
+        }
 
     def _read(self, topic: Topic, name: str) -> pa.Table:
         """A file's rows, in the types that the target has by now."""

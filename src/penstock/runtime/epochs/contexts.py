@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -50,7 +51,7 @@ class Contexts:
         topics = self._topics[sink]
         topics[target.topic] = target.context(topics.get(target.topic, TopicContext()), schema)
 
-    def in_tasks(self, refilled: set[Pair]) -> dict[str, SinkContext]:
+    def in_tasks(self, refilled: Collection[Pair] = ()) -> dict[str, SinkContext]:
         """For the sinks of one job. `refilled`: targets that are cleared and take the types of their rows."""
         return {
             name: SinkContext({t: replace(known, refilled=(name, t) in refilled) for t, known in topics.items()})

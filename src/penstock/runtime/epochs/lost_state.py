@@ -10,13 +10,9 @@ from penstock.errors import ConnectorError, FatalError
 from penstock.runtime.epochs.manifest import Manifest, Range
 from penstock.runtime.epochs.state import State
 from penstock.runtime.epochs.wiring import Pair, Wiring
-from penstock.sink import CommittedEpoch, Topic
+from penstock.sink import ABOUT, CommittedEpoch, Topic
 
 OnLost = Literal["stop", "resume", "start-over"]
-
-ABOUT = "@epoch"
-"""Beside the sources' ends a marker holds where the epoch began, what it wrote, its notes and which incarnations came before
-its own: enough to go on from a lost state."""
 
 _PUT_BACK = "put the target back as it was; or read everything again with `penstock offsets reset FILE`"
 

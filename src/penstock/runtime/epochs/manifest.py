@@ -34,6 +34,12 @@ class Manifest(BaseModel):
     only: list[tuple[str, Topic]] | None = None
     """The sinks and topics this epoch is for; None: all. Set for the epoch that completes another incarnation's."""
     receipts: dict[str, list[Json]] = {}
+    applies: list[str] = []
+    """Every try at the work that the commits of this epoch need, the newest last."""
+    kept: dict[str, dict[Topic, str]] = {}
+    """Per sink and topic the try whose files its commit names."""
+    applied: dict[str, list[Json]] = {}
+    """Per sink what those tries gave; only if there may be other files beside them."""
     replaced: dict[str, list[Json]] = {}
     """Receipts of a sink that lost some topics: what they name of the other topics is committed and must not be swept."""
     notes: dict[str, list[Json]] = {}

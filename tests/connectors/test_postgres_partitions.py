@@ -354,7 +354,7 @@ class TestOptions:
             (told,) = caplog.messages
             assert told.startswith("public.parts: the partition public.parts_1 was detached or dropped; the partition")
             assert "public.parts_2 was truncated, or rewritten" in told
-            assert told.endswith("which its log does not hold: the target stays as it is")
+            assert told.endswith("which does not appear in the log: the target stays as it is")
             assert [row["id"] for row in lake.table("public.parts")] == [30]
         assert ("penstock_truncates",) not in database.rows("SELECT pubname FROM pg_publication")
 

@@ -95,7 +95,7 @@ class TestWhileRunning:
             database.run(*BREAKS["the table goes"], *CHANGES, "INSERT INTO others VALUES (1)")
             lake.catch_up()
             failure = lake.position.tables["public.orders"].failure
-            assert "does not hold all changes of public.orders" in failure.message
+            assert "does not publish all changes of public.orders" in failure.message
             assert failure.hint == 'ALTER PUBLICATION "penstock" ADD TABLE "public"."orders"'
             assert lake.table("public.others") == database.table("others")
             database.run(failure.hint)
@@ -192,7 +192,7 @@ class TestAtFirst:
         reader = database.source(manage=False)
         reader.open()
         try:
-            with pytest.raises(ConfigError, match="does not hold all changes") as caught:
+            with pytest.raises(ConfigError, match="does not publish all changes") as caught:
                 reader.initial()
             assert caught.value.hint == (
                 "ALTER PUBLICATION \"penstock\" SET (publish = 'insert, update, delete, truncate', "
@@ -220,7 +220,7 @@ class TestAtFirst:
         reader = database.source()
         reader.open()
         try:
-            with pytest.raises(ConfigError, match=r"public\.keyless, which it holds as well, has no replica identity"):
+            with pytest.raises(ConfigError, match=r"it includes public\.keyless, which has no replica identity"):
                 reader.initial()
         finally:
             reader.close()
@@ -330,8 +330,8 @@ class TestPermissions:
         assert list(found) == [
             "the user may not replicate",
             "the publication 'penstock' will be made",
-            "public.keyless is left out: no replica identity",
-            "public.another is left out: no replica identity",
+            "public.keyless is left out: it has no replica identity",
+            "public.another is left out: it has no replica identity",
             "public.others may not be read",
             "public.others may not be published: the user does not own it",
         ]
@@ -351,5 +351,5 @@ def test_what_makes_a_source_refuse_to_open_is_listed_with_the_rest(need):
         found = list(_examine("shop", opened, {}, pipeline))
     assert [finding.what for finding in found if not finding.ok] == [
         "wal_level is replica",
-        "public.keyless is left out: no replica identity",
+        "public.keyless is left out: it has no replica identity",
     ]

@@ -201,7 +201,9 @@ class TestMessages:
         assert "behind" not in raised.value.message
 
     def test_another_timeline_is_called_a_failover_or_restore(self):
-        with pytest.raises(failures.SlotLost, match=r"timeline 2 at 0/3000; .* 0/1000 on timeline 1 \(failover or restore\)"):
+        with pytest.raises(
+            failures.SlotLost, match=r"timeline 2 at 0/3000; .* 0/1000 on timeline 1 \(failover or restore\)"
+        ):
             verify_range(self.slot, "penstock", self.here, 0x1000, "7", 1)
 
     @pytest.mark.parametrize(

@@ -309,7 +309,7 @@ class _Look:
         if table.has_identity or table.insert_only:
             return None
         return _Refusal.of(
-            "it has no replica identity: publishing its updates would make them fail for everyone",
+            "it has no replica identity",
             identity_fix(table),
             stops=named,
             otherwise="; or put it into `insert_only`, or into `exclude_tables`",

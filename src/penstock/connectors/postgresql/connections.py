@@ -6,8 +6,8 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import psycopg
 import pyarrow as pa
@@ -16,9 +16,14 @@ from adbc_driver_postgresql import dbapi as adbc
 from psycopg.pq import PGconn, Ping, TransactionStatus
 
 from penstock.connectors.postgresql.config import PostgresConfig
-from penstock.connectors.postgresql.failures import NO_ANSWER, errors
+from penstock.connectors.postgresql.failures import NO_ANSWER, errors, is_refusal
 from penstock.connectors.postgresql.types import SESSION
 from penstock.errors import NOT_READY, RetryableError
+
+T = TypeVar("T")
+
+PINGED_SECS = 1.0
+"""A connection that failed within this time is followed by a ping, see `_made`."""
 
 IDLE_SECS = 10.0
 """How long a task's connection is kept for the next task; to make one takes longer than to read a small range."""
@@ -31,8 +36,7 @@ _idle_arrows: dict[tuple[int, bytes], tuple[Any, int, float]] = {}
 def connect(config: PostgresConfig) -> psycopg.Connection[Any]:
     """A connection for statements, in autocommit; not for rows."""
     with errors("cannot connect to PostgreSQL"):
-        with _starting(config):
-            connection = psycopg.connect(config.conninfo(), autocommit=True)
+        connection = _made(config, lambda conninfo: psycopg.connect(conninfo, autocommit=True))
         with _closing_on_error(connection):
             connection.execute(_settings(config))
     return connection
@@ -93,8 +97,7 @@ def _whose(config: PostgresConfig) -> tuple[int, bytes]:
 def connect_arrow(config: PostgresConfig, **settings: str) -> Any:
     """A connection that answers in Arrow, in autocommit; for rows."""
     with errors("cannot connect to PostgreSQL"):
-        with _starting(config):
-            connection = adbc.connect(config.conninfo(), autocommit=True)
+        connection = _made(config, lambda conninfo: adbc.connect(conninfo, autocommit=True))
         with _closing_on_error(connection):
             run(connection, _settings(config, settings))
     return connection
@@ -107,21 +110,31 @@ def run(connection: Any, query: str) -> pa.Table:
         return cursor.fetch_arrow_table()
 
 
-@contextlib.contextmanager
-def _starting(config: PostgresConfig) -> Iterator[None]:
-    """Tell a server that refuses connections for now (SQLSTATE 57P03) from one that cannot be reached."""
-    try:
-        yield
-    except (psycopg.OperationalError, adbc_dbapi.Error) as error:
-        # Neither driver gives the state of a failed connection, and the text depends on the server's language.
-        if getattr(error, "sqlstate", None) or PGconn.ping(config.conninfo().encode()) != Ping.REJECT:
-            raise
-        text = str(error).strip().partition("\n")[0]
-        raise RetryableError(
-            f"PostgreSQL does not accept connections yet: {text}",
-            code=NOT_READY,
-            hint="it is starting up, recovering or shutting down; the connection is tried again",
-        ) from error
+def _made(config: PostgresConfig, connecting: Callable[[str], T]) -> T:
+    """
+    A new connection. A server that takes none yet (SQLSTATE 57P03: starting up, recovering) is told from one that is down.
+
+    The drivers do not give the state of a failed connection, and the text depends on the server's language: so libpq asks
+    again. That blocks the whole process, so not after a failure that took long.
+    """
+    for last in (False, True):
+        began = time.monotonic()
+        try:
+            return connecting(config.conninfo())
+        except (psycopg.OperationalError, adbc_dbapi.Error) as error:
+            text = str(error).strip().partition("\n")[0]
+            if is_refusal(text) or time.monotonic() - began > PINGED_SECS:
+                raise
+            answer = PGconn.ping(config.conninfo().encode())
+            if answer == Ping.REJECT:
+                raise RetryableError(
+                    f"PostgreSQL does not accept connections yet: {text}",
+                    code=NOT_READY,
+                    hint="it is starting up, recovering or shutting down; the connection is tried again",
+                ) from error
+            if last or answer != Ping.OK:  # it may have become ready in between
+                raise
+    raise AssertionError("unreachable")
 
 
 @contextlib.contextmanager

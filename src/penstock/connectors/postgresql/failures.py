@@ -53,7 +53,7 @@ def errors(what: str) -> Iterator[None]:
             raise PublicationLost(message, hint=LOST) from error
         if state == "57014":
             raise RetryableError(message, code="PEN-2003", hint="raise `statement_timeout_secs`") from error
-        if state[:2] in ("28", "3D") or state in ("42501", "42704") or _is_refusal(text):
+        if state[:2] in ("28", "3D") or state in ("42501", "42704") or is_refusal(text):
             hint = "see `penstock check` for the grants and settings that are needed"
             raise ConfigError(message, code="PEN-1016", hint=hint) from error
         if not state or state in ("42P01", "25P03") or state[:2] in ("08", "40", "53", "55", "57", "58"):
@@ -70,7 +70,7 @@ def _answered(state: str) -> str:
     return "PostgreSQL closed the connection" if state.startswith("57P") else "PostgreSQL refused"
 
 
-def _is_refusal(text: str) -> bool:
+def is_refusal(text: str) -> bool:
     """True for errors of libpq, which have no state, about settings that only a person can change."""
     return any(
         part in text

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -26,6 +28,7 @@ from penstock.connectors.postgres_cdc.publications import publications, publish
 from penstock.connectors.postgres_cdc.publishing import Publisher
 from penstock.connectors.postgres_cdc.session import Session
 from penstock.connectors.postgresql import failures
+from penstock.durable import canonical, make_directory, write_atomic
 from penstock.errors import NOT_READY, ConfigError, RetryableError
 
 logger = logging.getLogger(__name__)
@@ -41,6 +44,36 @@ class LogEnd:
     lsn: int
     system: str
     timeline: int
+
+
+class SlotMark:
+    """The furthest place that this pipeline ever moved the slot to, in a file: a slot that another reader moved is noticed."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._path = directory / "slot.json" if directory else None
+
+    def read(self) -> LogEnd | None:
+        return LogEnd(**json.loads(self._path.read_bytes())) if self._path and self._path.exists() else None
+
+    def write(self, place: LogEnd) -> None:
+        if self._path is not None:
+            make_directory(self._path.parent)
+            write_atomic(self._path, canonical(asdict(place)).encode())
+
+
+def wait_for_writers(connection: psycopg.Connection[Any], most_secs: float) -> None:
+    """Changes of a transaction that began before a table was published are in no log, so the copy must show them."""
+    until = snapshots.snapshot(connection).xmax
+    give_up = time.monotonic() + most_secs
+    while snapshots.snapshot(connection).xmin < until:
+        if time.monotonic() > give_up:
+            writer = snapshots.blocking_writer(connection, until)
+            raise RetryableError(
+                f"the copy waits for {writer or 'a transaction'}, since it may have begun before the tables were published",
+                code=NOT_READY,
+                hint=writer.ending if writer else "end it; the copy then begins by itself",
+            )
+        time.sleep(0.01)
 
 
 class LogReader:

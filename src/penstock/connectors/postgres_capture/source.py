@@ -5,20 +5,17 @@ from __future__ import annotations
 import contextlib
 import heapq
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import psycopg
 import pyarrow as pa
 
 from penstock.capture import AckSink, Change, ChangeCapture, ChangeEvent, Delete, SnapshotTable, Upsert, pause
 from penstock.changes import CHANGE_FIELDS, Op
 from penstock.connectors.postgres_capture.config import PostgresCaptureConfig
-from penstock.connectors.postgres_capture.ranges import LogEnd, LogReader
+from penstock.connectors.postgres_capture.ranges import LogEnd, LogReader, SlotMark, wait_for_writers
 from penstock.connectors.postgres_cdc import health
 from penstock.connectors.postgres_cdc.copy import Pages, read_part
 from penstock.connectors.postgres_cdc.findings import findings
@@ -28,8 +25,8 @@ from penstock.connectors.postgres_cdc.log.snapshots import Snapshot
 from penstock.connectors.postgres_cdc.position import LeftOut, LogPosition
 from penstock.connectors.postgresql import connections, failures
 from penstock.connectors.postgresql.types import table_schema
-from penstock.durable import Json, canonical, make_directory, write_atomic
-from penstock.errors import NOT_READY, DataError, RetryableError
+from penstock.durable import Json
+from penstock.errors import DataError, RetryableError
 from penstock.schema import key_of
 from penstock.source import ConnectorMetrics, Finding, HealthStatus, Schemas, SourceBatch, SourceContext
 
@@ -67,16 +64,17 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
         self._acks = AckSink(self._moved)
         self._confirmed = 0
         self._slot_at = 0
-        self._server = ("", 0)
+        self._server = LogEnd(0, "", 0)
+        self._mark = SlotMark(None)
         self._begun = False
         self._skipped = 0
 
     def open(self, context: SourceContext = SourceContext()) -> None:
         self.close()
         super().open(context)
-        self._log = LogReader(self.config)
+        self._log, self._mark = LogReader(self.config), SlotMark(context.state_dir)
         try:
-            self._log.open(begun=self._mark() is not None)
+            self._log.open(begun=self._mark.read() is not None)
         except BaseException:
             self._log.close()
             raise
@@ -124,7 +122,7 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
             contextlib.closing(connections.connect(self.config)) as exporter,
             contextlib.closing(connections.connect_arrow(self.config)) as reader,
         ):
-            self._wait_for_writers(exporter)
+            wait_for_writers(exporter, self.config.visible_timeout_secs)
             oids = [self._log.tables[t.stream].oid for t in tables if t.stream in self._log.tables]
             snapshot = snapshots.export(exporter, oids)
             self._look()  # a column that the snapshot shows must be copied
@@ -139,20 +137,6 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
                     elif "again" in item.value:
                         raise RetryableError(f"{table.stream} was emptied or rewritten while it was copied")
         self._copies.update(copied)
-
-    def _wait_for_writers(self, connection: psycopg.Connection[Any]) -> None:
-        """Changes of a transaction that began before a table was published are in no log, so the copy must show them."""
-        until = snapshots.snapshot(connection).xmax
-        give_up = time.monotonic() + self.config.visible_timeout_secs
-        while snapshots.snapshot(connection).xmin < until:
-            if time.monotonic() > give_up:
-                writer = snapshots.blocking_writer(connection, until)
-                raise RetryableError(
-                    f"the copy waits for {writer or 'a transaction'}, since it may have begun before the tables were published",
-                    code=NOT_READY,
-                    hint=writer.ending if writer else "end it; the copy then begins by itself",
-                )
-            time.sleep(0.01)
 
     # -- the log -------------------------------------------------------------------------------------------------
 
@@ -171,7 +155,7 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
 
     def _begin(self) -> LogEnd:
         """The slot's own place; publishes and makes the slot at the first start, and never again."""
-        mark = self._mark()
+        mark = self._mark.read()
         self._log.open(begun=mark is not None)
         if mark is not None:
             try:
@@ -183,18 +167,18 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
                 raise failures.SlotLost(lost.message, hint=hint) from lost
         begun = self._log.begin()
         self._begun = True
-        self._server = (begun.system, begun.timeline)
+        self._server = begun
         self._slot_at = begun.lsn
         self._look()
         if mark is None:
-            self._set_mark(begun.lsn)
+            self._mark.write(begun)
         return begun
 
     def _changes(self, start: LogEnd, end: LogEnd) -> Iterator[Change | None]:
         """The changes of a range in commit order, each with the place that the slot may move to after it."""
         batches: dict[str, list[pa.RecordBatch]] = {}
         for stream, batch in self._log.read(start, end):
-            batches.setdefault(stream, []).append(self._uncopied(start, stream, batch))
+            batches.setdefault(stream, []).append(_uncopied(start, self._copies.get(stream), batch))
         merged = heapq.merge(*(self._events(s, each) for s, each in batches.items()), key=lambda row: row.position)
         row = next(merged, None)
         if row is None:
@@ -211,14 +195,6 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
                 self._schemas[stream] = row.schema
             yield Change(row.event, self._acks.ack(resume), [lsn, number])
             row = following
-
-    def _uncopied(self, start: LogEnd, stream: str, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The changes that the copy of their table does not contain."""
-        copy = self._copies.get(stream)
-        if copy is None or start.lsn > copy["lsn"]:
-            return batch
-        txids = batch["_txid"].to_numpy(zero_copy_only=False)
-        return batch.filter(pa.array(~Snapshot.parse(copy["snapshot"]).sees(txids)))
 
     def _events(self, stream: str, batches: Sequence[pa.RecordBatch]) -> Iterator[_Row]:
         known = self._log.tables.get(stream)
@@ -254,24 +230,9 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
         """Move the slot to the confirmed place; noted first, so that a slot that another reader moved is noticed."""
         confirmed = self._confirmed
         if confirmed > self._slot_at:
-            self._set_mark(confirmed)
+            self._mark.write(replace(self._server, lsn=confirmed))
             self._log.acknowledge(confirmed)
             self._slot_at = confirmed
-
-    def _mark(self) -> LogEnd | None:
-        """The furthest place that this pipeline ever moved the slot to."""
-        path = self._mark_file()
-        return LogEnd(**json.loads(path.read_bytes())) if path and path.exists() else None
-
-    def _set_mark(self, lsn: int) -> None:
-        path = self._mark_file()
-        if path is not None:
-            system, timeline = self._server
-            make_directory(path.parent)
-            write_atomic(path, canonical({"lsn": lsn, "system": system, "timeline": timeline}).encode())
-
-    def _mark_file(self) -> Path | None:
-        return self.context.state_dir / "slot.json" if self.context.state_dir else None
 
     def _look(self) -> None:
         self._log.look()
@@ -279,6 +240,14 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
             stream: table_schema(table.columns, self._log.session.catalog, table.key)
             for stream, table in self._log.tables.items()
         }
+
+
+def _uncopied(start: LogEnd, copy: Json, batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The changes that the copy of their table does not contain."""
+    if copy is None or start.lsn > copy["lsn"]:
+        return batch
+    txids = batch["_txid"].to_numpy(zero_copy_only=False)
+    return batch.filter(pa.array(~Snapshot.parse(copy["snapshot"]).sees(txids)))
 
 
 def _own(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -302,7 +302,7 @@ class _Look:
             )
         if missing:
             what = f"exclude_columns leaves out {missing[0]!r}, which is part of its key"
-            return _Refusal.of(what, "keep the key; rows could not be told apart without it", stops=True)
+            return _Refusal.of(what, "keep the key: rows cannot be identified without it", stops=True)
         if clash := sorted(names & _CHANGE_NAMES):
             what = f"its column {clash[0]!r} has the name of a column that describes a change"
             return _Refusal.of(what, "rename the column, or put it into `exclude_columns`")

@@ -116,7 +116,7 @@ class CopyPlanner:
         if not any(stream in known for stream in moving):  # dropped in the meantime; the next range notes it
             return []
         snapshot = self._session.export_snapshot([known[stream] for stream in moving if stream in known])
-        # A column that the snapshot shows must be copied: its changes of before are dropped.
+        # Every column that the snapshot shows must be copied: its earlier changes are dropped.
         now = self._session.look_since(time.monotonic())
         return [
             part

@@ -76,7 +76,7 @@ class Rule:
         complete = isinstance(self.progress, Following)
         followed = self.progress.refresh or (complete and not self.copied)
         if followed and self.copies and self.progress.key and _has_other_key(item, self.table, self.progress.key):
-            self.again = True  # which rows of the target these are cannot be told under another key
+            self.again = True  # under another key it is not known which rows of the target these are
             return
         if self.progress.refresh:
             yield from self._over(batch)

@@ -156,7 +156,7 @@ class Planner:
             before = start.tables.get(stream)
             refresh = why == "changed" and before is not None and _is_unbroken(table, before, stream in unpassed)
             copies = max(before.copies, 1) + 1 if before else 1 + any(self._context.copies_of(stream))
-            # Rows that stay in the target came from the partitions of before.
+            # Rows that stay in the target came from the earlier partitions.
             tree = trees[stream].tree() if stream in trees else None
             new[stream] = Waiting(
                 oid=table.oid,
@@ -461,5 +461,5 @@ def _is_unbroken(table: Table, progress: TableProgress, unpassed: bool) -> bool:
 
 
 def _not_left_out(position: LogPosition, tables: Mapping[str, Table]) -> dict[str, Table]:
-    """The tables that nobody has paused or skipped."""
+    """The tables that are neither paused nor skipped."""
     return {s: table for s, table in tables.items() if not isinstance(position.tables.get(s), Paused | Skipped)}

@@ -118,7 +118,7 @@ class _Captured(_State):
     shape: StoredShape = None
     """What its columns looked like, see `CurrentShape.differs_from`; None in positions from before there were shapes."""
     key: tuple[str, ...] = ()
-    """The columns that told its rows apart; with another key it is another table."""
+    """The key that identified its rows; with another key it is another table."""
     published: str = ""
     """How it was published when it was copied, see `Publication.mark`. If the mark is another now, changes were lost."""
     refresh: bool = False

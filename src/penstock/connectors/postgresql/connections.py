@@ -112,7 +112,7 @@ def run(connection: Any, query: str) -> pa.Table:
 
 def _made(config: PostgresConfig, connecting: Callable[[str], T]) -> T:
     """
-    A new connection. A server that takes none yet (SQLSTATE 57P03: starting up, recovering) is told from one that is down.
+    A new connection. A server that accepts none yet (SQLSTATE 57P03: starting up, recovering) is not one that is down.
 
     The drivers do not give the state of a failed connection, and the text depends on the server's language: so libpq asks
     again. That blocks the whole process, so not after a failure that took long.

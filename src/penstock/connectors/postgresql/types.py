@@ -388,7 +388,7 @@ def _lists(text: pa.Array, oid: int, typmod: int, catalog: TypeCatalog, name: st
     """
     `{1,NULL,"a \\"b\\""}` as lists, all rows at once.
 
-    Every byte is told apart as structure or content; the content that is left is the elements' text.
+    Every byte is either structure or content; the content alone is the elements' text.
     """
     oid, typmod = catalog.base(oid, typmod)
     found = catalog.element(oid)

@@ -104,7 +104,7 @@ class Piece:
         if not _KNOWN[self.kind].all():
             odd = bytes([int(self.kind[~_KNOWN[self.kind]][0])])
             raise broken(f"a message of the unknown kind {odd!r}", hint="Penstock reads protocol version 1 of pgoutput")
-        # Every byte as the start of an integer: one gather reads a header that stands anywhere.
+        # Every byte as the start of an integer: one gather reads headers at any place.
         count = len(self.data) - _PAD + 1
         self._words = np.ndarray((count,), ">u8", self.data.data, strides=(1,))
 

@@ -13,7 +13,6 @@ from mirrored import Database, database_on
 from penstock.capture import Delete, Upsert
 from penstock.changes import Op
 from penstock.connectors.postgres_capture.source import PostgresCapture, PostgresCaptureConfig
-from penstock.connectors.postgres_cdc import PostgresCdc
 from penstock.connectors.postgres_cdc.log import slot
 from penstock.errors import DataError, FatalError
 from penstock.runtime.ingest import _batch
@@ -247,7 +246,7 @@ def test_values_reach_the_journal_as_postgres_cdc_reads_them(database, tmp_path)
     database.run(f"INSERT INTO kinds VALUES (1, {values}), (2{', NULL' * len(TYPES)})")
     live = [(Op.UPDATE, change, n) for n, change in enumerate(take(opened))]
     copied = [(Op.SEEDED, change, n) for n, change in enumerate(opened.snapshot(opened.tables()))]
-    log = PostgresCdc(opened._log.config)
+    log = database.source(tables=["public.kinds"], snapshot="never")
     log.open()
     start = log.initial()
     (split,) = log.split(start, log.latest(start, ReadLimit()))

@@ -131,3 +131,12 @@ def test_pyspark_is_imported_in_one_place() -> None:
         and any(n.startswith("pyspark") for n in [getattr(node, "module", None) or "", *(a.name for a in node.names)])
     }
     assert outside == set()
+
+
+def test_who_writes_a_sink_does_not_import_what_collapses_changes() -> None:
+    found, left = set(), {"penstock.sink"}
+    while left:
+        name = left.pop()
+        found.add(name)
+        left |= {each for each in imports(MODULES[name], lazy=False) if each in MODULES} - found
+    assert sorted(found & {f"penstock.changes.{name}" for name in ("collapse", "streamed", "keys", "hashing")}) == []

@@ -332,6 +332,9 @@ class TopicSink(SinkConnector[C, R]):
     applied_type: ClassVar[type[Applied]] = Applied
     """What `apply` gives."""
 
+    needs_apply: bool = True
+    """False if the sink has `plan_apply` and, with its options, no use for it."""
+
     def commit_topic(self, epoch: Epoch, topic: Topic, receipts: Sequence[R], end: Positions) -> None:
         """Driver: the compare-and-set of one topic. Ask `is_committed` on the snapshot that you commit from."""
         raise NotImplementedError
@@ -377,6 +380,7 @@ class TopicSink(SinkConnector[C, R]):
 
     def _commit_alone(self, epoch: Epoch, topic: Topic, receipts: Sequence[R], end: Positions) -> None:
         for _ in range(PLANS):
+            epoch = replace(epoch, attempt=uuid4().hex[:8])  # the work has a try of its own
             work = self.plan_apply(epoch, topic, receipts)
             applied = [self.apply(epoch, each, Task(number)) for number, each in enumerate(work)]
             try:

@@ -290,7 +290,7 @@ def test_a_process_killed_after_the_table_was_created_or_widened_is_completed(si
 def test_a_file_of_the_table_is_never_swept(sink, target):
     e = epoch(1)
     receipts = [stage(sink, e, rows(0))]
-    hook = "staging.drop_lists = lambda *_: os.kill(os.getpid(), 9)"
+    hook = "lists.drop = lambda *_: os.kill(os.getpid(), 9)"
     assert commit_in_a_process(sink, e, receipts, hook=hook) == -signal.SIGKILL
     sink.sweep(e, [])
     assert read(target).num_rows == 10

@@ -335,7 +335,7 @@ def test_another_writer_that_is_faster_than_the_widening_makes_it_look_again(mak
     sink = make()
     commit(sink, 1, pa.record_batch({"id": [1], "n": pa.array([1], pa.int32())}))
     receipt = stage(sink, epoch(2), pa.record_batch({"id": [2], "n": pa.array([1 << 40])}))
-    table = sink._table(ORDERS)
+    table = sink.target(ORDERS).load()
     narrow, widen = table.delta, type(table).widen_columns
     tried = []
 
@@ -382,6 +382,7 @@ def test_a_schema_changes_in_the_middle_of_a_run(make, tmp_path, policy):
     state.open()
     router = Router((Route(to=ORDERS, schema_evolution=policy),), ("lake",))
     loop = EpochLoop(state, {"memory": source}, {"lake": sink}, router, InlineEngine(), max_epoch_rows=1)
+    loop.contexts.open()
     loop.start([("lake", ORDERS)])
     reports = []
     while (report := loop.step()) is not None:

@@ -23,7 +23,7 @@ from penstock.schema import with_key
 from penstock.sink import Epoch, SinkContext, Task, TopicContext
 from penstock.testing import SinkContract
 from penstock.testing.postgres import PostgresServer, binaries
-from test_change import EVENT, SCHEMA, STATEMENTS, Lived
+from test_changes import EVENT, SCHEMA, STATEMENTS, Lived
 
 OWN = '"_penstock"'
 

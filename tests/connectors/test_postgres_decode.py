@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from pgoutput import UNCHANGED, Naive, Table, begin, commit, delete, insert, relation, truncate, update
 
 from penstock.changes import CHANGE_FIELDS
+from penstock.changes.old_key import pack_keys
 from penstock.connectors.postgres_cdc.log import pgoutput as wire
 from penstock.connectors.postgres_cdc.log.decode import Decoder, RelationChange, Rows
 from penstock.connectors.postgres_cdc.log.lsn import lsn_int, lsn_text, position_text
-from penstock.connectors.postgres_cdc.log.old_key import json_objects
 from penstock.connectors.postgresql.types import SESSION, TypeCatalog
 from penstock.errors import DataError, FatalError, SchemaError
 from penstock.schema import key_of
@@ -572,7 +572,7 @@ def test_json_of_any_key_is_json():
         pa.array([["x", None], None], pa.list_(pa.string())),
         pa.array([[], [1, 2]], pa.list_(pa.int32())),
     ]
-    first, second = map(json.loads, json_objects(list("abcdefg"), columns).to_pylist())
+    first, second = map(json.loads, pack_keys(list("abcdefg"), columns).to_pylist())
     assert first == {"a": 1, "b": True, "c": 'a"\\\n\x01é', "d": "00FF", "e": 1.5, "f": ["x", None], "g": []}
     assert second == {"a": None, "b": False, "c": "", "d": None, "e": "nan", "f": None, "g": [1, 2]}
 

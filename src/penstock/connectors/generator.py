@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
+from penstock.changes.hashing import mix
 from penstock.config import Config
 from penstock.schema import with_key
 from penstock.source import HealthStatus, Position, RangeSource, ReadLimit, Schemas, SourceBatch
@@ -139,7 +140,7 @@ class Generator(RangeSource[GeneratorConfig, NextIds]):
         rows, salt = self.config.batch_rows, _number(self.config.seed, split.stream)
         for start in range(split.start - split.start % rows, split.end, rows):
             ids = np.arange(max(start, split.start), min(start + rows, split.end), dtype=np.int64)
-            bits = _mixed(ids.view(np.uint64) + np.uint64(salt))
+            bits = mix(ids.view(np.uint64) + np.uint64(salt))
             columns = [_COLUMNS[name][1](ids, _Draw(name, bits)) for name in self.config.columns]
             yield SourceBatch(pa.RecordBatch.from_arrays(columns, schema=schema), stream=split.stream)
 
@@ -197,7 +198,7 @@ class _Draw:
         self._bits = bits
 
     def bits(self, salt: str = "") -> Bits:
-        return _mixed(self._bits ^ np.uint64(_number(self._column, salt)))
+        return mix(self._bits ^ np.uint64(_number(self._column, salt)))
 
     def below(self, bound: int, salt: str = "") -> Ids:
         """Numbers in `0..bound-1`: the upper half of the bits, scaled, which is faster than a remainder."""
@@ -281,17 +282,6 @@ _COLUMNS: dict[str, tuple[pa.DataType, Callable[[Ids, _Draw], Any]]] = {
 def _number(*parts: object) -> int:
     """64 bits that are the same in every process, unlike `hash`."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
-
-
-def _mixed(bits: Bits) -> Bits:
-    """A bijection of 64-bit numbers that leaves no pattern of its input (as in splitmix64); all but the first step in place."""
-    bits = bits + np.uint64(0x9E3779B97F4A7C15)
-    bits ^= bits >> np.uint64(30)
-    bits *= np.uint64(0xBF58476D1CE4E5B9)
-    bits ^= bits >> np.uint64(27)
-    bits *= np.uint64(0x94D049BB133111EB)
-    bits ^= bits >> np.uint64(31)
-    return bits
 
 
 def _share(waiting: dict[str, int], room: int | None) -> dict[str, int]:

@@ -21,6 +21,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from penstock.changes.hashing import Words, mix, words_of
+from penstock.changes.keys import canonical_floats, plain
 from penstock.errors import ConfigError
 from penstock.schema import key_of
 from penstock.schema.evolution import Policy
@@ -248,9 +250,9 @@ def partition_of(batch: pa.RecordBatch, key_columns: Sequence[str], partitions: 
     for name in key_columns:
         column = batch.column(name)
         nulls = column.is_null().to_numpy(zero_copy_only=False)
-        values = _hash_column(name, column)
+        values = mix(_words(name, column))
         values[nulls] = 0
-        hashed = _mix(hashed ^ values)
+        hashed = mix(hashed ^ values)
         null &= nulls
     result = (hashed % np.uint64(partitions)).astype(np.int64)
     result[null] = 0
@@ -325,67 +327,18 @@ def _untaken(
         taken[target.topic, sink] = rows if before is None else rows | before
 
 
-def _hash_column(name: str, column: pa.Array) -> npt.NDArray[np.uint64]:
-    """A 64-bit hash per row; what it gives for nulls does not matter."""
-    kind = column.type
-    if pa.types.is_dictionary(kind):
-        return _hash_column(name, column.cast(kind.value_type))
-    if pa.types.is_boolean(kind) or pa.types.is_integer(kind):
-        wide = pa.uint64() if kind == pa.uint64() else pa.int64()
-        return _mix(_numbers(column.cast(wide), 0).astype(np.int64).view(np.uint64))
-    if pa.types.is_timestamp(kind):
-        column = column.cast(pa.timestamp("us", kind.tz), safe=False)
-        return _mix(_numbers(column.view(pa.int64()), 0).view(np.uint64))
-    if pa.types.is_date32(kind) or pa.types.is_time32(kind):
-        return _mix(_numbers(column.view(pa.int32()).cast(pa.int64()), 0).view(np.uint64))
-    if pa.types.is_temporal(kind) and kind.bit_width == 64:
-        return _mix(_numbers(column.view(pa.int64()), 0).view(np.uint64))
-    if pa.types.is_floating(kind):
-        numbers = _numbers(column.cast(pa.float64()), 0.0) + 0.0  # makes -0.0 the same key as 0.0
-        numbers[np.isnan(numbers)] = np.nan
-        return _mix(numbers.view(np.uint64))
-    if pa.types.is_decimal(kind):
-        column = column.cast(pa.string())
-    elif pa.types.is_fixed_size_binary(kind):
-        column = column.cast(pa.binary())
+def _words(name: str, column: pa.Array) -> Words:
+    """A number per row: the same for equal values, whatever the width of their type; of nulls anything."""
+    values = plain(column)
+    if pa.types.is_timestamp(values.type):
+        values = values.cast(pa.timestamp("us", values.type.tz), safe=False)
+    elif pa.types.is_floating(values.type):
+        values = canonical_floats(values.cast(pa.float64()))
     try:
-        return _hash_bytes(column.cast(pa.large_binary()))
+        return words_of(values)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         raise ConfigError(
-            f"the key column {name!r} has type {kind}, which is no key",
+            f"the key column {name!r} has type {column.type}, which is no key",
             code="PEN-1010",
             hint="name other columns in `key` of the route",
         ) from None
-
-
-def _numbers(column: pa.Array, null: float) -> npt.NDArray[Any]:
-    filled: npt.NDArray[Any] = column.fill_null(null).to_numpy(zero_copy_only=False)
-    return filled
-
-
-def _hash_bytes(column: pa.Array) -> npt.NDArray[np.uint64]:
-    """A hash of each value: the sum of its bytes, each weighted by its place, and its length; no loop over rows."""
-    rows = len(column)
-    _, offsets_buffer, data_buffer = column.buffers()
-    if not rows:
-        return np.zeros(0, dtype=np.uint64)
-    offsets = np.frombuffer(offsets_buffer, dtype=np.int64)[column.offset : column.offset + rows + 1]
-    lengths = np.diff(offsets)
-    total = int(offsets[-1] - offsets[0])
-    sums = np.zeros(rows, dtype=np.uint64)
-    if total:
-        data = np.frombuffer(data_buffer, dtype=np.uint8)[offsets[0] : offsets[-1]].astype(np.uint64)
-        weights = _mix(np.arange(int(lengths.max()), dtype=np.uint64)) | np.uint64(1)
-        starts = offsets[:-1] - offsets[0]
-        places = np.arange(total, dtype=np.int64) - np.repeat(starts, lengths)
-        filled = lengths > 0
-        sums[filled] = np.add.reduceat((data + np.uint64(1)) * weights[places], starts[filled])
-    return _mix(sums ^ _mix(lengths.astype(np.uint64)))
-
-
-def _mix(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64: every bit of the input reaches every bit of the output."""
-    x = numbers + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-from penstock.changes import Op, is_changelog, own_columns, unpack_keys
+from penstock.changes.columns import Op, is_changelog, own_columns
+from penstock.changes.old_key import unpack_keys
 from penstock.config import Config
 from penstock.errors import DataError, SchemaError
 from penstock.schema import ChangeKind, SchemaChange, key_of

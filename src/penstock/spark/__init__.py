@@ -24,7 +24,7 @@ from typing import Any
 import pyarrow as pa
 
 import penstock
-from penstock.changes import Fates, is_changelog
+from penstock.changes import is_changelog
 from penstock.durable import canonical, disk_errors
 from penstock.errors import (
     ConfigError,
@@ -56,6 +56,7 @@ from penstock.runtime.job import (
 from penstock.schema import key_of, with_key
 from penstock.sink import Task, Topic
 from penstock.source import RangeSource, ReadLimit, SourceBatch
+from penstock.spark.deletes import FilteredChanges
 from penstock.spark.java import java_problem
 from penstock.tables import Refused, TableSource
 
@@ -454,12 +455,14 @@ def _gather_task(packed: bytes, offset: int) -> Callable[[int, Iterable[tuple[Ke
                 tally = told.setdefault(source, Tally(source))
                 tally.stream = stream
                 for batch in pa.ipc.open_stream(rows):
-                    if stream not in tally.aside:
+                    if stream not in tally.refused:
                         write(writer, target, batch, tally, job)
             result = writer.finish()
         finally:
             writer.close()
-        result.notes = [(source, note) for source, tally in told.items() for note in tally.notes]
+        result.refused = {
+            (source, each): note for source, tally in told.items() for each, note in tally.refused.items()
+        }
         yield _pack(result)
 
     return task
@@ -472,7 +475,7 @@ def _read_task(
     schema: pa.Schema,
     known: frozenset[str],
     tallies: Any,
-    fates: Fates | None,
+    fates: FilteredChanges | None,
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def task(ids: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         job: Job = pickle.loads(packed)
@@ -506,7 +509,7 @@ def _side_file(job: Job) -> Path:
 
 
 def _write_task(
-    packed: bytes, target: Target, columns: pa.Schema, fates: Fates | None
+    packed: bytes, target: Target, columns: pa.Schema, fates: FilteredChanges | None
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext
@@ -784,13 +787,13 @@ def _computed(frame: Any) -> set[str]:
     return {name for number, name in _ids(plan.output()).items() if number not in inputs}
 
 
-def _fates(job: Job, target: Target, schema: pa.Schema) -> Fates | None:
+def _fates(job: Job, target: Target, schema: pa.Schema) -> FilteredChanges | None:
     """For changes on their way to sinks that apply them by key."""
     keyed = tuple(name for name in target.sinks if name in job.sinks and job.sinks[name].capabilities.upsert)
     if not keyed or not is_changelog(schema):
         return None
     key = getattr(job.sinks[keyed[0]].config, "key", ()) or key_of(schema)
-    return Fates(list(key), keyed)
+    return FilteredChanges(list(key), keyed)
 
 
 def _computed_on(frame: Any, known: frozenset[str]) -> frozenset[str]:
@@ -864,8 +867,7 @@ def _without(job: Job, target: Target, error: ConnectorError) -> TaskResult:
             if target in job.router.targets(source, stream):
                 if not isinstance(job.sources[source], TableSource):
                     raise error
-                note = Refused.because(stream, error).note()
-                result.notes.append((source, note))
+                result.refused[source, stream] = Refused.because(stream, error).note()
     return result
 
 

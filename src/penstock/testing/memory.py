@@ -19,9 +19,11 @@ from pydantic import Field
 
 from penstock import failpoints
 from penstock.changes import Op
+from penstock.changes.old_key import unpack_key
 from penstock.config import Config
 from penstock.durable import canonical, disk_errors, fsync, make_directory, publish_once, write_atomic
 from penstock.errors import ConfigError, FatalError, StagingLost
+from penstock.schema.codec import pack_schema, unpack_schema
 from penstock.schema.evolution import EvolutionConfig, fit, follow, widened
 from penstock.sink import (
     CommittedEpoch,
@@ -261,7 +263,7 @@ class MemorySink(TopicSink[MemorySinkConfig, MemoryReceipt]):
             "pipeline": epoch.pipeline,
             "marker": marker.model_dump(mode="json"),
             "files": list(files),
-            "schema": schema.serialize().to_pybytes().hex() if schema is not None else None,
+            "schema": pack_schema(schema) if schema is not None else None,
         }
 
     def _read(self, topic: Topic, name: str) -> pa.Table:
@@ -277,7 +279,7 @@ class MemorySink(TopicSink[MemorySinkConfig, MemoryReceipt]):
     def _stored(self, topic: Topic) -> pa.Schema | None:
         """The columns of the target; None: it is not there."""
         log = self._log(topic)
-        return pa.ipc.read_schema(pa.BufferReader(bytes.fromhex(log[-1]["schema"]))) if log else None
+        return unpack_schema(log[-1]["schema"]) if log else None
 
     def _log(self, topic: Topic) -> list[dict[str, Any]]:
         return [json.loads(file.read_bytes()) for file in sorted((self._topic(topic) / "log").glob("*.json"))]
@@ -327,7 +329,7 @@ def _upsert(found: dict[Any, dict[str, Any]], values: tuple[Any, ...], row: dict
     elif row.get("_op") == Op.DELETE:
         found.pop(values, None)
     else:
-        old_key = json.loads(row["_old_key"]) if row.get("_old_key") else None
+        old_key = unpack_key(row["_old_key"]) if row.get("_old_key") else None
         moved = found.pop(tuple(old_key[name] for name in key), None) if old_key else None
         said = {name: value for name, value in row.items() if name not in (row.get("_unchanged") or ())}
         found[values] = {**(found.get(values) or moved or {}), **said}

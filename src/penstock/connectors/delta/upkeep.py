@@ -1,57 +1,149 @@
-"""Keep a Delta table cheap to commit to: join small files, and remove files that no reader can want any more."""
+"""Keep a Delta table cheap to commit to: join small files, and remove files that no reader needs any more."""
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
+from deltalake.exceptions import DeltaError
 
-from penstock.connectors.delta.rewrite import File, Rewrite, file_of, write
+from penstock.connectors.delta.columns import delta_schema
+from penstock.connectors.delta.config import DeltaConfig
+from penstock.connectors.delta.files import Log, TableFile
+from penstock.connectors.delta.rewrite import Rewrite, write
 from penstock.connectors.delta.table import Table
-from penstock.connectors.lake.staging import HIDDEN, Stage
-from penstock.sink import Topic
+from penstock.connectors.lake import lists
+from penstock.connectors.lake.staging import Stage
+from penstock.connectors.lake.targets import HIDDEN
+from penstock.errors import ConnectorError
+from penstock.sink import Epoch, Task, Topic
+
+if TYPE_CHECKING:
+    from penstock.connectors.delta.commit import DeltaTarget
+
+logger = logging.getLogger("penstock.delta")
+
+REWRITER = Task(99_999)
+"""Task number in the names of files that the driver writes."""
 
 FAN = 8
-"""Files of about one size that are joined to one: each row is written again once per eightfold growth of its file."""
+"""Files of about one size that are joined: each row is rewritten once per eightfold growth of its file."""
 
 JOINED_ROWS = 1_000_000
-"""Most rows of a file that others are joined to; one run of joining takes few seconds."""
+"""Most rows of a joined file, so that one run takes a few seconds at most."""
 
 SMALL_ROWS = JOINED_ROWS // 4
-"""A file with as many rows stays as it is: joining two or three of them takes longer than it will ever save."""
+"""A file with this many rows stays as it is: joining two or three of them costs more than it saves."""
 
 RUN_SECS = 10.0
-"""How long one run may take, give or take a file; the next one goes on."""
+"""Longest time for one run, give or take a file; the next run goes on."""
+
+FIRST_JOIN = 5
+"""Small files are first joined after this many epochs of a run, since a run may be short."""
+
+
+@dataclass
+class Due:
+    """When the table of a topic needs upkeep."""
+
+    epochs: int = 0
+    removed_at: float = field(default_factory=time.monotonic)
+
+    def joins(self, config: DeltaConfig) -> bool:
+        self.epochs += 1
+        every = config.optimize_every_epochs
+        return bool(every) and self.epochs % every == min(FIRST_JOIN, every - 1)
+
+    def removes(self, config: DeltaConfig) -> bool:
+        due = bool(config.vacuum_every_secs) and time.monotonic() - self.removed_at >= config.vacuum_every_secs
+        if due:
+            self.removed_at = time.monotonic()
+        return due
+
+
+class Upkeep:
+    """Upkeep of one topic's table, in between its epochs, on the driver."""
+
+    def __init__(self, target: DeltaTarget) -> None:
+        self._target = target
+        self._due = Due()
+
+    def run(self, epoch: Epoch) -> None:
+        """Join small files and remove dead ones, when it is time. Whatever goes wrong, the epoch is committed."""
+        target, config = self._target, self._target.config
+        joins, removes = self._due.joins(config), self._due.removes(config)
+        if not joins and not removes:
+            return
+        try:
+            table = target.load()
+            if joins and table is not None and table.may_join():
+                self._join(epoch, table)
+            if removes and table is not None:
+                remove_dead_files(table)
+        except (DeltaError, ConnectorError, OSError, pa.ArrowException) as error:
+            logger.warning("%s: upkeep of its table is postponed: %s", target.topic, error)
+            target.forget()
+
+    def begin(self, epoch: Epoch) -> Stage:
+        """A stage for files that the driver writes itself."""
+        return Stage(epoch, REWRITER, self._target.sink.targets, self._target.sink.spec())
+
+    def sweep(self, epoch: Epoch) -> None:
+        """Remove files that the driver has written for this topic and that the table does not name."""
+        live: set[str] | None = None
+
+        def is_kept(_: Topic, place: Path) -> bool:
+            nonlocal live
+            live = self._target.live_files(epoch.pipeline) if live is None else live
+            return place.name in live
+
+        stem = f"{epoch.stem()}-{REWRITER.partition:05d}-"
+        lists.sweep(self._target.root, epoch, is_kept, stem, only=self._target.topic)
+
+    def _join(self, epoch: Epoch, table: Table) -> None:
+        topic = self._target.topic
+        try:
+            files = join_small_files(topic, table, delta_schema(topic, table.columns()), partial(self.begin, epoch))
+            if files.removes:
+                table.replace(files.adds, files.removes)
+        finally:  # files that were begun and that the table has not taken
+            self.sweep(epoch)
 
 
 def join_small_files(topic: Topic, table: Table, schema: pa.Schema, begin: Callable[[], Stage]) -> Rewrite:
-    """Write files that stand for many small ones of the loaded version; nothing of it is visible."""
+    """Write files that can replace many small ones of the loaded version; nothing of it is visible."""
     result, deadline = Rewrite(), time.monotonic() + RUN_SECS
-    actions = pa.table(table.delta.get_add_actions(flatten=True))
-    for group in _groups([file_of(table, actions, row) for row in range(actions.num_rows)]):
-        if time.monotonic() > deadline:
-            break
-        stage = begin()
-        try:
+    stages: list[Stage] = []
+    try:
+        for group in _groups(Log(table).files()):
+            if time.monotonic() > deadline:
+                break
+            stages.append(begin())
             for file in group:
-                for rows in file.read(schema):
-                    write(stage, topic, rows)
-            result.take(stage.finish(), topic)
-        except BaseException:
+                for rows in file.read(table.path, schema):
+                    write(stages[-1], topic, rows)
+            stages[-1].end(topic)
+            result.removes += [file.removed() for file in group]
+        return result.take(stages)
+    except BaseException:
+        for stage in stages:
             stage.abandon()
-            raise
-        result.removes += [file.removed() for file in group]
-    return result
+        raise
 
 
 def remove_dead_files(table: Table) -> int:
     """
     Remove files that the log has removed for longer than the table keeps them; gives how many.
 
-    Only the log's word counts: files of an epoch in flight, which it does not know yet, are never looked at.
+    Only files that the log names are considered, and so never the files of an epoch in flight.
     """
     deadline, removed = time.monotonic() + RUN_SECS, 0
     dead = table.delta.vacuum(dry_run=True, full=False)
@@ -65,9 +157,9 @@ def remove_dead_files(table: Table) -> int:
     return removed
 
 
-def _groups(files: Sequence[File]) -> Iterator[list[File]]:
+def _groups(files: Sequence[TableFile]) -> Iterator[list[TableFile]]:
     """Files to be joined, the smallest first: of one partition, of about one size, and not more rows than `JOINED_ROWS`."""
-    alike: dict[tuple[int, str], list[File]] = defaultdict(list)
+    alike: dict[tuple[int, str], list[TableFile]] = defaultdict(list)
     for file in files:
         if file.records is not None and file.records < SMALL_ROWS:
             size = max(file.records, 1).bit_length() // 3  # eightfold
@@ -75,7 +167,7 @@ def _groups(files: Sequence[File]) -> Iterator[list[File]]:
     for _, found in sorted(alike.items(), key=lambda item: item[0]):
         if len(found) < FAN:
             continue
-        group: list[File] = []
+        group: list[TableFile] = []
         for file in found:
             if sum(each.rows for each in group) + file.rows > JOINED_ROWS:
                 yield from [group] if len(group) > 1 else []

@@ -7,7 +7,6 @@ lands in the directory meanwhile and under whatever names and times.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -20,6 +19,7 @@ import pyarrow as pa
 
 from penstock.durable import disk_errors, make_directory, write_atomic
 from penstock.errors import FatalError
+from penstock.schema.codec import pack_schema, unpack_schema
 
 Record = dict[str, Any]
 """`{file, size, mtime_ns}`, or `{schemas}`: the schemas in force from there on."""
@@ -111,7 +111,7 @@ class Inventory:
         """The first records, as they are stored."""
         schemas = dict(self._schemas)
         return tuple(
-            {"schemas": {stream: encode(schema) for stream, schema in schemas[at].items()}}
+            {"schemas": {stream: pack_schema(schema) for stream, schema in schemas[at].items()}}
             if file is None
             else file.record()
             for at, file in enumerate(self._entries[:end])
@@ -144,20 +144,12 @@ class Inventory:
     def _remember(self, records: Iterable[Record]) -> None:
         for record in records:
             if "schemas" in record:
-                self._schemas.append((len(self), {s: decode(text) for s, text in record["schemas"].items()}))
+                self._schemas.append((len(self), {s: unpack_schema(text) for s, text in record["schemas"].items()}))
                 self._entries.append(None)
             else:
                 file = Found(record["mtime_ns"], record["file"], record["size"])
                 self.known[file.file] = file
                 self._entries.append(file)
-
-
-def encode(schema: pa.Schema) -> str:
-    return base64.b64encode(schema.serialize()).decode()
-
-
-def decode(text: str) -> pa.Schema:
-    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
 
 
 def _path(directory: Path, id: str) -> Path:

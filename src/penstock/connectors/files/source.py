@@ -17,11 +17,12 @@ from pydantic import NonNegativeInt, PositiveInt, field_validator, model_validat
 from penstock.config import Config
 from penstock.connectors.files import readers
 from penstock.connectors.files.directory import Directory
-from penstock.connectors.files.inventory import Found, Inventory, Record, decode, encode
+from penstock.connectors.files.inventory import Found, Inventory, Record
 from penstock.connectors.files.readers import BadRows, FileSplit
 from penstock.connectors.files.types import arrow_type, fixed, merge, widest, widest_text
 from penstock.durable import Json
 from penstock.errors import ConfigError, DataError, FatalError
+from penstock.schema.codec import pack_schema, unpack_schema
 from penstock.source import (
     Finding,
     HealthStatus,
@@ -210,7 +211,7 @@ class Files(RangeSource[FilesConfig, Inventoried]):
             error.count += bad.count
             raise
         if schema != split.schema:
-            yield Note({"stream": split.stream, "schema": encode(schema)})
+            yield Note({"stream": split.stream, "schema": pack_schema(schema)})
         if bad.count:
             raise bad.error()
 
@@ -219,7 +220,7 @@ class Files(RangeSource[FilesConfig, Inventoried]):
         if notes != self._learned[0]:
             learned: dict[str, pa.Schema] = {}
             for note in notes:
-                stream, schema = note["stream"], decode(note["schema"])
+                stream, schema = note["stream"], unpack_schema(note["schema"])
                 learned[stream] = merge(learned.get(stream), schema, widen=fixed)
             self._learned = (notes, learned)
         return end
@@ -370,7 +371,7 @@ class Files(RangeSource[FilesConfig, Inventoried]):
             old = inventory.schemas()
             new = self._inferred(old, chosen)
             if new != old:
-                records.insert(0, {"schemas": {stream: encode(schema) for stream, schema in new.items()}})
+                records.insert(0, {"schemas": {stream: pack_schema(schema) for stream, schema in new.items()}})
         inventory.append(records)
 
     def _fitting(self, files: Sequence[Found]) -> int:

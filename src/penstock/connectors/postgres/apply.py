@@ -16,11 +16,12 @@ import pyarrow.compute as pc
 import pyarrow.csv
 from pydantic import BaseModel, ConfigDict
 
-from penstock.changes import Op, collapse, is_changelog, own_columns
-from penstock.connectors.lake.staging import unpack_schema
+from penstock.changes import Op, is_changelog, own_columns
+from penstock.changes.collapse import collapse
 from penstock.connectors.postgres.target import DELETED, Column, Target
 from penstock.connectors.postgresql.types import quoted
 from penstock.errors import SchemaError, StagingLost
+from penstock.schema.codec import unpack_schema
 
 _TASK_BITS = 40
 """A row's number in its epoch: that of its task, and behind it that in the task."""

@@ -14,7 +14,8 @@ import pyarrow as pa
 from pydantic import Field
 
 from penstock import failpoints
-from penstock.changes import check_changes, is_changelog, own_columns
+from penstock.changes import is_changelog, own_columns
+from penstock.changes.checks import check_changes
 from penstock.connectors.postgres import apply, columns
 from penstock.connectors.postgres.apply import Part, Plan, StagedPart, Upsert, by_topic
 from penstock.connectors.postgres.stage import Known, Open, Stage, exact, refusals

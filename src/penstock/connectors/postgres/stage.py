@@ -12,14 +12,15 @@ import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.changes import Op, is_changelog, unpack_keys
-from penstock.connectors.lake.staging import pack_schema
+from penstock.changes import Op, is_changelog
+from penstock.changes.old_key import unpack_keys
 from penstock.connectors.postgres import columns
 from penstock.connectors.postgres.apply import StagedPart
 from penstock.connectors.postgres.target import Target
 from penstock.connectors.postgresql import failures
 from penstock.connectors.postgresql.types import quoted
 from penstock.errors import DataError, SchemaError
+from penstock.schema.codec import pack_schema
 from penstock.sink import Topic
 
 BUFFER_BYTES = 32 << 20

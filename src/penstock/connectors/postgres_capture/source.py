@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +13,7 @@ import pyarrow as pa
 
 from penstock.capture import AckSink, Change, ChangeCapture, ChangeEvent, Delete, SnapshotTable, Upsert, pause
 from penstock.changes import CHANGE_FIELDS, Op
+from penstock.changes.old_key import unpack_key
 from penstock.connectors.postgres_capture.config import PostgresCaptureConfig
 from penstock.connectors.postgres_capture.ranges import LogEnd, LogReader, SlotMark, wait_for_writers
 from penstock.connectors.postgres_cdc import health
@@ -209,7 +209,7 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
                 elif row["_op"] == Op.DELETE:
                     yield _Row(row["_position"], table, schema, Delete(table, {each: row[each] for each in key}))
                 else:
-                    old_key = json.loads(row["_old_key"]) if row["_old_key"] else None
+                    old_key = unpack_key(row["_old_key"]) if row["_old_key"] else None
                     yield _Row(row["_position"], table, schema, Upsert(table, _own(row), old_key))
 
     def _truncated(self, stream: str, position: str) -> None:

@@ -21,17 +21,16 @@ type). There every change is applied at all times: it leads from the old rows to
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.changes import Op, parse_moments
+from penstock.changes import Op
+from penstock.changes.old_key import unpack_keys
 from penstock.connectors.postgres_cdc.catalog import Table
 from penstock.connectors.postgres_cdc.log.decode import Rows
 from penstock.connectors.postgres_cdc.log.snapshots import Snapshot
@@ -146,9 +145,9 @@ class Rule:
 
     def _moved(self, row: pa.RecordBatch, new_lives: bool) -> Iterator[pa.RecordBatch]:
         """A row whose key changed: it may leave the copied part, or enter it."""
-        old = json.loads(row["_old_key"][0].as_py())
         columns = self.table.key_columns
-        keys = [_from_json(old[c.name], arrow_type(c.type_oid, c.typmod, self.catalog)) for c in columns]
+        kinds = pa.schema([(c.name, arrow_type(c.type_oid, c.typmod, self.catalog)) for c in columns])
+        keys = [column.combine_chunks() for column in unpack_keys(row["_old_key"], kinds).columns]
         old_lives = bool(self._live(keys, _txids(row))[0])
         if old_lives and new_lives:
             yield row
@@ -247,15 +246,6 @@ def _numpy(mask: pa.Array) -> npt.NDArray[np.bool_]:
 
 def _plain(values: pa.Array) -> pa.Array:
     return values.storage if isinstance(values.type, pa.BaseExtensionType) else values
-
-
-def _from_json(value: Any, kind: pa.DataType) -> pa.Array:
-    """A value of `_old_key` as its column holds it."""
-    if pa.types.is_binary(kind):
-        return pa.array([bytes.fromhex(value)], kind)
-    if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
-        return parse_moments(pa.array([str(value)]), kind)
-    return pa.array([str(value)]).cast(kind)
 
 
 def _changed(

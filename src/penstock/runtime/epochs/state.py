@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 from uuid import uuid4
 
 from pydantic import BaseModel, ValidationError
 
-from penstock.durable import Json, canonical, disk_errors, make_directory, write_atomic
-from penstock.errors import FatalError
+from penstock.durable import InUse, Json, canonical, disk_errors, lock_file, make_directory, write_atomic
+from penstock.errors import ConfigError, FatalError
 from penstock.runtime.epochs.manifest import Identity, Manifest
+from penstock.sink import Topic
 
 FORMAT = 1
 """Version of everything in the state directory; a newer one is refused."""
@@ -52,7 +52,7 @@ class State:
 
     def close(self) -> None:
         if self._lock is not None:
-            os.close(self._lock)  # the lock goes with its descriptor; the file stays, so that nobody locks a dead name
+            os.close(self._lock)
             self._lock = None
 
     def peek(self) -> State:
@@ -89,7 +89,7 @@ class State:
         old, last = self.identity.incarnation, self.newest.number if self.newest else 0
         replaces = [*self.identity.replaces, (old, last)]
         # Identity first: after a crash in between, the manifests of another incarnation are set aside when read.
-        self.save_identity(incarnation=str(uuid4()), replaces=replaces, adopts=[], resumes=None, topics={}, shape=None)
+        self.save_identity(incarnation=str(uuid4()), replaces=replaces, adopts=[], resumes=None, shape=None)
         self._set_aside(old)
         self.newest = None
 
@@ -150,6 +150,28 @@ def reset(directory: Path, pipeline: str) -> None:
         state.close()
 
 
+def restage(directory: Path, pipeline: str, without: Sequence[Topic] = ()) -> Manifest:
+    """`offsets restage`: the next run stages again what the epoch in hand has not committed; gives that epoch."""
+    state = State(directory, pipeline)
+    state.open()
+    try:
+        newest = state.newest
+        if newest is None or newest.state != "prepared":
+            raise ConfigError(
+                f"no epoch of {pipeline} is prepared, so there is nothing to stage again",
+                hint="start the pipeline: it plans or stages its next epoch by the file as it is now",
+            )
+        unknown = sorted(set(without) - {topic for topics in newest.rows_out.values() for topic in topics})
+        if unknown:
+            raise ConfigError(
+                f"epoch {newest.number} has no rows for {', '.join(unknown)}",
+                hint="`penstock offsets show FILE` lists its topics",
+            )
+        return state.save(newest.model_copy(update={"restage": sorted(set(without))}))
+    finally:
+        state.close()
+
+
 def _store(path: Path, value: BaseModel) -> None:
     body = canonical(value.model_dump(mode="json"))
     write_atomic(path, canonical({"format": FORMAT, "crc32": zlib.crc32(body.encode()), "body": body}).encode())
@@ -176,25 +198,12 @@ def _load(path: Path, kind: type[M]) -> M:
 
 
 def _take_lock(path: Path, pipeline: str) -> int:
-    with disk_errors():
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(descriptor, 4096).decode(errors="replace") or "another process"
-        os.close(descriptor)
+        return lock_file(path, f"process {os.getpid()} on {socket.gethostname()} ({pipeline}, since {since})")
+    except InUse as other:
         raise FatalError(
-            f"{path.parent} is in use by {holder}",
+            f"{path.parent} is in use by {other.holder}",
             code="PEN-5002",
             hint="wait until it has ended or stop it; two runs of one pipeline never share a state directory",
         ) from None
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    holder = f"process {os.getpid()} on {socket.gethostname()} ({pipeline}, since {since})"
-    try:
-        with disk_errors(path):
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, holder.encode(), 0)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor

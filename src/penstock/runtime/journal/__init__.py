@@ -8,9 +8,7 @@ in other processes may see.
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -30,8 +28,9 @@ import pyarrow.compute as pc
 
 from penstock import failpoints
 from penstock.config import Config
-from penstock.durable import Json, canonical, disk_errors, fsync, make_directory, write_atomic
+from penstock.durable import InUse, Json, canonical, disk_errors, fsync, lock_file, make_directory, write_atomic
 from penstock.errors import ConnectorError, DataError, FatalError, RetryableError
+from penstock.schema.codec import pack_schema, unpack_schema
 from penstock.source import Position, RangeSource, ReadLimit, Schemas, SourceBatch, SourceConnector, SourceEnvelope
 
 FORMAT_VERSION = 1
@@ -340,7 +339,7 @@ class Journal:
 
     def _new_streams(self, blocks: list[tuple[str | None, pa.RecordBatch]], group: list[_Entry]) -> dict[str, str]:
         seen = {e.record.stream: "" for entry in group for e in entry.envelopes}
-        seen |= {stream: _schema_text(batch.schema) for stream, batch in blocks if stream is not None}
+        seen |= {stream: pack_schema(batch.schema) for stream, batch in blocks if stream is not None}
         return {stream: text for stream, text in seen.items() if self._streams.get(stream) != text}
 
     def _remember(self, record: dict[str, Json]) -> None:
@@ -825,12 +824,8 @@ def _schemas(directory: Path | None) -> dict[str, pa.Schema]:
     return {stream: _schema(text) for stream, text in found.items()}
 
 
-def _schema_text(schema: pa.Schema) -> str:
-    return base64.b64encode(schema.serialize()).decode()
-
-
 def _schema(text: str) -> pa.Schema:
-    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text))) if text else ENVELOPE_SCHEMA
+    return unpack_schema(text) if text else ENVELOPE_SCHEMA
 
 
 def _frame(value: Json) -> bytes:
@@ -892,21 +887,14 @@ def _gone(directory: Path, row: int) -> FatalError:
 
 
 def _lock(directory: Path) -> int:
-    with disk_errors():
-        descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = os.read(descriptor, 32).decode() or "unknown"
-        os.close(descriptor)
+        return lock_file(directory / "lock", f"process {os.getpid()}")
+    except InUse as other:
         raise FatalError(
-            f"the journal {directory} is written by process {holder}",
+            f"the journal {directory} is written by {other.holder}",
             code="PEN-5002",
             hint="stop that process first; one process writes a journal",
-        ) from error
-    os.truncate(descriptor, 0)
-    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-    return descriptor
+        ) from None
 
 
 def _throw_away(directory: Path) -> int:

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.changes import CHANGE_FIELDS, Op
+from penstock.changes.old_key import pack_keys
 from penstock.connectors.postgres_cdc.log.lsn import fixed_texts, lsn_text, position_text, position_texts
-from penstock.connectors.postgres_cdc.log.old_key import json_objects
 from penstock.connectors.postgres_cdc.log.pgoutput import (
     BEGIN,
     COMMIT,
@@ -278,7 +278,7 @@ class Decoder:
         values = [self._column(changes.old[n].at(np.flatnonzero(differs)), piece, relation.columns[n]) for n in numbers]
         place = np.full(changes.count, -1, np.int64)
         place[changes.moved[differs]] = np.arange(differs.sum())
-        return json_objects(names, values).take(pa.array(place, mask=place < 0))
+        return pack_keys(names, values).take(pa.array(place, mask=place < 0))
 
 
 @dataclass(frozen=True)

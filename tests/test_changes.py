@@ -15,8 +15,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock import changes as change
-from penstock.changes import CHANGE_FIELDS, Keys, check_changes, collapse, collapse_parts, moment_texts, unpack_keys
+from penstock.changes import CHANGE_FIELDS
+from penstock.changes import keys as keys_module
+from penstock.changes import streamed as streamed_module
+from penstock.changes.checks import check_changes
+from penstock.changes.collapse import collapse
+from penstock.changes.keys import Keys
+from penstock.changes.old_key import moment_texts, unpack_keys
+from penstock.changes.streamed import collapse_parts
 from penstock.errors import DataError, SchemaError
 
 SCHEMA = pa.schema([("k", pa.int64()), ("n", pa.int64()), ("doc", pa.string()), ("img", pa.string())])
@@ -174,8 +180,8 @@ def test_changes_too_many_to_be_held_come_to_the_same_as_those_that_are(
     own = pa.schema([schema.field("shop"), *SCHEMA])
     held = collapse(tables, key, own)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(change, "HELD_ROWS", held_rows)
-        patch.setattr(change, "BUCKET_ROWS", bucket_rows)
+        patch.setattr(streamed_module, "HELD_ROWS", held_rows)
+        patch.setattr(streamed_module, "BUCKET_ROWS", bucket_rows)
         streamed = collapse_parts([Pieces(table, piece_rows) for table in tables], key, own)
     assert (streamed.picked is not None) == (len(events) > held_rows)
     assert streamed.truncated == held.truncated
@@ -192,8 +198,8 @@ def rows_of(result, stored):
 
 
 def test_rows_that_are_no_changes_and_too_many_to_be_held_are_taken_in_their_order(monkeypatch):
-    monkeypatch.setattr(change, "HELD_ROWS", 10)
-    monkeypatch.setattr(change, "BUCKET_ROWS", 30)
+    monkeypatch.setattr(streamed_module, "HELD_ROWS", 10)
+    monkeypatch.setattr(streamed_module, "BUCKET_ROWS", 30)
     dice = random.Random(5)
     table = pa.table({"k": [dice.randrange(30) for _ in range(200)], "n": range(200), "_old_key": ["{}"] * 200})
     streamed = collapse_parts([Pieces(table.slice(0, 70), 9), Pieces(table.slice(70), 16)], ["k"], table.schema)
@@ -360,7 +366,7 @@ def test_a_set_of_keys_tells_what_is_in_it():
 )
 def test_keys_are_found_in_any_part_of_a_table_whatever_their_hashes(monkeypatch, values, same_hash):
     if same_hash:
-        monkeypatch.setattr(change, "_hashes", lambda keys: np.zeros(keys.num_rows, np.uint64))
+        monkeypatch.setattr(keys_module, "hashes_of", lambda keys: np.zeros(keys.num_rows, np.uint64))
     column = pa.chunked_array([values, values.slice(1), values.slice(0, 2)])
     rows = pa.table({"a": column, "b": pa.chunked_array([pa.array([1] * len(column))])})
     keys = rows.filter(column.is_valid()).slice(1)

@@ -1,0 +1,192 @@
+"""The driver's side of a Delta table: create it, evolve it, commit to it, keep it cheap to commit to."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+from deltalake import DeltaTable
+from deltalake.exceptions import DeltaError, DeltaProtocolError, TableNotFoundError
+
+from penstock import durable
+from penstock.connectors.delta.apply import NO_TABLE, Applying, DeltaWork, changes_of, sent_columns
+from penstock.connectors.delta.columns import delta_schema
+from penstock.connectors.delta.evolve import Evolution
+from penstock.connectors.delta.files import Log
+from penstock.connectors.delta.table import Table, claim, delta_errors, unknown_feature
+from penstock.connectors.delta.upkeep import Upkeep
+from penstock.connectors.lake import lists
+from penstock.connectors.lake.commit import Commit, LakeTarget
+from penstock.connectors.lake.staging import StagedFile
+from penstock.connectors.lake.targets import HIDDEN
+from penstock.errors import PlanStale, SchemaError
+from penstock.sink import CommittedEpoch, Epoch, Topic
+
+if TYPE_CHECKING:
+    from penstock.connectors.delta.sink import Delta
+
+
+class DeltaTarget(LakeTarget[Table]):
+    """One topic's table."""
+
+    conflicts = (DeltaError, FileNotFoundError, FileExistsError)
+
+    def __init__(self, sink: Delta, topic: Topic) -> None:
+        super().__init__(topic, claim(sink.targets, topic), sink.targets.root)
+        self.sink = sink
+        self.config = sink.config
+        self.evolution = Evolution(sink, topic, self.path)
+        self._upkeep = Upkeep(self)
+        self._table: Table | None = None
+
+    @property
+    def name(self) -> str:
+        return f"the Delta table {self.path}"
+
+    # -- the commit ------------------------------------------------------------------------------------------------
+
+    def load(self) -> Table | None:
+        known, self._table = self._table, None
+        if known is not None and known.is_the_same():
+            with delta_errors(self.path):
+                known.refresh()
+            self._table = known
+        elif (self.path / "_delta_log").exists():
+            with contextlib.suppress(TableNotFoundError), delta_errors(self.path):
+                table = Table(self.path, DeltaTable(self.evolution.uri, storage_options=self.config.client_options))
+                table.refuse_unsupported(rewrites=self.config.upserts)
+                self._table = table
+        return self._table
+
+    def forget(self) -> None:
+        self._table = None
+
+    def marker(self, loaded: Table, pipeline: str) -> CommittedEpoch | None:
+        return loaded.marker(pipeline)
+
+    def settle(self, loaded: Table, epoch: Epoch) -> None:
+        marker = loaded.marker(epoch.pipeline)
+        assert marker is not None
+        loaded.sync(marker.version)
+
+    def place(self, commit: Commit, file: StagedFile) -> Path:
+        below = changes_of(self.path, commit.epoch.pipeline) if self.config.upserts else self.path
+        return below / file.path
+
+    def attempt(self, commit: Commit, loaded: Table | None) -> bool:
+        try:
+            if commit.applied:
+                self._refuse_stale(commit, loaded)
+            if loaded is None:
+                self.evolution.create(commit.schemas())
+                return False
+            renewed = self.evolution.renewed(loaded, commit)
+            is_ready = loaded.may_hold(commit.schemas()) if renewed else self.evolution.evolve(loaded, commit.schemas())
+            if is_ready and commit.applied:
+                self._commit_applied(commit, loaded)
+            elif is_ready and self.config.upserts:
+                self._upsert(commit, loaded, renewed)
+            elif is_ready:
+                loaded.commit(commit.epoch, commit.end, commit.files)
+            return is_ready
+        except DeltaProtocolError as error:
+            raise unknown_feature(self.path, error) from error
+
+    def tidy(self, commit: Commit) -> None:
+        if self.config.upserts:  # the changes are applied
+            for file in commit.files:
+                self.place(commit, file).unlink(missing_ok=True)
+            self._upkeep.sweep(commit.epoch)
+
+    def commit(self, commit: Commit) -> None:
+        super().commit(commit)
+        self._upkeep.run(commit.epoch)
+
+    # -- upserts ---------------------------------------------------------------------------------------------------
+
+    def plan(self, commit: Commit) -> list[DeltaWork]:
+        """
+        The work that the commit of an epoch needs, from the table as it is now.
+
+        None if there is little of it, if the table must be altered first, or if it gets other types: then the commit does
+        it all.
+        """
+        table = self.load()
+        if self.is_done(commit.epoch, table) or self.lost(commit) is not None or any(p.renews for p in commit.parts):
+            return []
+        if table is None:
+            schema = self.evolution.joined(commit.schemas())
+        elif any(self.evolution.lacking(table, commit.schemas())):
+            return []
+        else:
+            schema = delta_schema(self.topic, table.columns())
+        log = Log(table) if table is not None else None
+        return self._applying(commit, table, schema).plan(log, self.sink.small_rows)
+
+    def _applying(self, commit: Commit, table: Table | None, schema: pa.Schema) -> Applying:
+        now = self.sink.context.topic(self.topic).source_schema
+        return Applying.of(self.config, self.topic, self.path, commit, table, schema, now)
+
+    def _upsert(self, commit: Commit, table: Table, renewed: pa.Schema | None) -> None:
+        """Do all the work here, and commit; `renewed` are the new columns of a cleared table."""
+        applying = self._applying(commit, table, renewed or delta_schema(self.topic, table.columns()))
+        changes, log, sent = applying.whole(), Log(table), sent_columns(self.config, commit, table)
+        if renewed and not changes.truncated:  # the part that clears has failed, and the source starts it again
+            table.commit(commit.epoch, commit.end, [], columns=sent)
+            return
+        files = applying.all_at_once(changes, log, partial(self._upkeep.begin, commit.epoch))
+        table.commit(commit.epoch, commit.end, files.adds, files.removes, columns=sent, schema=renewed)
+        lists.drop(self.root, commit.epoch.pipeline, files.listed)
+
+    def _refuse_stale(self, commit: Commit, table: Table | None) -> None:
+        """The applied files fit only the version that the plan saw; for a table that was missing then, an empty one."""
+        planned, version = commit.applied[0].version, table.delta.version() if table is not None else NO_TABLE
+        if planned == NO_TABLE and table is not None:
+            is_stale = version > 0 or bool(table.delta.file_uris())
+        else:
+            is_stale = version != planned
+        if is_stale or (table is not None and any(self.evolution.lacking(table, commit.schemas()))):
+            raise PlanStale(f"{self.name} is at version {version}, and the work was planned for {planned}")
+
+    def _commit_applied(self, commit: Commit, table: Table) -> None:
+        adds = [file for each in commit.applied for file in each.adds]
+        removes = [file for each in commit.applied for file in each.removes]
+        if any(each.clears for each in commit.applied):
+            removes = [file.removed() for file in Log(table).files()]
+        table.commit(commit.epoch, commit.end, adds, removes, columns=sent_columns(self.config, commit, table))
+        # Only now: if a twin has committed, the files of this try are left over.
+        lists.drop(self.root, commit.epoch.pipeline, [name for each in commit.applied for name in each.listed])
+
+    def schema(self) -> pa.Schema | None:
+        table = self.load()
+        return table and table.columns()
+
+    # -- what else the sink asks -----------------------------------------------------------------------------------
+
+    def is_seeded(self) -> bool:
+        try:
+            seeded = json.loads((self.path / HIDDEN / ".seeded").read_bytes())["table"]
+        except FileNotFoundError:
+            return False
+        table = self.load()
+        return seeded is None or (table is not None and str(table.delta.metadata().id) == seeded)
+
+    def mark_seeded(self, now: pa.Schema | None) -> None:
+        table = self.load()
+        if table is None and now is not None:  # no rows came: readers find an empty table, not a missing one
+            # If the table cannot hold such columns, the first row will say so.
+            with durable.disk_errors(), contextlib.suppress(DeltaError, SchemaError):
+                self.evolution.create([delta_schema(self.topic, now)])
+            table = self.load()
+        durable.make_directory(self.path / HIDDEN)
+        seeded = {"table": str(table.delta.metadata().id) if table else None}
+        durable.write_atomic(self.path / HIDDEN / ".seeded", durable.canonical(seeded).encode())
+
+    def live_files(self, pipeline: str) -> set[str]:
+        table = self.load()
+        return {os.path.basename(uri) for uri in table.delta.file_uris()} if table else set()

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from measure import Bench
 from postgres import COLUMNS, ROW, Child, PeerMissing, Taken
 
-from penstock.connectors.postgres_cdc.decode import lsn_text
+from penstock.connectors.postgres_cdc.log.lsn import lsn_text
 from penstock.spark import SparkEngine
 from penstock.testing.postgres import PostgresServer
 

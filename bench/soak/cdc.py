@@ -32,10 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import postgres
 from measure import PAGE, RESULTS, commit, machine, page
 
-from penstock.connectors.postgres_cdc import PostgresCdcConfig, wal
-from penstock.connectors.postgres_cdc.decode import lsn_int
+from penstock.connectors.postgres_cdc import PostgresCdcConfig
+from penstock.connectors.postgres_cdc.catalog import find_tables
+from penstock.connectors.postgres_cdc.log import slot
+from penstock.connectors.postgres_cdc.log.lsn import lsn_int
 from penstock.connectors.postgres_cdc.position import LogPosition
-from penstock.connectors.postgres_cdc.setup import find_tables
 from penstock.runtime.epochs import Manifest, State
 from penstock.testing.postgres import PostgresServer
 
@@ -435,7 +436,7 @@ def _is_settled(run: Run, dsn: str, lsn: int) -> bool:
         return False
     config = PostgresCdcConfig(dsn=dsn, tables=tuple(position.tables))
     with postgres.connect(dsn) as connection:
-        found = find_tables(connection, config, wal.server(connection).version).captured
+        found = find_tables(connection, config, slot.server(connection).version).captured
     shapes = {stream: position.tables[stream].shape for stream in found}
     return all(table.shape_after(shapes[stream]) == shapes[stream] for stream, table in found.items())
 

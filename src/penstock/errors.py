@@ -51,6 +51,7 @@ CODES: dict[str, str] = {
     "PEN-2004": "staged data is gone",
     "PEN-2005": "another writer committed to the target first",
     "PEN-2006": "the engine lost a task",
+    "PEN-2007": "the system is not ready yet",
     "PEN-3000": "bad data",
     "PEN-3001": "a record cannot be decoded",
     "PEN-3002": "more records failed than max_error_rate allows",
@@ -87,6 +88,9 @@ CODES: dict[str, str] = {
     "PEN-5040": "the embedded schema registry is damaged",
 }
 """What each code means, for people; `docs/errors.md` is generated from it. The first digit names the class."""
+
+NOT_READY = "PEN-2007"
+"""The code of a system that answers but takes no work yet (it is starting up): also a first `open` is tried again."""
 
 _CODE = re.compile(r"PEN-\d{4}")
 

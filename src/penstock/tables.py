@@ -25,10 +25,11 @@ MOST_TEXT = 500
 class TableState:
     """What a source does with one table, at a position. `penstock tables` shows it, and the runtime acts on it."""
 
-    state: Literal["active", "seeding", "paused", "skipped", "failed", "gone"]
+    state: Literal["active", "seeding", "paused", "skipped", "failed", "gone", "left_out"]
     """
     `seeding`: it is being copied, or waits for that. `active`: its changes are followed. Of the others nothing is read:
-    somebody paused or skipped it, it failed and says why, or it is not in the outside system any more.
+    somebody paused or skipped it, it failed and says why, or it is not in the outside system any more. `left_out`: the
+    options choose it, but it cannot be captured at all; `error` says why.
     """
 
     copy: int = 0
@@ -64,6 +65,9 @@ class TableState:
 
     next_try: float | None = None
     """When it is tried again, in seconds since 1970; None: when somebody asks for it."""
+
+    note: str = ""
+    """Something that a user should know about it: what it waits for, which columns are left out."""
 
     @property
     def is_read(self) -> bool:

@@ -13,7 +13,7 @@ from mirrored import Database, database_on
 from penstock.capture import Delete, Upsert
 from penstock.changes import Op
 from penstock.connectors.postgres_capture.source import PostgresCapture, PostgresCaptureConfig
-from penstock.connectors.postgres_cdc import PostgresCdc, wal
+from penstock.connectors.postgres_cdc.log import slot
 from penstock.errors import DataError, FatalError
 from penstock.runtime.ingest import _batch
 from penstock.source import ReadLimit, SourceBatch, SourceContext
@@ -46,7 +46,7 @@ class Shop(Database):
             self.run(*statements)
 
     def confirmed(self):
-        return wal.slot(self.connection, self.name).confirmed
+        return slot.slot(self.connection, self.name).confirmed
 
     def capture(self, tmp_path=None, **options):
         options = {"dsn": self.dsn, "slot": self.name, "tables": ["public.*"], "poll_interval_ms": 5, **options}
@@ -246,7 +246,7 @@ def test_values_reach_the_journal_as_postgres_cdc_reads_them(database, tmp_path)
     database.run(f"INSERT INTO kinds VALUES (1, {values}), (2{', NULL' * len(TYPES)})")
     live = [(Op.UPDATE, change, n) for n, change in enumerate(take(opened))]
     copied = [(Op.SEEDED, change, n) for n, change in enumerate(opened.snapshot(opened.tables()))]
-    log = PostgresCdc(opened._log.config)
+    log = database.source(tables=["public.kinds"], snapshot="never")
     log.open()
     start = log.initial()
     (split,) = log.split(start, log.latest(start, ReadLimit()))
@@ -280,7 +280,7 @@ def test_a_slot_that_somebody_else_touched_is_found_out(database, opened, moved)
     if moved != "moved":
         database.run(f"SELECT pg_drop_replication_slot('{database.name}')")
     if moved == "made again":
-        wal.make_slot(database.connection, database.name)
+        slot.make_slot(database.connection, database.name)
     if moved == "moved":
         database.run(f"SELECT pg_replication_slot_advance('{database.name}', pg_current_wal_lsn())")
     opened.open()

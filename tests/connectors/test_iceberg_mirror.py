@@ -12,7 +12,7 @@ from test_postgres_types import CASES, SET_UP
 from mirrored import Lake, database_on
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.iceberg import Iceberg, IcebergConfig
-from penstock.connectors.postgres_cdc import source
+from penstock.connectors.postgres_cdc import plan
 from penstock.testing.mirror import replayed
 
 _NUMBERS = itertools.count()
@@ -48,7 +48,7 @@ def by_key(rows, key):
 
 
 def test_many_tables_that_change_are_one_log_in_both(database, lake, monkeypatch):
-    monkeypatch.setattr(source, "LOOKED_SECS", 0.0)
+    monkeypatch.setattr(plan, "LOOKED_SECS", 0.0)
     database.run(
         "CREATE TABLE orders (id int8 PRIMARY KEY, note text, amount numeric(10, 2))",
         "CREATE TABLE items (region text, number int4, at timestamptz, PRIMARY KEY (region, number))",

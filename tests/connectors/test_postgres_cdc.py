@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psycopg
 import psycopg.rows
@@ -17,7 +18,9 @@ import pytest
 from pydantic import ValidationError
 
 from mirrored import Database, Lake, Reading, database_on
-from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, seed, source, wal
+from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, plan
+from penstock.connectors.postgres_cdc.copy import chunk_where, edges
+from penstock.connectors.postgres_cdc.log import probe, slot
 from penstock.connectors.postgresql import connections
 from penstock.errors import ConfigError, FatalError, RetryableError
 from penstock.source import Note, ReadLimit
@@ -157,7 +160,7 @@ class TestMirror:
         with closing(opened):
             opened.open()
             opened.initial()
-            known, catalog = opened._known()
+            known, catalog = opened.session.tables.captured, opened.session.catalog
             table = known["public.orders"]
             with psycopg.connect(database.dsn, autocommit=True) as connection:
                 for count, room, upto in itertools.product(
@@ -165,15 +168,17 @@ class TestMirror:
                 ):
                     after, keys, turns = None, [], 0
                     while not turns or after != upto:
-                        for edge in seed.edges(connection, table, catalog, after, upto, count, count * room):
-                            where = seed._where(table, after, edge.upto)
+                        for edge in edges(connection, table, catalog, after, upto, count, count * room):
+                            where = chunk_where(table, after, edge.upto)
                             keys += [key for (key,) in connection.execute(f"SELECT id FROM orders{where}")]
                             after = edge.upto
                         turns += 1
                     keys_there = [key for (key,) in database.rows("SELECT id FROM orders")]
                     assert sorted(keys) == sorted(key for key in keys_there if upto is None or key <= 110)
 
-    def test_the_log_is_read_between_chunks_only_if_it_holds_changes_or_the_slot_has_stood_long(self, database):
+    def test_the_log_is_read_between_chunks_only_if_it_holds_changes_or_the_slot_has_stood_long(
+        self, database, monkeypatch
+    ):
         database.run(ORDERS, "INSERT INTO orders SELECT i FROM generate_series(1, 20) i", "CREATE TABLE other (id int)")
         options = {"tables": ["public.orders"], "seed_chunk_rows": 2, "heartbeat_secs": 3600}
         with closing(database.source(**options)) as opened:
@@ -196,9 +201,9 @@ class TestMirror:
             database.run("UPDATE orders SET note = 'new' WHERE id = 1")
             assert kinds(3) == ["LogRange", "Chunk", "Chunk"]
             database.run("INSERT INTO other VALUES (2)")
-            opened.config = opened.config.model_copy(update={"heartbeat_secs": 0})
-            assert kinds(2) == ["LogRange", "Chunk"]
-            opened.config = opened.config.model_copy(update={"heartbeat_secs": 3600})
+            with monkeypatch.context() as later:
+                later.setattr(probe, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 3600))
+                assert kinds(2) == ["LogRange", "Chunk"]
             reading.finish()
             assert not reading.position.copied, "the log is read once more behind the last chunk"
         assert replayed(reading.log, ["id"]) == database.table("orders", ["id"])
@@ -213,7 +218,7 @@ class TestMirror:
     )
     def test_epochs_of_copies_grow_while_they_are_over_soon(self, database, monkeypatch, secs, options, expected):
         for name, value in (("CHUNK_ROWS", 10), ("MOST_CHUNK_ROWS", 40), ("COPY_SECS", secs)):
-            monkeypatch.setattr(f"penstock.connectors.postgres_cdc.source.{name}", value)
+            monkeypatch.setattr(f"penstock.connectors.postgres_cdc.chunks.{name}", value)
         database.run(ORDERS, "INSERT INTO orders SELECT i FROM generate_series(1, 155) i")
         with closing(database.source(heartbeat_secs=3600, **options)) as opened:
             opened.open()
@@ -251,7 +256,7 @@ class TestMirror:
             opened.open()
             start = opened.initial()
             (part,) = opened.split(start, opened.latest(start, ReadLimit(parallelism=2)))
-            opened._exporter.close()
+            opened.session.release_snapshot()
             with pytest.raises(RetryableError, match="is gone"):
                 list(opened.read(part))
 
@@ -398,7 +403,7 @@ class TestMirror:
         assert replayed(log, ["id"]) == database.table("orders", ["id"])
 
     def test_ddl_in_mid_stream_leads_to_the_same_table(self, database, tmp_path, monkeypatch):
-        monkeypatch.setattr(source, "LOOKED_SECS", 0.0)
+        monkeypatch.setattr(plan, "LOOKED_SECS", 0.0)
         database.run(ORDERS, "INSERT INTO orders SELECT i, 0, 'n' FROM generate_series(1, 5) i")
         mirror = Mirror(tmp_path, database.source())
         mirror.run()
@@ -421,7 +426,7 @@ class TestMirror:
         assert replayed(log, ["id"], refreshed=True) == database.table("orders", ["id"])
 
     def test_a_table_that_goes_and_comes_back_is_copied_again(self, database, tmp_path, monkeypatch):
-        monkeypatch.setattr(source, "LOOKED_SECS", 0.0)
+        monkeypatch.setattr(plan, "LOOKED_SECS", 0.0)
         database.run(ORDERS, "CREATE TABLE other (id int PRIMARY KEY)", "INSERT INTO orders VALUES (1), (2)")
         mirror = Mirror(tmp_path, database.source())
         mirror.run()
@@ -454,7 +459,7 @@ class TestSlot:
         mirror.run()
         name = database.name
         database.run(f"SELECT pg_drop_replication_slot('{name}')", "INSERT INTO orders VALUES (2)")
-        with pytest.raises(FatalError, match=r"PEN-5011 .*is gone") as caught:
+        with pytest.raises(FatalError, match=r"PEN-5011 .*does not exist any more") as caught:
             mirror.run()
         assert "when_needed" in caught.value.hint
         assert not database.rows(f"SELECT FROM pg_replication_slots WHERE slot_name = '{name}'")
@@ -497,10 +502,10 @@ class TestSlot:
         database.run(f"SELECT pg_create_logical_replication_slot('{database.name}', 'pgoutput')")
         with pytest.raises(ConfigError, match=rf"PEN-1016 .*decodes the database '{database.name}'"):
             PostgresCdc(PostgresCdcConfig(dsn=server.dsn, slot=database.name, tables=["*"])).open()
-        here = wal.server(database.connection)
-        found = replace(wal.slot(database.connection, database.name), plugin="test_decoding")
-        with pytest.raises(ConfigError, match=r"PEN-1016 .*by 'test_decoding'"):
-            wal.verify_slot(found, database.name, here)
+        here = slot.server(database.connection)
+        found = replace(slot.slot(database.connection, database.name), plugin="test_decoding")
+        with pytest.raises(ConfigError, match=r"PEN-1016 .*plugin 'test_decoding'"):
+            slot.verify_slot(found, database.name, here)
 
     def test_a_position_of_another_server_is_refused(self, database):
         database.run(ORDERS)
@@ -510,9 +515,9 @@ class TestSlot:
         try:
             with pytest.raises(FatalError, match="PEN-5011 this is another server"):
                 opened.latest(start.model_copy(update={"system": "1"}), ReadLimit())
-            with pytest.raises(FatalError, match=r"PEN-5011 .*another way"):
+            with pytest.raises(FatalError, match=r"PEN-5011 .*failover or restore"):
                 opened.latest(start.model_copy(update={"timeline": 7}), ReadLimit())
-            with pytest.raises(FatalError, match=r"PEN-5011 .*another way"):
+            with pytest.raises(FatalError, match=r"PEN-5011 .*failover or restore"):
                 opened.latest(start.model_copy(update={"lsn": 1 << 50}), ReadLimit())
         finally:
             opened.close()
@@ -556,7 +561,7 @@ class TestSetUp:
         finally:
             opened.close()
         wrong = {what: finding.fix for what, finding in found.items() if not finding.ok}
-        assert wrong.pop("public.keyless is left out: no replica identity") == (
+        assert wrong.pop("public.keyless is left out: it has no replica identity") == (
             'ALTER TABLE "public"."keyless" REPLICA IDENTITY FULL'
         )
         assert [what for what in wrong if what.startswith("public.logged: replica identity full, key none")]
@@ -566,7 +571,9 @@ class TestSetUp:
 
     def test_a_table_without_replica_identity_is_never_published_with_its_updates(self, database, tmp_path):
         database.run(ORDERS, "CREATE TABLE keyless (id int)", "INSERT INTO keyless VALUES (1)")
-        with pytest.raises(ConfigError, match=r"PEN-1016 public\.keyless has no replica identity"):
+        with pytest.raises(
+            ConfigError, match=r"PEN-1016 public\.keyless cannot be captured: it has no replica identity"
+        ):
             database.source(tables=["public.orders", "public.keyless"]).open()
         Mirror(tmp_path / "a", database.source()).run()
         database.run("UPDATE keyless SET id = 2")
@@ -585,7 +592,7 @@ class TestSetUp:
         opened = database.source(manage=False)
         opened.open()
         try:
-            with pytest.raises(ConfigError, match=r"PEN-1016 .*does not hold all changes of public") as caught:
+            with pytest.raises(ConfigError, match=r"PEN-1016 .*does not publish all changes of public") as caught:
                 opened.initial()
         finally:
             opened.close()
@@ -595,7 +602,7 @@ class TestSetUp:
         with pytest.raises(ValidationError, match="leave the password out"):
             PostgresCdcConfig(dsn="postgresql://u:secret@h/d", tables=["*"])
         database.run(ORDERS)
-        with pytest.raises(ConfigError, match="PEN-1016 exclude_columns leaves out 'id'"):
+        with pytest.raises(ConfigError, match=r"PEN-1016 .*exclude_columns leaves out 'id'"):
             database.source(exclude_columns=["public.orders.id"]).open()
 
     def test_columns_are_left_out_of_the_copy_and_of_the_log(self, database, tmp_path):
@@ -618,11 +625,19 @@ class TestSetUp:
         opened = database.source()
         opened.open()
         try:
-            assert "is not there" in opened.health_check().reason
+            before = opened.health_check()
+            assert (before.state, before.reason) == (
+                "healthy",
+                f"the replication slot {database.name!r} is not made yet",
+            )
             opened.initial()
             health = opened.health_check()
             assert health.state == "healthy"
             assert "reserved" in health.reason
+            database.run(f"SELECT pg_drop_replication_slot('{database.name}')")
+            gone = opened.health_check()
+            assert gone.state == "degraded"
+            assert gone.reason.endswith("does not exist any more")
         finally:
             opened.close()
 

@@ -21,15 +21,9 @@ from pgoutput import UNCHANGED, Naive, Table, begin, commit, delete, insert, rel
 
 from penstock.changes import CHANGE_FIELDS
 from penstock.changes.old_key import pack_keys
-from penstock.connectors.postgres_cdc import decode
-from penstock.connectors.postgres_cdc.decode import (
-    Decoder,
-    RelationChange,
-    Rows,
-    lsn_int,
-    lsn_text,
-    position_text,
-)
+from penstock.connectors.postgres_cdc.log import pgoutput as wire
+from penstock.connectors.postgres_cdc.log.decode import Decoder, RelationChange, Rows
+from penstock.connectors.postgres_cdc.log.lsn import lsn_int, lsn_text, position_text
 from penstock.connectors.postgresql.types import SESSION, TypeCatalog
 from penstock.errors import DataError, FatalError, SchemaError
 from penstock.schema import key_of
@@ -636,9 +630,9 @@ def test_python_calls_do_not_grow_with_the_rows():
 def test_pieces_of_any_size_give_the_same_rows(monkeypatch):
     messages = wide_stream(300)
     whole = rows(Decoder(TypeCatalog(), 0, EVER).feed(messages))
-    monkeypatch.setattr(decode, "PIECE_MESSAGES", 7)
+    monkeypatch.setattr(wire, "PIECE_MESSAGES", 7)
     assert rows(Decoder(TypeCatalog(), 0, EVER).feed(messages)) == whole
-    monkeypatch.setattr(decode, "PIECE_MESSAGES", 65536)
-    monkeypatch.setattr(decode, "PIECE_BYTES", 100)
+    monkeypatch.setattr(wire, "PIECE_MESSAGES", 65536)
+    monkeypatch.setattr(wire, "PIECE_BYTES", 100)
     large = messages.set_column(2, "data", messages.column("data").cast(pa.large_binary()))
     assert rows(Decoder(TypeCatalog(), 0, EVER).feed(pa.Table.from_batches([large]).slice(0))) == whole

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from mirrored import Lake, database_on
-from penstock.connectors.postgres_cdc import source
+from penstock.connectors.postgres_cdc import plan
 from penstock.errors import ConfigError
 from penstock.testing.mirror import Mirror
 
@@ -57,7 +57,7 @@ def test_tables_of_every_replica_identity_are_mirrored_as_they_are(database, tmp
         lake.catch_up()
         for table in IDENTITIES:
             assert lake.table(f"public.{table}") == database.table(table), table
-        keys = {stream: table.key for stream, table in lake.source._known()[0].items()}
+        keys = {stream: table.key for stream, table in lake.source.session.tables.captured.items()}
         assert keys == {
             "public.by_default": ("id",),
             "public.by_all": ("id",),
@@ -84,7 +84,9 @@ def test_a_table_with_a_key_that_logs_nothing_is_refused_left_out_or_captured_by
     for table in ("orders", "silent"):
         database.run(make.format(t=table), f"INSERT INTO {table} {FIVE}")
     database.run("ALTER TABLE silent REPLICA IDENTITY NOTHING")
-    with pytest.raises(ConfigError, match=r"PEN-1016 public\.silent has no replica identity") as caught:
+    with pytest.raises(
+        ConfigError, match=r"PEN-1016 public\.silent cannot be captured: it has no replica identity"
+    ) as caught:
         database.source(tables=["public.orders", "public.silent"]).open()
     assert 'ALTER TABLE "public"."silent" REPLICA IDENTITY DEFAULT' in caught.value.hint
     left_out = Mirror(tmp_path / "a", database.source())
@@ -113,7 +115,7 @@ PARTS = [
 
 
 def test_a_partitioned_table_is_one_and_rows_may_move_within_it(database, tmp_path, monkeypatch):
-    monkeypatch.setattr(source, "LOOKED_SECS", 0.0)
+    monkeypatch.setattr(plan, "LOOKED_SECS", 0.0)
     database.run(*PARTS)
     with Lake(tmp_path, database.source(seed_chunk_rows=7)) as lake:
         lake.catch_up()

@@ -11,7 +11,7 @@ from deltalake import DeltaTable
 
 import mirrored
 from mirrored import Lake, database_on
-from penstock.connectors.postgres_cdc import source
+from penstock.connectors.postgres_cdc import plan
 from penstock.connectors.postgresql import failures
 from penstock.errors import ConfigError, FatalError
 from penstock.pipeline import Pipeline
@@ -26,7 +26,7 @@ _NUMBERS = itertools.count()
 
 @pytest.fixture
 def database(server, monkeypatch):
-    monkeypatch.setattr(source, "LOOKED_SECS", 0.0)
+    monkeypatch.setattr(plan, "LOOKED_SECS", 0.0)
     with database_on(server, f"misfits_{next(_NUMBERS)}") as made:
         made.run("CREATE TABLE good (id int PRIMARY KEY)", "INSERT INTO good VALUES (1)")
         yield made

@@ -12,7 +12,8 @@ import psycopg
 import pytest
 
 from mirrored import Lake, database_on
-from penstock.connectors.postgres_cdc import seed, source, wal
+from penstock.connectors.postgres_cdc import plan, table_errors
+from penstock.connectors.postgres_cdc.log import slot
 from penstock.source import ReadLimit
 from penstock.testing.crash import wait_until
 from penstock.testing.mirror import Mirror, replayed
@@ -127,7 +128,7 @@ def database(server):
 
 @pytest.fixture(autouse=True)
 def _look_at_once(monkeypatch):
-    monkeypatch.setattr(source, "LOOKED_SECS", 0.0)
+    monkeypatch.setattr(plan, "LOOKED_SECS", 0.0)
 
 
 def make(database, table="parts"):
@@ -154,7 +155,7 @@ def followed(server, tmp_path_factory, request):
     Gives per root whether the mirror was equal after each of the two, and how often it was copied.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr(source, "LOOKED_SECS", 0.0)
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(plan, "LOOKED_SECS", 0.0)
         database = stack.enter_context(database_on(server, f"followed_{request.param}"))
         for table in CASES:
             make(database, table)
@@ -192,7 +193,7 @@ class TestWhenItIsNoticed:
         make(database)
         with Lake(tmp_path, database.source()) as lake:
             lake.catch_up()
-            monkeypatch.setattr(source, "LOOKED_SECS", 600.0)
+            monkeypatch.setattr(plan, "LOOKED_SECS", 600.0)
             do(database, "TRUNCATE {t}_1", "INSERT INTO {t} VALUES (30, 2)")
             lake.catch_up()
             assert same(lake, database)
@@ -256,7 +257,7 @@ class TestWhenItIsNoticed:
                 truncating.start()
                 wait_until(waits, "the truncate is in the log")
                 database.run("INSERT INTO parts VALUES (30, 2, 'behind it')")
-                behind = wal.server(database.connection).flushed
+                behind = slot.server(database.connection).flushed
                 while lake.position.lsn < behind or lake.loop.unacked:
                     lake.loop.step()
                 assert waits()
@@ -312,7 +313,7 @@ class TestWhenItIsNoticed:
     def test_what_the_log_holds_of_a_partition_that_is_locked_is_read_and_so_are_the_others(
         self, database, tmp_path, monkeypatch
     ):
-        monkeypatch.setattr(seed, "LOCK_SECS", 1)
+        monkeypatch.setattr(table_errors, "LOCK_SECS", 1)
         make(database)
         database.run("CREATE TABLE orders (id int8 PRIMARY KEY)")
         with Lake(tmp_path, database.source()) as lake, psycopg.connect(database.dsn) as other:
@@ -353,7 +354,7 @@ class TestOptions:
             (told,) = caplog.messages
             assert told.startswith("public.parts: the partition public.parts_1 was detached or dropped; the partition")
             assert "public.parts_2 was truncated, or rewritten" in told
-            assert told.endswith("which its log does not hold: the target stays as it is")
+            assert told.endswith("which does not appear in the log: the target stays as it is")
             assert [row["id"] for row in lake.table("public.parts")] == [30]
         assert ("penstock_truncates",) not in database.rows("SELECT pubname FROM pg_publication")
 

@@ -8,10 +8,11 @@ import pytest
 
 from mirrored import Lake, database_on
 from penstock.cli.checking import _examine
-from penstock.connectors.postgres_cdc import seed, source
+from penstock.connectors.postgres_cdc import plan
 from penstock.errors import ConfigError
 from penstock.pipeline import Pipeline
 from penstock.pipeline.routing import Route, Router
+from penstock.source import ReadLimit
 from penstock.testing.postgres import PostgresServer, binaries
 
 _NUMBERS = itertools.count()
@@ -19,7 +20,7 @@ _NUMBERS = itertools.count()
 
 @pytest.fixture
 def database(server, monkeypatch):
-    monkeypatch.setattr(source, "LOOKED_SECS", 0.0)
+    monkeypatch.setattr(plan, "LOOKED_SECS", 0.0)
     with database_on(server, f"published_{next(_NUMBERS)}") as made:
         made.run(
             "CREATE TABLE orders (id int PRIMARY KEY, number int, twice int GENERATED ALWAYS AS (number * 2) STORED)",
@@ -70,10 +71,10 @@ class TestWhileRunning:
     def test_what_was_not_published_between_two_looks_is_copied(self, database, tmp_path, monkeypatch, what):
         with Lake(tmp_path, database.source()) as lake:
             lake.catch_up()
-            monkeypatch.setattr(source, "LOOKED_SECS", 600.0)
+            monkeypatch.setattr(plan, "LOOKED_SECS", 600.0)
             database.run(*BREAKS[what], *CHANGES, *REPAIRS[what])
             lake.catch_up()
-            monkeypatch.setattr(source, "LOOKED_SECS", 0.0)
+            monkeypatch.setattr(plan, "LOOKED_SECS", 0.0)
             lake.catch_up()
             assert lake.table("public.orders") == database.table("orders")
 
@@ -94,11 +95,11 @@ class TestWhileRunning:
             database.run(*BREAKS["the table goes"], *CHANGES, "INSERT INTO others VALUES (1)")
             lake.catch_up()
             failure = lake.position.tables["public.orders"].failure
-            assert "does not hold all changes of public.orders" in failure.message
+            assert "does not publish all changes of public.orders" in failure.message
             assert failure.hint == 'ALTER PUBLICATION "penstock" ADD TABLE "public"."orders"'
             assert lake.table("public.others") == database.table("others")
             database.run(failure.hint)
-            monkeypatch.setattr(seed.time, "time", lambda: failure.next_try + 1)
+            monkeypatch.setattr(plan.time, "time", lambda: failure.next_try + 1)
             lake.catch_up()
             assert lake.table("public.orders") == database.table("orders")
 
@@ -125,10 +126,10 @@ class TestWhileRunning:
         try:
             position = reader.initial()
             tables = {
-                stream: progress.model_copy(update={"published": "", "state": "seeded"})
+                stream: progress.copied_up_to(None).with_fields(published="")
                 for stream, progress in position.tables.items()
             }
-            end = reader.latest(position.model_copy(update={"tables": tables}), source.ReadLimit(rows=100))
+            end = reader.latest(position.model_copy(update={"tables": tables}), ReadLimit(rows=100))
             assert all(end.tables[stream].published for stream in tables)
             assert {(each.state, each.copies) for each in end.tables.values()} == {("seeded", 1)}
         finally:
@@ -136,14 +137,14 @@ class TestWhileRunning:
 
     def test_an_older_server_passes_over_log_that_it_does_not_decode(self, need, tmp_path, monkeypatch):
         need(binaries(16), "PostgreSQL 16 is not installed")
-        monkeypatch.setattr(source, "LOOKED_SECS", 0.0)
+        monkeypatch.setattr(plan, "LOOKED_SECS", 0.0)
         with PostgresServer(16, settings={"fsync": "off"}) as older, database_on(older, "older") as database:
             database.run(
                 "CREATE TABLE orders (id int PRIMARY KEY, number int)", "INSERT INTO orders VALUES (1, 1), (2, 2)"
             )
             with Lake(tmp_path, database.source(heartbeat_secs=0.001)) as lake:
                 lake.catch_up()
-                monkeypatch.setattr(source, "LOOKED_SECS", 600.0)  # so that the range is planned, and then fails
+                monkeypatch.setattr(plan, "LOOKED_SECS", 600.0)  # so that the range is planned, and then fails
                 database.run("DROP PUBLICATION penstock", *CHANGES)
                 lake.catch_up()
                 database.run("UPDATE orders SET number = 0 WHERE id = 6")
@@ -191,7 +192,7 @@ class TestAtFirst:
         reader = database.source(manage=False)
         reader.open()
         try:
-            with pytest.raises(ConfigError, match="does not hold all changes") as caught:
+            with pytest.raises(ConfigError, match="does not publish all changes") as caught:
                 reader.initial()
             assert caught.value.hint == (
                 "ALTER PUBLICATION \"penstock\" SET (publish = 'insert, update, delete, truncate', "
@@ -219,7 +220,7 @@ class TestAtFirst:
         reader = database.source()
         reader.open()
         try:
-            with pytest.raises(ConfigError, match=r"public\.keyless, which it holds as well, has no replica identity"):
+            with pytest.raises(ConfigError, match=r"it includes public\.keyless, which has no replica identity"):
                 reader.initial()
         finally:
             reader.close()
@@ -265,7 +266,7 @@ class TestPermissions:
             assert "BYPASSRLS" in failure.hint
             assert lake.position.tables["public.others"].state == "seeded"
             database.run(f"ALTER ROLE {name} BYPASSRLS")
-            monkeypatch.setattr(seed.time, "time", lambda: failure.next_try + 1)
+            monkeypatch.setattr(plan.time, "time", lambda: failure.next_try + 1)
             lake.catch_up()
             assert lake.table("public.orders") == database.table("orders")
 
@@ -329,8 +330,8 @@ class TestPermissions:
         assert list(found) == [
             "the user may not replicate",
             "the publication 'penstock' will be made",
-            "public.keyless is left out: no replica identity",
-            "public.another is left out: no replica identity",
+            "public.keyless is left out: it has no replica identity",
+            "public.another is left out: it has no replica identity",
             "public.others may not be read",
             "public.others may not be published: the user does not own it",
         ]
@@ -350,5 +351,5 @@ def test_what_makes_a_source_refuse_to_open_is_listed_with_the_rest(need):
         found = list(_examine("shop", opened, {}, pipeline))
     assert [finding.what for finding in found if not finding.ok] == [
         "wal_level is replica",
-        "public.keyless is left out: no replica identity",
+        "public.keyless is left out: it has no replica identity",
     ]

@@ -15,9 +15,10 @@ from contextlib import closing
 import psycopg
 import pytest
 
-from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, steps, wal
-from penstock.connectors.postgres_cdc.seed import Chunk
-from penstock.connectors.postgres_cdc.steps import Ahead
+from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig
+from penstock.connectors.postgres_cdc.copy import Chunk
+from penstock.connectors.postgres_cdc.log import read, slot
+from penstock.connectors.postgres_cdc.log.read import Prefetch
 from penstock.connectors.postgresql import connections
 from penstock.errors import RetryableError
 from penstock.source import Note, ReadLimit, SourceContext
@@ -71,10 +72,10 @@ def asked(monkeypatch):
             calls.append(name)
             return really(*arguments)
 
-        monkeypatch.setattr(wal, name, told)
+        monkeypatch.setattr(read, name, told)
 
-    for name in ("glance", "peek", "consume"):
-        tell(name, getattr(wal, name))
+    for name in ("peek_small", "peek", "consume"):
+        tell(name, getattr(read, name))
     return calls
 
 
@@ -90,8 +91,8 @@ def rows(opened, split):
 
 def at_once(monkeypatch, opened, split):
     with monkeypatch.context() as patch:
-        patch.setattr(steps, "GLANCE_BYTES", -1)
-        patch.setattr(steps, "STEP_BYTES", 1 << 40)
+        patch.setattr(read, "SMALL_RANGE_BYTES", -1)
+        patch.setattr(read, "STEP_BYTES", 1 << 40)
         return rows(opened, split)
 
 
@@ -120,11 +121,11 @@ def test_steps_give_the_rows_of_one_peek_wherever_they_end(connection, opened, a
     expected = at_once(monkeypatch, opened, split)
     assert asked == ["peek"]
     assert len({row["_position"] for row in expected}) == len(expected) > 500
-    monkeypatch.setattr(steps, "GLANCE_BYTES", -1)
-    monkeypatch.setattr(steps, "STEPS", 1 << 40)
+    monkeypatch.setattr(read, "SMALL_RANGE_BYTES", -1)
+    monkeypatch.setattr(read, "STEPS", 1 << 40)
     for _ in range(4):
         asked.clear()
-        monkeypatch.setattr(steps, "STEP_BYTES", int(10 ** choose.uniform(3, 4.6)))
+        monkeypatch.setattr(read, "STEP_BYTES", int(10 ** choose.uniform(3, 4.6)))
         assert rows(opened, split) == expected
         assert asked.count("consume") > 1
         wait_until(lambda: not connection.execute(COPIES).fetchall(), "the copies to go")
@@ -132,14 +133,14 @@ def test_steps_give_the_rows_of_one_peek_wherever_they_end(connection, opened, a
 
 def test_steps_leave_the_slot_where_it_was_until_it_is_acknowledged(connection, opened, asked, monkeypatch):
     write_at_random(connection, random.Random(9), 30)
-    monkeypatch.setattr(steps, "STEP_BYTES", 5000)
-    monkeypatch.setattr(steps, "GLANCE_BYTES", -1)
+    monkeypatch.setattr(read, "STEP_BYTES", 5000)
+    monkeypatch.setattr(read, "SMALL_RANGE_BYTES", -1)
     start, split = opened.initial(), the_range(opened)
     expected = rows(opened, split)
-    assert wal.slot(connection, "penstock").confirmed == start.lsn
+    assert slot.slot(connection, "penstock").confirmed == start.lsn
     assert rows(opened, split) == expected
     opened.ack(start.model_copy(update={"lsn": split.end}))
-    assert wal.slot(connection, "penstock").confirmed == split.end
+    assert slot.slot(connection, "penstock").confirmed == split.end
     assert "consume" in asked
 
 
@@ -151,7 +152,7 @@ def test_a_little_log_comes_as_one_value_and_is_the_same(connection, opened, ask
     expected = at_once(monkeypatch, opened, split)
     asked.clear()
     assert rows(opened, split) == expected
-    assert asked == ["glance"]
+    assert asked == ["peek_small"]
     assert len(expected) == 51
 
 
@@ -160,9 +161,9 @@ def test_a_large_transaction_that_ends_in_a_little_log_is_not_taken_as_one_value
 ):
     connection.execute("INSERT INTO orders SELECT i, 0, repeat('x', 100) FROM generate_series(1, 1000) i")
     split = the_range(opened)
-    monkeypatch.setattr(steps, "GLANCE_ANSWER_BYTES", 50_000)
+    monkeypatch.setattr(read, "SMALL_ANSWER_BYTES", 50_000)
     assert len(rows(opened, split)) == 1000
-    assert asked == ["glance", "peek"]
+    assert asked == ["peek_small", "peek"]
 
 
 def test_without_room_for_a_copy_the_log_is_peeked_at_and_the_reason_is_told(
@@ -173,8 +174,8 @@ def test_without_room_for_a_copy_the_log_is_peeked_at_and_the_reason_is_told(
     expected = at_once(monkeypatch, opened, split)
     connection.execute("SELECT pg_create_logical_replication_slot('other', 'pgoutput')")
     asked.clear()
-    monkeypatch.setattr(steps, "STEP_BYTES", 5000)
-    monkeypatch.setattr(steps, "GLANCE_BYTES", -1)
+    monkeypatch.setattr(read, "STEP_BYTES", 5000)
+    monkeypatch.setattr(read, "SMALL_RANGE_BYTES", -1)
     assert rows(opened, split) == expected
     assert asked == ["peek"]
     assert "raise max_replication_slots" in caplog.text
@@ -184,8 +185,8 @@ def test_without_room_for_a_copy_the_log_is_peeked_at_and_the_reason_is_told(
 def test_a_reader_that_is_left_early_lets_go_of_its_copy(connection, opened, asked, monkeypatch):
     write_at_random(connection, random.Random(6), 60)
     split = the_range(opened)
-    monkeypatch.setattr(steps, "STEP_BYTES", 5000)
-    monkeypatch.setattr(steps, "GLANCE_BYTES", -1)
+    monkeypatch.setattr(read, "STEP_BYTES", 5000)
+    monkeypatch.setattr(read, "SMALL_RANGE_BYTES", -1)
     reading = opened.read(split)
     next(reading)
     reading.close()
@@ -195,8 +196,9 @@ def test_a_reader_that_is_left_early_lets_go_of_its_copy(connection, opened, ask
 
 READER = """
 import pickle, sys
-from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, steps
-steps.STEP_BYTES, steps.AHEAD_BYTES, steps.STEPS = 5000, 1, 1 << 40
+from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig
+from penstock.connectors.postgres_cdc.log import read
+read.STEP_BYTES, read.PREFETCH_BYTES, read.STEPS = 5000, 1, 1 << 40
 source = PostgresCdc(PostgresCdcConfig(dsn=sys.argv[1], tables=["public.orders"], snapshot="never"))
 source.open()
 reading = source.read(pickle.loads(bytes.fromhex(sys.argv[2])))
@@ -256,19 +258,19 @@ def test_a_huge_transaction_is_read_in_bounded_memory(running, connection, opene
     assert after - before < size / 2
 
 
-class TestAhead:
+class TestPrefetch:
     def test_items_come_in_order_and_an_error_comes_behind_them(self):
         def items():
             yield from range(100)
             raise RetryableError("the network is down")
 
         seen = []
-        with pytest.raises(RetryableError, match="the network is down"), Ahead(items(), lambda _: 1) as ahead:
+        with pytest.raises(RetryableError, match="the network is down"), Prefetch(items(), lambda _: 1) as ahead:
             seen.extend(ahead)
         assert seen == list(range(100))
 
     def test_no_more_is_pulled_than_may_wait(self, monkeypatch):
-        monkeypatch.setattr(steps, "AHEAD_BYTES", 30)
+        monkeypatch.setattr(read, "PREFETCH_BYTES", 30)
         pulled = []
 
         def items():
@@ -276,7 +278,7 @@ class TestAhead:
                 pulled.append(number)
                 yield number
 
-        with Ahead(items(), lambda _: 10) as ahead:
+        with Prefetch(items(), lambda _: 10) as ahead:
             for number in ahead:
                 assert len(pulled) <= number + 5
         assert len(pulled) == 20
@@ -290,7 +292,7 @@ class TestAhead:
             assert interrupted.wait(60)
             yield 2
 
-        with Ahead(items(), lambda _: 1, interrupt=interrupted.set) as ahead:
+        with Prefetch(items(), lambda _: 1, interrupt=interrupted.set) as ahead:
             assert next(ahead) == 1
             assert blocked.wait(60)
         assert interrupted.is_set()
@@ -302,7 +304,7 @@ def steps_range(opened, connection):
     start = opened.initial()
     connection.execute("CREATE TABLE other (id int8)")
     connection.execute("DROP TABLE other")
-    (split,) = opened.split(start, start.model_copy(update={"lsn": wal.server(connection).flushed}))
+    (split,) = opened.split(start, start.model_copy(update={"lsn": slot.server(connection).flushed}))
     return split
 
 
@@ -310,32 +312,38 @@ class TestConnectionsOfTasks:
     @pytest.fixture(autouse=True)
     def nothing_handed_on(self):
         yield
-        for connection, *_ in [*connections._handed_on.values(), *connections._arrows.values()]:
+        for connection, *_ in [*connections._idle.values(), *connections._idle_arrows.values()]:
             connection.close()
-        connections._handed_on.clear()
-        connections._arrows.clear()
+        connections._idle.clear()
+        connections._idle_arrows.clear()
 
     def backend(self, opened):
         """The server's process for the next task of this process."""
         task = pickle.loads(pickle.dumps(opened))
         task.open(SourceContext(in_task=True))
-        pid = task._ask(lambda connection: connection.info.backend_pid)
+        pid = task.session.ask(lambda connection: connection.info.backend_pid)
         task.close()
         return pid
 
     def test_a_task_goes_on_with_the_connection_of_the_last_one_and_not_with_the_drivers(self, opened):
         pid = self.backend(opened)
         assert self.backend(opened) == pid
-        assert opened._ask(lambda connection: connection.info.backend_pid) != pid
+        assert opened.session.ask(lambda connection: connection.info.backend_pid) != pid
 
     def copying(self, opened):
         """The server's process that gives the next task of this process the rows of a table."""
-        held = opened._hold(list(opened._known()[0].values()))
+        held = opened.session.export_snapshot(list(opened.session.tables.captured.values()))
         task = pickle.loads(pickle.dumps(opened))
         task.open(SourceContext(in_task=True))
-        list(task.read(Chunk("public.orders", None, None, held, held.lsn, 1)))
+        list(
+            task.read(
+                Chunk(
+                    opened.session.tables.captured["public.orders"], opened.session.catalog, None, None, held, held.lsn
+                )
+            )
+        )
         task.close()
-        ((_, pid, _),) = connections._arrows.values()
+        ((_, pid, _),) = connections._idle_arrows.values()
         return pid
 
     def test_rows_come_over_the_connection_of_the_last_task(self, connection, opened):
@@ -347,10 +355,10 @@ class TestConnectionsOfTasks:
     def test_the_one_for_rows_is_closed_when_nothing_was_copied_for_a_while(self, connection, opened, monkeypatch):
         pid = self.copying(opened)
         self.backend(opened)
-        assert connections._arrows
-        monkeypatch.setattr(connections, "HANDED_ON_SECS", 0.0)
+        assert connections._idle_arrows
+        monkeypatch.setattr(connections, "IDLE_SECS", 0.0)
         self.backend(opened)
-        assert not connections._arrows
+        assert not connections._idle_arrows
         there = "SELECT FROM pg_stat_activity WHERE pid = %s"
         wait_until(lambda: not connection.execute(there, [pid]).fetchall(), "the server's process to go")
 
@@ -361,15 +369,15 @@ class TestConnectionsOfTasks:
 
     def test_one_that_waited_for_long_is_made_anew(self, opened, monkeypatch):
         pid = self.backend(opened)
-        monkeypatch.setattr(connections, "HANDED_ON_SECS", 0.0)
+        monkeypatch.setattr(connections, "IDLE_SECS", 0.0)
         assert self.backend(opened) != pid
 
     def test_one_with_a_transaction_open_is_not_handed_on(self, opened):
         task = pickle.loads(pickle.dumps(opened))
         task.open(SourceContext(in_task=True))
-        task._ask(lambda connection: connection.execute("BEGIN"))
+        task.session.ask(lambda connection: connection.execute("BEGIN"))
         task.close()
-        assert not connections._handed_on
+        assert not connections._idle
 
     def test_a_forked_process_makes_its_own(self, opened):
         pid = self.backend(opened)

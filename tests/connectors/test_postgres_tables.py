@@ -13,7 +13,7 @@ import pytest
 
 from mirrored import Database, database_on
 from penstock.connectors.delta import Delta, DeltaConfig
-from penstock.connectors.postgres_cdc import seed, source
+from penstock.connectors.postgres_cdc import chunks, copy, plan, table_errors, tables
 from penstock.connectors.postgres_cdc.position import LogPosition
 from penstock.connectors.postgresql import failures
 from penstock.errors import SchemaError
@@ -22,7 +22,7 @@ from penstock.pipeline.routing import Router
 from penstock.runtime import supervisor
 from penstock.runtime.epochs import EpochLoop, State
 from penstock.source import Note, ReadLimit, SourceContext
-from penstock.tables import Requests
+from penstock.tables import Refused, Requests
 from penstock.testing import TableSourceContract
 from penstock.testing.crash import wait_until
 from penstock.testing.engine import ForkEngine
@@ -42,7 +42,7 @@ def server(need):
 
 @pytest.fixture(autouse=True)
 def _look_at_once(monkeypatch):
-    monkeypatch.setattr(source, "LOOKED_SECS", 0.0)
+    monkeypatch.setattr(plan, "LOOKED_SECS", 0.0)
 
 
 class Shop(Database):
@@ -180,14 +180,12 @@ class TestCommands:
         assert mirror.requests.pending() == []
 
     def test_the_clear_comes_in_the_epoch_of_the_first_rows(self, database, monkeypatch):
-        monkeypatch.setattr(source, "WHOLE_ROWS", 1)
+        monkeypatch.setattr(chunks, "WHOLE_ROWS", 1)
         with opened(database.source(seed_chunk_rows=4)) as reader:
             position = caught_up(reader, reader.initial())
-            tables = {**position.tables, "public.orders": position.tables["public.orders"].ended("paused")}
-            paused = position.model_copy(update={"tables": tables})
-            due = {"state": "failed", "failure": seed.Failure(code="PEN-3000", message="", since=0, next_try=0)}
-            tables["public.orders"] = tables["public.orders"].model_copy(update=due)
-            start = paused.model_copy(update={"tables": tables, "turn": "copy"})
+            failure = tables.Failure(code="PEN-3000", message="", since=0, next_try=0)
+            due = position.tables["public.orders"].become(tables.Failed, failure=failure)
+            start = position.with_table("public.orders", due).model_copy(update={"turn": "copy"})
             rows, _ = read(reader, start, reader.latest(start, ReadLimit(rows=100, parallelism=1)))
         log = sorted(rows["public.orders"], key=lambda row: row["_position"])
         assert "".join(row["_op"] for row in log) == "trrrr"
@@ -196,7 +194,7 @@ class TestCommands:
     def test_a_keyed_target_is_never_seen_empty_while_a_table_is_copied_again(
         self, database, tmp_path, monkeypatch, whole, seen
     ):
-        monkeypatch.setattr(source, "WHOLE_ROWS", whole)
+        monkeypatch.setattr(chunks, "WHOLE_ROWS", whole)
         lake = Delta(DeltaConfig(path=str(tmp_path / "{topic}"), mode="upsert"))
         reader = database.source(seed_chunk_rows=4)
         with running(tmp_path, reader, {"lake": lake}) as loop:
@@ -252,7 +250,7 @@ class TestCommands:
 
 class TestBadTables:
     def test_a_table_that_may_not_be_read_is_set_aside_and_tried_again(self, database, tmp_path, monkeypatch):
-        monkeypatch.setattr(seed, "RETRY_SECS", 0.0)
+        monkeypatch.setattr(tables, "RETRY_SECS", 0.0)
         mirror = Tables(tmp_path, database.source(dsn=_as_reader(database)))
         database.run("REVOKE SELECT ON orders FROM reader")
         mirror.run(until="copied")
@@ -272,12 +270,12 @@ class TestBadTables:
     def test_a_row_that_cannot_be_read_in_the_middle_of_a_copy_sets_its_table_aside(
         self, database, tmp_path, monkeypatch
     ):
-        monkeypatch.setattr(seed, "RETRY_SECS", 0.0)
+        monkeypatch.setattr(tables, "RETRY_SECS", 0.0)
         mirror = Tables(tmp_path, database.source())
         database.run("DELETE FROM items WHERE id = 5")
         with monkeypatch.context() as patched:
             failing = {"note": "CASE WHEN id = 5 THEN (1 / (id - 5))::text ELSE note END"}
-            patched.setattr(seed, "select_native", lambda column, catalog: failing.get(column.name, column.name))
+            patched.setattr(copy, "select_native", lambda column, catalog: failing.get(column.name, column.name))
             mirror.run(until="copied")
         failed = mirror.failed("orders")
         assert (failed.state, failed.code) == ("failed", "PEN-3006")
@@ -287,7 +285,7 @@ class TestBadTables:
         check(database, mirror)
 
     def test_rows_that_a_sink_refuses_set_their_table_aside(self, database, tmp_path, monkeypatch):
-        monkeypatch.setattr(seed, "RETRY_SECS", 0.0)
+        monkeypatch.setattr(tables, "RETRY_SECS", 0.0)
         mirror = Tables(tmp_path, database.source(), picky=True)
         mirror.run()
         database.run("INSERT INTO orders VALUES (11, 'bad')", "INSERT INTO items VALUES (11)")
@@ -313,7 +311,7 @@ class TestBadTables:
     def test_an_identity_that_is_lost_and_found_between_two_looks_loses_no_change(
         self, database, tmp_path, monkeypatch
     ):
-        monkeypatch.setattr(seed, "RETRY_SECS", 0.0)
+        monkeypatch.setattr(tables, "RETRY_SECS", 0.0)
         mirror = Tables(tmp_path, database.source())
         mirror.run()
         with opened(mirror.source) as reader:
@@ -328,13 +326,12 @@ class TestBadTables:
             assert reader.next_start(end, notes).tables["public.orders"].state == "failed"
 
     def test_pauses_between_tries_grow_and_end(self):
-        progress = seed.Progress(oid=1, state="waiting")
-        what = {"code": "PEN-3000", "message": "no", "hint": "", "at": 1000.0}
+        progress = tables.Waiting(oid=1)
         pauses = []
         for _ in range(9):
-            progress = progress.failed(what)
-            pauses.append(progress.failure.next_try - 1000)
-            progress = progress.model_copy(update={"state": "waiting"})
+            failed = progress.failed(Refused(stream="public.t", at=1000.0, code="PEN-3000", message="no"))
+            pauses.append(failed.failure.next_try - 1000)
+            progress = failed.become(tables.Waiting)
         assert pauses == [10, 20, 40, 80, 160, 320, 600, 600, 600]
         assert progress.failure.tries == 9
 
@@ -348,7 +345,7 @@ class TestBadTables:
         check(database, mirror, "items")
 
     def test_a_table_that_loses_its_identity_is_set_aside_and_comes_back(self, database, tmp_path, monkeypatch):
-        monkeypatch.setattr(seed, "RETRY_SECS", 0.0)
+        monkeypatch.setattr(tables, "RETRY_SECS", 0.0)
         mirror = Tables(tmp_path, database.source(tables=["public.orders", "public.items"]))
         mirror.run()
         database.run("ALTER TABLE orders DROP CONSTRAINT orders_pkey", "INSERT INTO items VALUES (11)")
@@ -371,7 +368,7 @@ class TestBadTables:
         check(database, mirror)
 
     def test_a_lock_on_one_table_does_not_hold_the_others_up(self, database, tmp_path, monkeypatch):
-        monkeypatch.setattr(seed, "LOCK_SECS", 1)
+        monkeypatch.setattr(table_errors, "LOCK_SECS", 1)
         mirror = Tables(tmp_path, database.source())
         with psycopg.connect(database.dsn) as locking:
             mirror.source.open()
@@ -405,7 +402,7 @@ class TestBadTables:
                 assert (tables["public.orders"].state, tables["public.items"].state) == ("failed", "seeded")
 
     def test_columns_that_a_target_cannot_follow_set_their_table_aside(self, database, tmp_path, monkeypatch):
-        monkeypatch.setattr(seed, "RETRY_SECS", 0.0)
+        monkeypatch.setattr(tables, "RETRY_SECS", 0.0)
         lake = Delta(DeltaConfig(path=str(tmp_path / "{topic}"), mode="upsert"))
         reader = database.source()
         with running(tmp_path, reader, {"lake": lake}) as loop:
@@ -438,10 +435,10 @@ class TestBadTables:
         database.run("CREATE TABLE odd (id int8 PRIMARY KEY, _op text)")
         mirror = Tables(tmp_path, database.source())
         mirror.run()
-        assert mirror.states() == {"orders": "active", "items": "active"}
+        assert mirror.states() == {"orders": "active", "items": "active", "odd": "left_out"}
         database.run("ALTER TABLE items ADD COLUMN _position text")
         mirror.run()
-        assert mirror.states() == {"orders": "active", "items": "failed"}
+        assert mirror.states() == {"orders": "active", "items": "failed", "odd": "left_out"}
 
 
 PIPELINE = """

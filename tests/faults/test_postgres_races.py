@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mirrored import Reading, database_on
-from penstock.connectors.postgres_cdc import seed
+from penstock.connectors.postgres_cdc import table_errors, tables
 from penstock.testing.mirror import replayed
 from penstock.testing.postgres import PostgresServer, binaries
 
@@ -70,8 +70,8 @@ def test_any_order_of_writes_and_reads_gives_a_log_that_is_exact_and_leads_to_th
     )
     with contextlib.ExitStack() as stack:
         patched = stack.enter_context(pytest.MonkeyPatch.context())
-        patched.setattr(seed, "RETRY_SECS", 0.0)  # a table whose lock somebody holds is set aside, and copied again
-        patched.setattr(seed, "LOCK_SECS", 0.005)
+        patched.setattr(tables, "RETRY_SECS", 0.0)  # a table whose lock somebody holds is set aside, and copied again
+        patched.setattr(table_errors, "LOCK_SECS", 0.005)
         writers = [stack.enter_context(psycopg.connect(database.dsn, autocommit=True)) for _ in range(SESSIONS)]
         source = database.source(tables=["public.orders"], seed_chunk_rows=3)
         source.open()

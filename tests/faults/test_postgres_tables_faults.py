@@ -8,7 +8,7 @@ import threading
 import psycopg
 import pytest
 
-from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, source
+from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, chunks, plan
 from penstock.runtime.epochs import State
 from penstock.tables import Requests
 from penstock.testing.crash import wait_until
@@ -137,7 +137,7 @@ def test_a_command_that_waits_for_a_run_that_never_took_it_up_is_kept(mirror):
 
 
 def test_a_table_that_is_paused_in_the_middle_of_its_copy_begins_anew_when_it_resumes(mirror, monkeypatch):
-    monkeypatch.setattr(source, "WHOLE_ROWS", 1)
+    monkeypatch.setattr(chunks, "WHOLE_ROWS", 1)
     assert mirror.killed("committed.after=kill")
     assert progress(mirror).state == "seeding"
     requests(mirror).add("pause", ["public.orders"])
@@ -152,7 +152,7 @@ def test_a_table_that_is_paused_in_the_middle_of_its_copy_begins_anew_when_it_re
 
 
 def test_writers_that_race_a_copy_over_the_rows_in_the_target_lose_nothing(mirror, monkeypatch):
-    monkeypatch.setattr(source, "LOOKED_SECS", 0.0)
+    monkeypatch.setattr(plan, "LOOKED_SECS", 0.0)
     mirror.parallelism = 1
     mirror.run()
     with Writer(mirror):
@@ -172,7 +172,7 @@ def test_writers_that_race_a_copy_over_the_rows_in_the_target_lose_nothing(mirro
 
 
 def test_writers_that_race_a_table_that_is_paused_and_resumed_lose_and_double_nothing(mirror, monkeypatch):
-    monkeypatch.setattr(source, "WHOLE_ROWS", 1)
+    monkeypatch.setattr(chunks, "WHOLE_ROWS", 1)
     mirror.run()
     with Writer(mirror):
         for verb in ("pause", "resume", "resync", "pause", "resync"):

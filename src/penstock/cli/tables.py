@@ -24,7 +24,15 @@ from penstock.tables import Request, Requests, TableSource, TableState, Verb
 
 ACTIONS = ("show", *get_args(Verb))
 
-_COLOURS = {"active": "green", "seeding": "cyan", "paused": "blue", "skipped": "dim", "failed": "red", "gone": "dim"}
+_COLOURS = {
+    "active": "green",
+    "seeding": "cyan",
+    "paused": "blue",
+    "skipped": "dim",
+    "failed": "red",
+    "gone": "dim",
+    "left_out": "yellow",
+}
 
 
 @dataclass(frozen=True)
@@ -74,10 +82,10 @@ def show(pipeline: Pipeline, names: Sequence[str], console: Console, json: bool)
         console.print(f"{pipeline.name} has not read any table yet: penstock run", soft_wrap=True)
         return
     many = len(sources) > 1
-    table = Table(*(["source"] if many else []), "table", "state", "rows copied", "last error", "next try", box=None)
+    table = Table(*(["source"] if many else []), "table", "state", "rows copied", "remarks", "next try", box=None)
     table.header_style, table.padding = "dim", (0, 2, 0, 0)
     for known, stream, each, asked in shown:
-        state = Text(each.state, style=_COLOURS.get(each.state, ""))
+        state = Text(each.state.replace("_", " "), style=_COLOURS.get(each.state, ""))
         state.append("".join(f" → {verb}" for verb in asked), style="yellow")
         table.add_row(*([known.name] if many else []), stream, state, _rows(each), _error(each), _next(each))
     console.print(table)
@@ -148,11 +156,11 @@ def _rows(each: TableState) -> str:
 
 def _error(each: TableState) -> Text:
     if not each.code:
-        return Text("")
+        return Text(each.note)
     text = Text.assemble((each.code, "red"), f" {each.error}")
     if each.hint:
         text.append(f"\n→ {each.hint}")
-    return text
+    return text.append(f"\n{each.note}") if each.note else text
 
 
 def _next(each: TableState) -> str:

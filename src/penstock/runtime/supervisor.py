@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from penstock.capture import ChangeCapture, SnapshotTable
 from penstock.durable import Json
-from penstock.errors import Action, ConnectorError, FatalError, RetryableError, action
+from penstock.errors import NOT_READY, Action, ConnectorError, FatalError, RetryableError, action
 from penstock.pipeline import Pipeline, compare_shapes
 from penstock.pipeline.routing import Router, Target
 from penstock.runtime.epochs import Contexts, EpochLoop, EpochReport, State, Wiring, followed
@@ -189,7 +189,11 @@ class _Supervisor:
         return shape
 
     def _open(self, state: State, resources: contextlib.ExitStack) -> None:
-        """Open every connector once; the first open is never retried. Sinks first: a capture asks them what is seeded."""
+        """
+        Open every connector, sinks first: a capture asks them what is seeded.
+
+        A first open that fails is final, unless the system says that it is not ready yet (PEN-2007).
+        """
         for name, sink in self.sinks.items():
             self._open_one(f"sink:{name}", sink, resources, partial(sink.open, self.contexts.sink(name)))
         for name, source in self.pipeline.sources.items():
@@ -253,10 +257,19 @@ class _Supervisor:
         self, label: str, connector: Any, resources: contextlib.ExitStack, opening: Callable[[], None]
     ) -> None:
         resources.callback(connector.close)
-        try:
-            opening()
-        except RetryableError as error:
-            raise FatalError(f"{label}: {error.message}", code="PEN-5001", hint=error.hint) from error
+        retry = Backoff(self.pipeline.processing)
+        while True:
+            try:
+                opening()
+            except RetryableError as error:
+                if error.code != NOT_READY or self.stop.is_set():
+                    raise FatalError(f"{label}: {error.message}", code="PEN-5001", hint=error.hint) from error
+                pause = retry.next(error)
+                self.telemetry.retry(label, error, pause)
+                self.telemetry.state(label, HealthStatus.degraded(f"waiting: {error.message}"))
+                self.stop.wait(pause)
+            else:
+                break
         self.telemetry.state(label, HealthStatus.healthy())
 
     def _loop(self, state: State, engine: Engine) -> EpochLoop:

@@ -1,5 +1,6 @@
 """Change capture from PostgreSQL through the journal."""
 
+from penstock.connectors.postgres_capture.config import PostgresCaptureConfig
 from penstock.connectors.postgres_capture.source import PostgresCapture
 
-__all__ = ["PostgresCapture"]
+__all__ = ["PostgresCapture", "PostgresCaptureConfig"]

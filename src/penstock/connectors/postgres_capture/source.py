@@ -4,61 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
-import psycopg
 import pyarrow as pa
-from pydantic import PositiveInt
 
 from penstock.capture import AckSink, Change, ChangeCapture, ChangeEvent, Delete, SnapshotTable, Upsert, pause
 from penstock.changes import CHANGE_FIELDS, Op
 from penstock.changes.old_key import unpack_key
-from penstock.connectors.postgres_cdc import seed, setup, wal
-from penstock.connectors.postgres_cdc.config import PostgresCdcConfig, PostgresLogConfig
-from penstock.connectors.postgres_cdc.position import LogPosition
-from penstock.connectors.postgres_cdc.seed import Pages
-from penstock.connectors.postgres_cdc.setup import Table
-from penstock.connectors.postgres_cdc.source import PostgresCdc
+from penstock.connectors.postgres_capture.config import PostgresCaptureConfig
+from penstock.connectors.postgres_capture.ranges import LogEnd, LogReader, SlotMark, wait_for_writers
+from penstock.connectors.postgres_cdc import health
+from penstock.connectors.postgres_cdc.copy import Pages, read_part
+from penstock.connectors.postgres_cdc.findings import findings
+from penstock.connectors.postgres_cdc.log import snapshots
+from penstock.connectors.postgres_cdc.log.lsn import place_of
+from penstock.connectors.postgres_cdc.log.snapshots import Snapshot
+from penstock.connectors.postgres_cdc.position import LeftOut, LogPosition
 from penstock.connectors.postgresql import connections, failures
-from penstock.connectors.postgresql.types import TypeCatalog, table_schema
-from penstock.durable import Json, canonical, make_directory, write_atomic
-from penstock.errors import ConfigError, DataError, RetryableError
+from penstock.connectors.postgresql.types import table_schema
+from penstock.durable import Json
+from penstock.errors import DataError, RetryableError
 from penstock.schema import key_of
-from penstock.source import (
-    ConnectorMetrics,
-    Finding,
-    HealthStatus,
-    Note,
-    ReadLimit,
-    Schemas,
-    SourceBatch,
-    SourceContext,
-)
-
-CAPPED = ReadLimit(rows=1)
-"""Any number of rows will do: that there is one makes `max_wal_bytes` count."""
+from penstock.source import ConnectorMetrics, Finding, HealthStatus, Schemas, SourceBatch, SourceContext
 
 _ABOUT = {each.name for each in CHANGE_FIELDS}
 
 
-class PostgresCaptureConfig(PostgresLogConfig):
-    max_wal_bytes: PositiveInt = 32 << 20
-    """Most log that is read at a time; a transaction is never cut, and its changes are put into order in memory."""
-
-    truncate: Literal["stop", "skip"] = "stop"
-    """What a TRUNCATE of a table does: it is no change of a row, so the pipeline stops, or goes on without it."""
-
-    poll_interval_ms: PositiveInt = 100
-    """Time between two looks at the log while it holds no changes."""
-
-
 @dataclass(frozen=True)
 class _Row:
-    """A change that was read and is not yet handed over."""
+    """A change that was read and not yet handed over."""
 
     position: str
     table: SnapshotTable
@@ -68,57 +45,64 @@ class _Row:
 
 class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
     """
-    Every change is an event with an ack, in commit order; the slot moves behind transactions that are confirmed whole.
+    Every change is an event with an ack, in commit order; the slot moves past transactions that are confirmed whole.
 
-    Supports exactly-once: what a crash makes the slot send again is dropped by its place in the log, and so is what the
-    copy of a table contains. This is the plain way, for thousands of changes a second. `postgres_cdc` is the fast one:
-    it copies in parallel, resumes a copy, takes transactions of any size, re-copies what a column's default changed
-    without a trace in the log, and knows TRUNCATE, inserts from updates, transaction numbers and commit times.
+    Supports exactly-once: changes that the slot sends again after a crash are dropped by their place in the log, and so are
+    changes that the copy of a table contains. This is the plain way, for thousands of changes a second. `postgres_cdc` is
+    the fast one: it copies in parallel, resumes a copy, takes transactions of any size, copies a table again after a new
+    default changed its rows without a trace in the log, and knows TRUNCATE, inserts from updates, transaction numbers and
+    commit times. A change that cannot be decoded stops a capture; `postgres_cdc` sets its table aside instead.
     """
 
     name = "postgres_capture"
 
     def __init__(self, config: PostgresCaptureConfig) -> None:
         super().__init__(config)
-        shared = {name: getattr(config, name) for name in PostgresLogConfig.model_fields}
-        self._log = PostgresCdc(PostgresCdcConfig(**shared, snapshot="never"))
-        self._tables: Mapping[str, Table] = {}
-        self._catalog = TypeCatalog()
+        self._log = LogReader(config)
         self._schemas: dict[str, pa.Schema] = {}
         self._copies: dict[str, Json] = {}
         self._acks = AckSink(self._moved)
         self._confirmed = 0
-        self._told = 0
-        self._server = ("", 0)
+        self._slot_at = 0
+        self._server = LogEnd(0, "", 0)
+        self._mark = SlotMark(None)
+        self._begun = False
         self._skipped = 0
 
     def open(self, context: SourceContext = SourceContext()) -> None:
         self.close()
         super().open(context)
-        self._log.open()
-        with self._connected() as connection:
-            self._look(connection)
+        self._log, self._mark = LogReader(self.config), SlotMark(context.state_dir)
+        try:
+            self._log.open(begun=self._mark.read() is not None)
+        except BaseException:
+            self._log.close()
+            raise
+        self._look()
 
     def close(self) -> None:
-        with contextlib.suppress(RetryableError):  # what cannot be told now is confirmed again after the restart
-            self._tell()
+        with contextlib.suppress(RetryableError):  # what is not acknowledged now is confirmed again after the restart
+            self._acknowledge()
         self._log.close()
 
     def check(self) -> Sequence[Finding]:
-        return self._log.check()
+        return self._log.session.apart(lambda connection: list(findings(connection, self.config)))
 
     def health_check(self) -> HealthStatus:
-        return self._log.health_check()
+        refused = {s: LeftOut(what=f.what, fix=f.fix) for s, f in self._log.session.tables.refused.items()}
+        position = LogPosition(refused=refused) if self._begun else None
+        waits_for = self._log.slot_waits_for
+        return self._log.session.apart(lambda asked: health.health(asked, self.config, position, waits_for))
 
     def metrics(self) -> ConnectorMetrics:
         return ConnectorMetrics(custom={"truncates_skipped": self._skipped})
 
     def lag(self) -> int | None:
         """Bytes of log that are not confirmed, asked over a connection of its own."""
-        return self._log.lag()
+        return self._log.session.apart(lambda connection: health.lag(connection, self.config))
 
     def tables(self) -> Sequence[SnapshotTable]:
-        return [SnapshotTable(table.namespace, table.name) for table in self._tables.values()]
+        return [SnapshotTable(table.namespace, table.name) for table in self._log.tables.values()]
 
     def schema(self) -> Schemas:
         """Of each table as the last change showed it, else as the catalog does."""
@@ -130,102 +114,80 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
     # -- the copy ------------------------------------------------------------------------------------------------
 
     def snapshot(self, tables: Sequence[SnapshotTable]) -> Iterator[Change]:
-        """All tables as of one moment; what the log holds of that moment and before is left out by `live`."""
+        """All tables as of one moment; `live` leaves out the changes that this moment already shows."""
         self._begin()
         copied: dict[str, Json] = {}
         with (
-            self._connected() as exporter,
             failures.errors("cannot copy the tables"),
-            contextlib.closing(connections.connect_arrow(self._log.config)) as reader,
+            contextlib.closing(connections.connect(self.config)) as exporter,
+            contextlib.closing(connections.connect_arrow(self.config)) as reader,
         ):
-            self._look(exporter)
-            self._wait_for_writers(exporter)
-            held = wal.hold(exporter, [self._tables[t.stream].oid for t in tables if t.stream in self._tables])
+            wait_for_writers(exporter, self.config.visible_timeout_secs)
+            oids = [self._log.tables[t.stream].oid for t in tables if t.stream in self._log.tables]
+            snapshot = snapshots.export(exporter, oids)
+            self._look()  # a column that the snapshot shows must be copied
             for table in tables:
-                known = self._tables.get(table.stream)
-                part = Pages(table.stream, 0, None, held, held.lsn)
-                for item in seed.read_part(reader, known, self._catalog, part) if known else ():
+                known = self._log.tables.get(table.stream)
+                part = known and Pages(known, self._log.session.catalog, 0, None, snapshot, snapshot.lsn)
+                for item in read_part(reader, part) if part else ():
                     if isinstance(item, SourceBatch):
-                        copied[table.stream] = {"snapshot": held.snapshot, "lsn": held.lsn}
+                        copied[table.stream] = {"snapshot": snapshot.snapshot, "lsn": snapshot.lsn}
                         for values in _rows(item.records):
                             yield Change(Upsert(table, _own(values)), position=copied[table.stream])
                     elif "again" in item.value:
                         raise RetryableError(f"{table.stream} was emptied or rewritten while it was copied")
         self._copies.update(copied)
 
-    def _wait_for_writers(self, connection: psycopg.Connection[Any]) -> None:
-        """Whoever writes now may have begun before a table was published: such changes are in no log, so in the copy."""
-        until = wal.snapshot(connection).xmax
-        give_up = time.monotonic() + self.config.visible_timeout_secs
-        while wal.snapshot(connection).xmin < until:
-            if time.monotonic() > give_up:
-                holder = wal.oldest_writer(connection)
-                raise RetryableError(
-                    f"a transaction that writes has been open for {self.config.visible_timeout_secs:g} s"
-                    + (f": pid {holder[0]}" if holder else ""),
-                    code="PEN-2003",
-                    hint="end it; the copy begins once everything that wrote before the tables were published has ended",
-                )
-            time.sleep(0.01)
-
     # -- the log -------------------------------------------------------------------------------------------------
 
     def live(self) -> Iterator[Change | None]:
-        self._tell()
-        position = self._begin()
-        self._acks = AckSink(self._moved)  # what an earlier one gave out and nobody confirmed comes again
+        self._acknowledge()
+        at = self._begin()
+        self._acks = AckSink(self._moved)  # unconfirmed changes of an earlier call come again
         while True:
-            end = self._log.latest(position, CAPPED)
-            if end == position:
+            end = self._log.next_end(at)
+            if end == at:
                 yield from pause(self.config.poll_interval_ms / 1000)
             else:
-                notes: list[Json] = []
-                yield from self._changes(position, end, notes)
-                position = self._log.next_start(end, notes)
-            self._tell()
+                yield from self._changes(at, end)
+                at = end
+            self._acknowledge()
 
-    def _begin(self) -> LogPosition:
+    def _begin(self) -> LogEnd:
         """The slot's own place; publishes and makes the slot at the first start, and never again."""
-        self._log.open()
-        mark = self._mark()
+        mark = self._mark.read()
+        self._log.open(begun=mark is not None)
         if mark is not None:
-            with self._connected() as connection:
-                here = wal.server(connection)
-                try:
-                    found = wal.verify_slot(wal.slot(connection, self.config.slot), self.config.slot, here)
-                    wal.verify_range(found, self.config.slot, here, mark.lsn, mark.system, mark.timeline)
-                except failures.SlotLost as lost:
-                    hint = (
-                        "changes may be missing: empty the targets, remove the pipeline's state directory, start over"
-                    )
-                    raise failures.SlotLost(lost.message, hint=hint) from lost
-        position = self._log.initial()
-        for failure in (each.failure for each in position.tables.values() if each.failure):
-            raise ConfigError(failure.message, code="PEN-1016", hint=failure.hint)
-        self._server = (position.system, position.timeline)
-        self._told = position.lsn
+            try:
+                self._log.session.ask(partial(self._log.verify, mark))
+            except failures.SlotLost as lost:
+                hint = (
+                    "changes may be missing: empty the targets, remove the pipeline's state directory, and start over"
+                )
+                raise failures.SlotLost(lost.message, hint=hint) from lost
+        begun = self._log.begin()
+        self._begun = True
+        self._server = begun
+        self._slot_at = begun.lsn
+        self._look()
         if mark is None:
-            self._set_mark(position.lsn)
-        return position
+            self._mark.write(begun)
+        return begun
 
-    def _changes(self, start: LogPosition, end: LogPosition, notes: list[Json]) -> Iterator[Change | None]:
-        """The changes of a range in commit order, each with the place that the slot may move to behind it."""
+    def _changes(self, start: LogEnd, end: LogEnd) -> Iterator[Change | None]:
+        """The changes of a range in commit order, each with the place that the slot may move to after it."""
         batches: dict[str, list[pa.RecordBatch]] = {}
-        for split in self._log.split(start, end):
-            for item in self._log.read(split):
-                if isinstance(item, Note):
-                    notes.append(item.value)
-                else:
-                    batches.setdefault(item.stream, []).append(self._uncopied(start, item))
+        for stream, batch in self._log.read(start, end):
+            batches.setdefault(stream, []).append(_uncopied(start, self._copies.get(stream), batch))
         merged = heapq.merge(*(self._events(s, each) for s, each in batches.items()), key=lambda row: row.position)
         row = next(merged, None)
         if row is None:
             self._acks.ack(end.lsn).confirm()  # moves the slot once everything before it is confirmed
         while row is not None:
             following = next(merged, None)
-            lsn, number = _place(row.position)
+            lsn, number = place_of(row.position)
             # The slot may be moved to the start of a commit record, and still holds that transaction.
-            within = following is not None and _place(following.position)[0] == lsn
+            within = following is not None and place_of(following.position)[0] == lsn
             resume = end.lsn if following is None else lsn if within else lsn + 1
             stream = row.table.stream
             if not row.schema.equals(self._schemas.get(stream, pa.schema([])), check_metadata=True):
@@ -234,16 +196,8 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
             yield Change(row.event, self._acks.ack(resume), [lsn, number])
             row = following
 
-    def _uncopied(self, start: LogPosition, item: SourceBatch) -> pa.RecordBatch:
-        """The changes that the copy of their table does not contain."""
-        copy = self._copies.get(item.stream)
-        if copy is None or start.lsn > copy["lsn"]:
-            return item.records
-        txids = item.records["_txid"].to_numpy(zero_copy_only=False)
-        return item.records.filter(pa.array(~wal.Snapshot.parse(copy["snapshot"]).sees(txids)))
-
     def _events(self, stream: str, batches: Sequence[pa.RecordBatch]) -> Iterator[_Row]:
-        known = self._tables.get(stream)
+        known = self._log.tables.get(stream)
         namespace, _, name = stream.partition(".")
         table = SnapshotTable(known.namespace, known.name) if known else SnapshotTable(namespace, name)
         for batch in batches:
@@ -269,59 +223,35 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
     # -- the slot ------------------------------------------------------------------------------------------------
 
     def _moved(self, lsn: Json) -> None:
-        """Called from the journal's thread: the slot is moved by the thread that reads it, since only one can use it."""
+        """Called from the journal's thread. The thread that reads the slot moves it, since only one can use it."""
         self._confirmed = max(self._confirmed, lsn)
 
-    def _tell(self) -> None:
-        """Move the slot to what is confirmed; noted first, so that a slot that somebody else moved is found out."""
+    def _acknowledge(self) -> None:
+        """Move the slot to the confirmed place; noted first, so that a slot that another reader moved is noticed."""
         confirmed = self._confirmed
-        if confirmed > self._told:
-            self._set_mark(confirmed)
-            self._log.ack(LogPosition(lsn=confirmed))
-            self._told = confirmed
+        if confirmed > self._slot_at:
+            self._mark.write(replace(self._server, lsn=confirmed))
+            self._log.acknowledge(confirmed)
+            self._slot_at = confirmed
 
-    def _mark(self) -> LogPosition | None:
-        """The furthest place that the slot was ever moved to from here."""
-        path = self._mark_file()
-        return LogPosition.model_validate_json(path.read_bytes()) if path and path.exists() else None
-
-    def _set_mark(self, lsn: int) -> None:
-        path = self._mark_file()
-        if path is not None:
-            system, timeline = self._server
-            make_directory(path.parent)
-            write_atomic(path, canonical({"lsn": lsn, "system": system, "timeline": timeline}).encode())
-
-    def _mark_file(self) -> Path | None:
-        return self.context.state_dir / "slot.json" if self.context.state_dir else None
-
-    # -- what is there -------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _connected(self) -> Iterator[psycopg.Connection[Any]]:
-        with (
-            failures.errors(failures.NO_ANSWER),
-            contextlib.closing(connections.connect(self._log.config)) as connection,
-        ):
-            yield connection
-
-    def _look(self, connection: psycopg.Connection[Any]) -> None:
-        here = wal.server(connection)
-        self._tables = setup.find_tables(connection, self._log.config, here.version).captured
-        self._catalog = TypeCatalog.from_rows(connection.execute(TypeCatalog.SQL).fetchall())
+    def _look(self) -> None:
+        self._log.look()
         self._schemas = {
-            stream: table_schema(table.columns, self._catalog, table.key) for stream, table in self._tables.items()
+            stream: table_schema(table.columns, self._log.session.catalog, table.key)
+            for stream, table in self._log.tables.items()
         }
 
 
-def _place(position: str) -> tuple[int, int]:
-    """`_position` as numbers: where the transaction commits, and which of its changes this is."""
-    lsn, _, number = position.partition(".")
-    return int(lsn, 16), int(number, 16)
+def _uncopied(start: LogEnd, copy: Json, batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The changes that the copy of their table does not contain."""
+    if copy is None or start.lsn > copy["lsn"]:
+        return batch
+    txids = batch["_txid"].to_numpy(zero_copy_only=False)
+    return batch.filter(pa.array(~Snapshot.parse(copy["snapshot"]).sees(txids)))
 
 
 def _own(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of the table itself that the change says something about."""
+    """The columns of the table itself that the change has values for."""
     unchanged = row["_unchanged"] or ()
     return {name: value for name, value in row.items() if name not in _ABOUT and name not in unchanged}
 

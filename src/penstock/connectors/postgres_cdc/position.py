@@ -1,82 +1,121 @@
-"""Where the capture stands: how far the log was read, what became of each table, and where that leads."""
+"""The position of a capture: how far the log was read, the state of each table, and where the next range starts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
 
-from penstock.connectors.postgres_cdc.seed import Copied, Progress
+from penstock.connectors.postgres_cdc.tables import (
+    Copying,
+    Following,
+    Key,
+    TableProgress,
+    Value,
+    Waiting,
+)
 from penstock.durable import Json
 from penstock.source import Position
+from penstock.tables import CopyAgain, Refused
+
+
+class Copied(Value):
+    """A chunk that was copied, and the snapshot it was read in; kept until the log has passed that snapshot."""
+
+    stream: str
+    after: Key | None = None
+    upto: Key | None = None
+    snapshot: str
+    lsn: int
+    """Every transaction that the snapshot shows committed before this place in the log."""
+
+
+class LeftOut(Value):
+    """Why a chosen table cannot be captured, and how to change that."""
+
+    what: str
+    fix: str = ""
 
 
 class LogPosition(Position):
-    """How far the log was read, and how far each table is copied; `lsn` itself is not part of a range that ends there."""
+    """How far the log was read, and how far each table is copied; a range does not include `lsn`, where it ends."""
 
     lsn: int = 0
     system: str = ""
     timeline: int = 0
     run: str = ""
-    """With `snapshot = "always"`: the start that the copies are of."""
-    tables: dict[str, Progress] = Field(default_factory=dict)
+    """With `snapshot = "always"`: the start that the copies belong to."""
+    tables: dict[str, TableProgress] = Field(default_factory=dict)
+    refused: dict[str, LeftOut] = Field(default_factory=dict)
+    """Tables that are chosen and cannot be captured."""
     copied: tuple[Copied, ...] = ()
     """Chunks whose snapshots the log has not passed."""
     turn: Literal["log", "copy"] = "copy"
-    """While there is something to copy: what comes next."""
+    """What comes next while there is something to copy."""
     quiet: bool = False
     """The last range of log held no changes."""
     settled: int = 0
-    """The copies show nothing that is behind this place in the log, and a drain ends nowhere before it; 0: at the start."""
+    """Highest LSN that any copied chunk may already contain; a drain must read the log at least this far."""
     applied: tuple[str, ...] = ()
-    """Requests that this position follows; their files may go."""
+    """Requests that this position obeys; their files may be removed."""
     slots: int = 1
-    """How often the slot was made; between two of them lies log that nobody reads."""
+    """How often the slot was made; the log between two slots is never read. 0: no slot could be made yet."""
 
     @property
     def copying(self) -> bool:
-        return any(progress.state in ("waiting", "seeding") for progress in self.tables.values())
+        return any(isinstance(table, Waiting | Copying) for table in self.tables.values())
+
+    def with_table(self, stream: str, table: TableProgress) -> LogPosition:
+        return self.with_tables({stream: table})
+
+    def with_tables(self, tables: Mapping[str, TableProgress]) -> LogPosition:
+        """The position with some tables in another state; chunks of tables that are not captured do not count any more."""
+        merged = {**self.tables, **tables}
+        copied = tuple(each for each in self.copied if each.stream in merged and merged[each.stream].captured)
+        return self.model_copy(update={"tables": merged, "copied": copied})
+
+    def forget_copies(self, streams: Mapping[str, Any]) -> LogPosition:
+        """The position without the chunks of some tables."""
+        return self.model_copy(update={"copied": tuple(each for each in self.copied if each.stream not in streams)})
 
     def after(self, notes: Sequence[Json], retried: bool) -> LogPosition:
         """
-        Where the next range starts, given what was noted while the one that ends here was read.
+        The start of the next range, given the notes of the one that ends here.
 
-        A note may be of a table that this position does not know yet: it is found when the next range is planned.
+        A note may name a table that this position does not know yet: it is found when the next range is planned.
         """
-        tables, copied, quiet = dict(self.tables), list(self.copied), self.quiet
-        again: set[str] = set()
-        update: dict[str, Any]
+        tables, copied, again = dict(self.tables), list(self.copied), set[str]()
         for note in notes:
-            quiet = note.get("quiet", quiet)
             if "copied" in note:
                 one = Copied.model_validate(note["copied"])
                 copied.append(one)
-                rows = tables[one.stream].rows + note.get("rows", 0)
-                tables[one.stream] = tables[one.stream].model_copy(update={"rows": rows})
+                table = tables[one.stream]
+                tables[one.stream] = table.model_copy(update={"rows": table.rows + note.get("rows", 0)})
             for stream in tables.keys() & note.get("reset", ()):
-                if tables[stream].state in ("seeding", "seeded"):
-                    update = {"state": "seeding", "frontier": None, "rows": 0}
-                    tables[stream] = tables[stream].model_copy(update=update)
+                table = tables[stream]
+                if isinstance(table, Copying | Following):
+                    tables[stream] = table.restarted()
                     copied = [each for each in copied if each.stream != stream]
-            for stream in tables.keys() & note.get("again", ()):
-                if tables[stream].captured and stream not in again:
-                    copies = max(tables[stream].copies, 1) + 1
-                    update = {"state": "waiting", "frontier": None, "rows": 0, "refresh": False, "copies": copies}
-                    tables[stream] = tables[stream].model_copy(update=update)
-                    again.add(stream)
+            if once_more := CopyAgain.read(note):
+                for stream in tables.keys() & {*once_more.streams} - again:
+                    table = tables[stream]
+                    if isinstance(table, Waiting | Copying | Following):
+                        tables[stream] = table.again()
+                        again.add(stream)
             for stream in tables.keys() & note.get("parts", {}).keys():
-                if tree := tables[stream].tree:
-                    tables[stream] = tables[stream].model_copy(update={"tree": tree.shown(note["parts"][stream])})
-            failed = note.get("failed", {"stream": ""})
-            if failed["stream"] in tables and tables[failed["stream"]].captured:
-                tables[failed["stream"]] = tables[failed["stream"]].failed(failed, retried=retried)
+                table = tables[stream]
+                if isinstance(table, Waiting | Copying | Following) and table.tree:
+                    tables[stream] = table.with_fields(tree=table.tree.shown(note["parts"][stream]))
+            if (refused := Refused.read(note)) and refused.stream in tables and tables[refused.stream].captured:
+                tables[refused.stream] = tables[refused.stream].failed(refused, retried=retried)
         copied = [c for c in copied if c.stream in tables and tables[c.stream].captured and c.stream not in again]
-        update = {
-            "tables": tables,
-            "copied": tuple(dict.fromkeys(each for each in copied if each.lsn > self.lsn)),
-            "quiet": quiet,
-            # Never behind the log: a drain must not be sent back.
-            "settled": max(self.settled, self.lsn, *(each.lsn for each in copied)),
-        }
-        return self.model_copy(update=update)
+        return self.model_copy(
+            update={
+                "tables": tables,
+                "copied": tuple(dict.fromkeys(each for each in copied if each.lsn > self.lsn)),
+                "quiet": next((note["quiet"] for note in reversed(notes) if "quiet" in note), self.quiet),
+                # Never before the log: a drain must not be sent back.
+                "settled": max(self.settled, self.lsn, *(each.lsn for each in copied)),
+            }
+        )

@@ -1,4 +1,4 @@
-"""What the connectors of PostgreSQL have in common: the options that say where a database is and how to log in."""
+"""The options that all connectors of PostgreSQL share: where the database is, and how to log in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import NonNegativeInt, PositiveInt, field_validator
 from penstock.config import Config, Secret
 
 _NOTICED = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3, "tcp_user_timeout": 60_000}
-"""So that a peer which is silently gone is noticed within a minute, and not after the system's two hours."""
+"""Keepalives, so that a peer that vanished is noticed within a minute and not after the system's two hours."""
 
 
 class PostgresConfig(Config):
@@ -38,7 +38,7 @@ class PostgresConfig(Config):
     """How long to wait for a connection."""
 
     statement_timeout_secs: NonNegativeInt = 0
-    """The server ends a statement after so long; 0: never."""
+    """The server cancels a statement that runs for longer; 0: never."""
 
     @field_validator("dsn")
     @classmethod
@@ -46,13 +46,13 @@ class PostgresConfig(Config):
         try:
             parts = conninfo_to_dict(dsn)
         except psycopg.ProgrammingError as error:
-            raise ValueError(f"this is no connection string: {str(error).strip()}") from None
+            raise ValueError(f"this is not a connection string: {str(error).strip()}") from None
         if parts.get("password"):
             raise ValueError("leave the password out of the dsn, and give it as `password = { env = … }`")
         return dsn
 
     def conninfo(self) -> str:
-        """The connection string with everything that the options add; it holds the password, so it is kept nowhere."""
+        """The connection string with everything that the options add; it holds the password, so it is never stored."""
         options: dict[str, Any] = {
             "application_name": "penstock",
             "connect_timeout": self.connect_timeout_secs,
@@ -67,5 +67,5 @@ class PostgresConfig(Config):
         return make_conninfo(self.dsn, **{name: value for name, value in options.items() if value is not None})
 
     def session(self) -> dict[str, str]:
-        """The settings of a session that the options say."""
+        """The session settings that the options ask for."""
         return {"statement_timeout": f"{self.statement_timeout_secs}s"}

@@ -1,4 +1,4 @@
-"""Connections to PostgreSQL: for questions and orders, and for rows as Arrow."""
+"""Connections to PostgreSQL: for statements, and for rows as Arrow."""
 
 from __future__ import annotations
 
@@ -6,101 +6,135 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import psycopg
 import pyarrow as pa
+from adbc_driver_manager import dbapi as adbc_dbapi
 from adbc_driver_postgresql import dbapi as adbc
-from psycopg.pq import TransactionStatus
+from psycopg.pq import PGconn, Ping, TransactionStatus
 
 from penstock.connectors.postgresql.config import PostgresConfig
-from penstock.connectors.postgresql.failures import NO_ANSWER, errors
+from penstock.connectors.postgresql.failures import NO_ANSWER, errors, is_refusal
 from penstock.connectors.postgresql.types import SESSION
+from penstock.errors import NOT_READY, RetryableError
 
-HANDED_ON_SECS = 10.0
-"""How long a task's connection waits for the next task; to make one takes longer than to read a small range."""
+T = TypeVar("T")
 
-_handed_on: dict[tuple[int, bytes], tuple[psycopg.Connection[Any], float]] = {}
-_arrows: dict[tuple[int, bytes], tuple[Any, int, float]] = {}
-"""With the process that serves it."""
+PINGED_SECS = 1.0
+"""A connection that failed within this time is followed by a ping, see `_made`."""
+
+IDLE_SECS = 10.0
+"""How long a task's connection is kept for the next task; to make one takes longer than to read a small range."""
+
+_idle: dict[tuple[int, bytes], tuple[psycopg.Connection[Any], float]] = {}
+_idle_arrows: dict[tuple[int, bytes], tuple[Any, int, float]] = {}
+"""Idle Arrow connections by (process, settings): connection, backend pid, time of return."""
 
 
 def connect(config: PostgresConfig) -> psycopg.Connection[Any]:
-    """A connection for questions and orders, in autocommit; not for rows."""
+    """A connection for statements, in autocommit; not for rows."""
     with errors("cannot connect to PostgreSQL"):
-        connection = psycopg.connect(config.conninfo(), autocommit=True)
+        connection = _made(config, lambda conninfo: psycopg.connect(conninfo, autocommit=True))
         with _closing_on_error(connection):
             connection.execute(_settings(config))
     return connection
 
 
 def take(config: PostgresConfig) -> psycopg.Connection[Any]:
-    """A connection that the last task of this process handed on, if it is still good; else a new one."""
-    connection, since = _handed_on.pop(_whose(config), (None, 0.0))
+    """A connection that the last task of this process returned, if it still works; else a new one."""
+    connection, since = _idle.pop(_whose(config), (None, 0.0))
     if connection is not None:
         with contextlib.suppress(psycopg.Error):
-            if time.monotonic() - since < HANDED_ON_SECS:  # an older one may have been cut without a word
+            if time.monotonic() - since < IDLE_SECS:  # an older one may have been cut off unnoticed
                 connection.execute("SELECT 1")
                 return connection
         connection.close()
     return connect(config)
 
 
-def hand_on(config: PostgresConfig, connection: psycopg.Connection[Any], arrow: Any = None) -> None:
+def return_connection(config: PostgresConfig, connection: psycopg.Connection[Any], arrow: Any = None) -> None:
     """
-    Leave connections to the next task of this process, unless something is still going on there.
+    Keep connections for the next task of this process, unless a transaction is still open there.
 
-    `arrow`: one for rows, without a transaction. The one of an earlier task goes when nothing was copied for a while.
+    `arrow`: one for rows, without a transaction. That of an earlier task is closed if nothing was copied for a while.
     """
-    old, _, since = _arrows.get(_whose(config), (None, 0, 0.0))
-    if old is not None and (arrow is not None or time.monotonic() - since >= HANDED_ON_SECS):
-        del _arrows[_whose(config)]
+    old, _, since = _idle_arrows.get(_whose(config), (None, 0, 0.0))
+    if old is not None and (arrow is not None or time.monotonic() - since >= IDLE_SECS):
+        del _idle_arrows[_whose(config)]
         old.close()
     if arrow is not None:
         with _closing_on_error(arrow), errors(NO_ANSWER):
             pid = run(arrow, "SELECT pg_backend_pid() AS pid")["pid"][0].as_py()
-        _arrows[_whose(config)] = (arrow, pid, time.monotonic())
+        _idle_arrows[_whose(config)] = (arrow, pid, time.monotonic())
     if connection.info.transaction_status is not TransactionStatus.IDLE:
         connection.close()
         return
-    before, _ = _handed_on.pop(_whose(config), (None, 0.0))
+    before, _ = _idle.pop(_whose(config), (None, 0.0))
     if before is not None:
         before.close()
-    _handed_on[_whose(config)] = (connection, time.monotonic())
+    _idle[_whose(config)] = (connection, time.monotonic())
 
 
 def take_arrow(config: PostgresConfig, connection: psycopg.Connection[Any], **settings: str) -> Any:
-    """As `take`, for rows; who hands them on has always the same settings."""
-    arrow, pid, since = _arrows.pop(_whose(config), (None, 0, 0.0))
+    """As `take`, for rows; all of them have the same settings."""
+    arrow, pid, since = _idle_arrows.pop(_whose(config), (None, 0, 0.0))
     if arrow is not None:
-        # Asked over the other connection: the driver takes the whole process with it when its own is broken.
+        # Asked over the other connection: the driver ends the whole process when its own connection is broken.
         there = connection.execute("SELECT FROM pg_stat_activity WHERE pid = %s", [pid]).fetchall()
-        if there and time.monotonic() - since < HANDED_ON_SECS:
+        if there and time.monotonic() - since < IDLE_SECS:
             return arrow
         arrow.close()
     return connect_arrow(config, **settings)
 
 
 def _whose(config: PostgresConfig) -> tuple[int, bytes]:
-    """Of this process, not of one that forked it; without the password in it."""
+    """Of this process, not of one that forked it; a digest, so without the password."""
     return os.getpid(), hashlib.sha256(f"{config.conninfo()} {config.statement_timeout_secs}".encode()).digest()
 
 
 def connect_arrow(config: PostgresConfig, **settings: str) -> Any:
     """A connection that answers in Arrow, in autocommit; for rows."""
     with errors("cannot connect to PostgreSQL"):
-        connection = adbc.connect(config.conninfo(), autocommit=True)
+        connection = _made(config, lambda conninfo: adbc.connect(conninfo, autocommit=True))
         with _closing_on_error(connection):
             run(connection, _settings(config, settings))
     return connection
 
 
 def run(connection: Any, query: str) -> pa.Table:
-    """What a query answers over an Arrow connection."""
+    """The answer of a query over an Arrow connection."""
     with connection.cursor() as cursor:
         cursor.execute(query)
         return cursor.fetch_arrow_table()
+
+
+def _made(config: PostgresConfig, connecting: Callable[[str], T]) -> T:
+    """
+    A new connection. A server that accepts none yet (SQLSTATE 57P03: starting up, recovering) is not one that is down.
+
+    The drivers do not give the state of a failed connection, and the text depends on the server's language: so libpq asks
+    again. That blocks the whole process, so not after a failure that took long.
+    """
+    for last in (False, True):
+        began = time.monotonic()
+        try:
+            return connecting(config.conninfo())
+        except (psycopg.OperationalError, adbc_dbapi.Error) as error:
+            text = str(error).strip().partition("\n")[0]
+            if is_refusal(text) or time.monotonic() - began > PINGED_SECS:
+                raise
+            answer = PGconn.ping(config.conninfo().encode())
+            if answer == Ping.REJECT:
+                raise RetryableError(
+                    f"PostgreSQL does not accept connections yet: {text}",
+                    code=NOT_READY,
+                    hint="it is starting up, recovering or shutting down; the connection is tried again",
+                ) from error
+            if last or answer != Ping.OK:  # it may have become ready in between
+                raise
+    raise AssertionError("unreachable")
 
 
 @contextlib.contextmanager

@@ -11,12 +11,13 @@ Both sides start from the same text, that of the type's output function, so the 
 | numeric otherwise | string: the exact text, with NaN and the infinities |
 | bytea | binary |
 | date, timestamp, timestamptz | date32, timestamp[us], timestamp[us, UTC], BC too; the infinities are the far ends |
-| arrays | list of the element's type; subscripts that do not start at 1 are not kept; more dimensions have no place |
+| arrays | list of the element's type; more dimensions, and subscripts that do not start at 1, have no place |
 | domains | as the type below them |
 | time, timetz, interval, uuid, json, enums, ranges, composites and all others | string: the exact text |
 | any type, in a column of `text_columns` | string: the exact text |
 
-A value without a place is an error that names `text_columns`: NaN, a second dimension, a timestamp behind the year 294246.
+A value without a place is an error that names `text_columns`: NaN in numeric(p, s), a second dimension, subscripts that do
+not start at 1 (`[0:1]={7,8}`), a timestamp after the year 294246.
 
 `infinity` and `-infinity` become the largest integer of the Arrow type and its negative. Every finite value lies between
 them, so nothing is lost, comparisons stay true, and DuckDB shows them as infinities again.
@@ -31,10 +32,19 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from penstock.connectors.postgresql.buffers import (
+    Bytes,
+    Ints,
+    compact,
+    escaped_bytes,
+    gathered,
+    mask_at,
+    missing_rows,
+    offsets_and_bytes,
+)
 from penstock.errors import DataError
 from penstock.schema import with_key
 
@@ -77,9 +87,6 @@ _DECIMAL_DIGITS = 38
 _NATIVE = frozenset({*_SCALARS, TEXT, VARCHAR, BPCHAR, NAME, JSON, JSONB} - {OID})
 """Types that a SELECT over ADBC brings as Arrow values that need no text."""
 
-Ints = npt.NDArray[np.int64]
-Bytes = npt.NDArray[np.uint8]
-
 
 @dataclass(frozen=True)
 class Column:
@@ -91,7 +98,7 @@ class Column:
     is_key: bool = False
     nullable: bool = True
     as_text: bool = False
-    """Its values are held as the server prints them, whatever their type."""
+    """Its values are captured as the server prints them, whatever their type."""
 
     @property
     def held(self) -> tuple[int, int]:
@@ -139,6 +146,18 @@ class TypeCatalog:
         """The catalog from the rows of `SQL`; `options` are the other fields."""
         return cls({int(oid): PgType(*rest) for oid, *rest in rows}, **options)
 
+    def needed_by(self, columns: Iterable[Column]) -> TypeCatalog:
+        """The part of it that these columns need, for a split that travels to a task."""
+        kept: dict[int, PgType] = {}
+        wanted = [column.type_oid for column in columns]
+        while wanted:
+            oid = wanted.pop()
+            known = self.types.get(oid)
+            if known is not None and oid not in kept:
+                kept[oid] = known
+                wanted += [each for each in (known.base, known.element) if each]
+        return TypeCatalog(kept, self.infinity)
+
     def base(self, oid: int, typmod: int) -> tuple[int, int]:
         """The type and modifier below a domain, however deep; for others what was given."""
         while (known := self.types.get(oid)) and known.base:
@@ -146,7 +165,7 @@ class TypeCatalog:
         return oid, typmod
 
     def element(self, oid: int) -> tuple[int, str] | None:
-        """The type of an array's elements and what stands between them; None for other types."""
+        """The type of an array's elements and their delimiter; None for other types."""
         known = self.types.get(oid)
         if known:
             return (known.element, known.delimiter) if known.element else None
@@ -176,7 +195,7 @@ def table_schema(columns: Sequence[Column], catalog: TypeCatalog, key: Sequence[
 
 
 def type_metadata(column: Column, catalog: TypeCatalog) -> dict[bytes, bytes] | None:
-    """What a field keeps of its PostgreSQL type: its name and modifier, behind a domain's the type below, as JSON."""
+    """The PostgreSQL type of a field as JSON: its name and modifier; after a domain, the type below it."""
     oid, typmod = column.held
     found: list[tuple[str, int]] = []
     while known := catalog.types.get(oid):
@@ -186,7 +205,7 @@ def type_metadata(column: Column, catalog: TypeCatalog) -> dict[bytes, bytes] | 
 
 
 def parse_text(values: pa.Array, oid: int, typmod: int, catalog: TypeCatalog, *, name: str = "") -> pa.Array:
-    """Text of the type's output function (a string or binary array) as `arrow_type`; `name` stands in the error."""
+    """Text of the type's output function (a string or binary array) as `arrow_type`; `name`: the column, for the error."""
     target = arrow_type(oid, typmod, catalog)
     try:
         text = _combined(values).cast(pa.string())
@@ -204,7 +223,7 @@ def select_text(column: Column, catalog: TypeCatalog) -> str:
     """
     The SQL that gives the column's text exactly as the WAL does.
 
-    `column::text` would not: it pads no char(n), prints `true` for `t`, and a mask behind every inet.
+    `column::text` would not: it pads no char(n), prints `true` for `t`, and a mask after every inet.
     """
     oid, _ = catalog.base(column.type_oid, column.typmod)
     known = catalog.types.get(oid)
@@ -270,9 +289,9 @@ def _bools(text: pa.Array, target: pa.DataType, catalog: TypeCatalog) -> pa.Arra
 
 
 def _binaries(text: pa.Array, target: pa.DataType, catalog: TypeCatalog) -> pa.Array:
-    """`\\x00ff` as two bytes: the whole buffer at once, then the byte that stands where each `\\x` was is left out."""
-    text = _compact(text)
-    offsets, data = _parts(text)
+    """`\\x00ff` as two bytes: the whole buffer at once, without the byte that each `\\x` becomes."""
+    text = compact(text)
+    offsets, data = offsets_and_bytes(text)
     filled = np.diff(offsets) > 0
     prefix = np.zeros(len(data), bool)
     prefix[offsets[:-1][filled]] = True
@@ -282,7 +301,7 @@ def _binaries(text: pa.Array, target: pa.DataType, catalog: TypeCatalog) -> pa.A
     digits = _HEX[data]
     decoded: Bytes = (digits[0::2] << np.uint8(4)) | (digits[1::2] & np.uint8(15))
     starts = offsets[:-1] >> 1
-    return gathered(decoded, starts + filled, offsets[1:] >> 1, _missing(text), target)
+    return gathered(decoded, starts + filled, offsets[1:] >> 1, missing_rows(text), target)
 
 
 def _moments(text: pa.Array, target: pa.DataType, catalog: TypeCatalog) -> pa.Array:
@@ -291,7 +310,7 @@ def _moments(text: pa.Array, target: pa.DataType, catalog: TypeCatalog) -> pa.Ar
         return text.cast(target)
     except pa.ArrowInvalid:
         pass
-    missing = _missing(text)
+    missing = missing_rows(text)
     above, below = (
         pc.fill_null(pc.equal(text, word), False).to_numpy(zero_copy_only=False) for word in ("infinity", "-infinity")
     )
@@ -333,7 +352,7 @@ def _wrapped(values: pa.Array, target: pa.DataType, catalog: TypeCatalog, name: 
     with np.errstate(over="ignore"):
         ours = raw - shift
     above, below = ours == limits.max, ours == limits.min
-    missing = _missing(values)
+    missing = missing_rows(values)
     if (doubtful & ~(above | below | missing)).any():
         raise _unheld(name, target, "beyond the microseconds that 64 bits can count")
     try:
@@ -369,42 +388,41 @@ def _lists(text: pa.Array, oid: int, typmod: int, catalog: TypeCatalog, name: st
     """
     `{1,NULL,"a \\"b\\""}` as lists, all rows at once.
 
-    Every byte is told apart as structure or content; the content that is left is the elements' text.
+    Every byte is either structure or content; the content alone is the elements' text.
     """
     oid, typmod = catalog.base(oid, typmod)
     found = catalog.element(oid)
     assert found is not None
     element, delimiter = found
-    text = _compact(text)
-    missing = _missing(text)
-    offsets, data = _parts(text)
+    text = compact(text)
+    missing = missing_rows(text)
+    offsets, data = offsets_and_bytes(text)
     filled = np.flatnonzero(np.diff(offsets))
     first, last = offsets[:-1][filled], offsets[1:][filled] - 1
     if len(filled) != len(text) - missing.sum():
         raise pa.ArrowInvalid("empty text is no array")
 
-    escaped = _escaped(data)
+    escaped = escaped_bytes(data)
     quotes = (data == ord('"')) & ~escaped
     inside = np.cumsum(quotes, dtype=np.int64) & 1 == 1
     plain = ~(inside | escaped)
     opening, closing = plain & (data == ord("{")), plain & (data == ord("}"))
     opened = np.flatnonzero(opening)
-    # Subscripts that start elsewhere than at 1 stand in front: [0:1]={7,8}
     if len(opened) != len(first):
         raise pa.ArrowInvalid(f"an array of more than one dimension: {_first_nested(text, opened, offsets)!r}")
-    if not closing[last].all() or closing.sum() != len(last) or (opened < first).any() or (opened > last).any():
+    if (odd := (opened > first) & (data[first] == ord("["))).any():  # [0:1]={7,8}
+        shown = str(text[int(filled[odd.argmax()])].as_py())[:80]
+        raise pa.ArrowInvalid(f"an array whose subscripts do not start at 1: {shown!r}")
+    if not closing[last].all() or closing.sum() != len(last) or (opened != first).any():
         raise pa.ArrowInvalid("not the text of an array")
     commas = plain & (data == ord(delimiter))
     structure = commas | opening | closing | quotes
     backslash = (data == ord("\\")) & ~escaped
     content = ~(structure | backslash)
-    bounds = first[opened > first]
-    for start, stop in zip(bounds, opened[opened > first], strict=True):
-        content[start:stop] = False  # rare enough for a loop
 
-    # Elements: one more than commas, but none in {}; the end of each is the comma behind it or the closing brace.
+    # Elements: one more than commas, but none in {}; each ends at the comma after it or at the closing brace.
     empty = last == opened + 1
-    ends = np.flatnonzero(commas | (closing & ~_at(last[empty], len(data))))
+    ends = np.flatnonzero(commas | (closing & ~mask_at(last[empty], len(data))))
     counts = np.zeros(len(text) + 1, np.int64)
     per_row = np.searchsorted(ends, last, side="right") - np.searchsorted(ends, opened, side="right")
     counts[filled + 1] = per_row
@@ -431,60 +449,6 @@ def _first_nested(text: pa.Array, opened: Ints, offsets: Ints) -> str:
     rows = np.searchsorted(offsets, opened, side="right") - 1
     nested = rows[1:][rows[1:] == rows[:-1]]
     return str(text[int(nested[0])].as_py())[:80] if len(nested) else ""
-
-
-def _at(positions: Ints, length: int) -> npt.NDArray[np.bool_]:
-    mask = np.zeros(length, bool)
-    mask[positions] = True
-    return mask
-
-
-def _escaped(data: Bytes) -> npt.NDArray[np.bool_]:
-    """Bytes behind a backslash that is not itself escaped: those at odd places behind the start of a run of backslashes."""
-    backslash = data == ord("\\")
-    if not backslash.any():
-        return np.zeros(len(data), bool)
-    places = np.arange(len(data))
-    before = np.concatenate(([False], backslash[:-1]))
-    run = np.maximum.accumulate(np.where(backslash & ~before, places, -1))
-    escaped: npt.NDArray[np.bool_] = before & ((places - run) & 1 == 1)
-    return escaped
-
-
-def gathered(data: Bytes, starts: Ints, stops: Ints, missing: Any, target: pa.DataType) -> pa.Array:
-    """
-    The values `data[start:stop]` as a binary or string array; starts and stops must ascend.
-
-    Values and the gaps between them are laid out as one array over the same bytes, of which Arrow takes every other.
-    """
-    rows = len(starts)
-    if rows == 0:
-        return pa.array([], target)
-    offsets = np.empty(2 * rows + 1, np.int32)
-    offsets[0:-1:2] = starts
-    offsets[1::2] = stops
-    offsets[-1] = offsets[-2]
-    both = pa.Array.from_buffers(pa.binary(), 2 * rows, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
-    wanted = np.arange(0, 2 * rows, 2, dtype=np.int32)
-    values = both.take(pa.array(wanted, mask=missing) if missing is not None and missing.any() else pa.array(wanted))
-    return values if target == pa.binary() else values.cast(target)
-
-
-def _compact(text: pa.Array) -> pa.Array:
-    """The same with 32-bit offsets that start at 0 and no bytes under its nulls."""
-    return text.take(pa.array(np.arange(len(text), dtype=np.int32)))
-
-
-def _parts(text: pa.Array) -> tuple[Ints, Bytes]:
-    _, offsets, data = text.buffers()
-    bounds = np.frombuffer(offsets, np.int32)[text.offset : text.offset + len(text) + 1].astype(np.int64)
-    content = np.frombuffer(data, np.uint8) if data is not None and data.size else np.empty(0, np.uint8)
-    return bounds, content[: bounds[-1]]
-
-
-def _missing(values: pa.Array) -> npt.NDArray[np.bool_]:
-    missing: npt.NDArray[np.bool_] = pc.is_null(values).to_numpy(zero_copy_only=False)
-    return missing
 
 
 _HEX = np.full(256, 255, np.uint8)

@@ -44,7 +44,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Found:
-    """A row and where it stands."""
+    """A row and its place."""
 
     place: list[Json]
     row: Mapping[str, Any]
@@ -58,10 +58,10 @@ class Database(Protocol):
         """True if nothing more can be asked over it."""
 
     def mark(self, number: int) -> str:
-        """What stands for the value of that number, from 1, in its SQL."""
+        """The placeholder of the value with that number, from 1, in its SQL."""
 
     def describe(self, stream: str, order: Sequence[str]) -> Table:
-        """The table behind a name; a `ConfigError` if it is not there."""
+        """The table of that name; a `ConfigError` if there is none."""
 
     def select(self, table: Table, rest: str, values: Sequence[Json]) -> list[Found]:
         """The rows of the table that `rest` of the statement chooses."""
@@ -70,13 +70,13 @@ class Database(Protocol):
         """The only value that a statement gives."""
 
     def newest(self, table: Table) -> Json:
-        """The largest cursor; None if there is none. It stands in a `Place` as it is."""
+        """The largest cursor; None if there is none. A `Place` holds it as it is."""
 
     def close(self) -> None: ...
 
 
 def page(database: Database, table: Table, after: Place | None, upto: Place, rows: int) -> list[Found]:
-    """The next rows behind `after`, not beyond `upto`; that may be a cursor alone."""
+    """The next rows after `after`, up to `upto`, which may be a cursor alone."""
     where, values = _where(database, table, after, upto)
     order = ", ".join(map(quoted, table.order))
     found = database.select(table, f"{where} ORDER BY {order} LIMIT {rows}", values)
@@ -88,7 +88,7 @@ def page(database: Database, table: Table, after: Place | None, upto: Place, row
 
 
 def count(database: Database, table: Table, after: Place | None, most: int) -> int:
-    """How many rows are behind `after`, as far as it is worth counting."""
+    """How many rows come after `after`, as far as it is worth counting."""
     where, values = _where(database, table, after, None)
     return int(
         database.one(table, f"SELECT count(*) FROM (SELECT 1 FROM {table.sql}{where} LIMIT {most}) AS n", values)

@@ -59,7 +59,9 @@ class Postgres:
             ):  # a type made since, or a composite
                 self._catalog = TypeCatalog.from_rows(self._connection.execute(TypeCatalog.SQL).fetchall())
         if not columns:
-            raise ConfigError(f"there is no table {stream!r}", code="PEN-1016", hint="mend `tables`, or make it")
+            raise ConfigError(
+                f"there is no table {stream!r}", code="PEN-1016", hint="correct `tables`, or create the table"
+            )
         return Table.of(stream, sql, table_schema(columns, self._catalog), order, columns)
 
     def select(self, table: Table, rest: str, values: Sequence[Json]) -> list[Found]:

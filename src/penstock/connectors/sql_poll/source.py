@@ -87,7 +87,7 @@ class SqlPoll(ChangeCapture[SqlPollConfig]):
 
     Supports exactly-once: the place of the last row is journaled with it. Needs no rights but SELECT; an index on cursor
     and key keeps it quick. It cannot see rows that are removed by DELETE, values between two looks, rows without a
-    cursor, and rows that commit more than `settle_ms` behind one whose cursor is as large; and a cursor set far into the
+    cursor, and rows that commit more than `settle_ms` after one whose cursor is as large; and a cursor set far into the
     future hides all that comes before it. Where that matters, read the log: `postgres_cdc`.
     """
 
@@ -134,7 +134,7 @@ class SqlPoll(ChangeCapture[SqlPollConfig]):
         return dict(self._schemas)
 
     def restore(self, position: Json, copies: Mapping[str, Json]) -> None:
-        """Its places have no order that anyone but the database knows: it goes on behind what is journaled."""
+        """Only the database knows the order of its places: it continues after the last journaled one."""
         if position is not None:
             self._moved(position)
 
@@ -239,7 +239,9 @@ class SqlPoll(ChangeCapture[SqlPollConfig]):
     def _describe(self, database: Database, stream: str) -> Table:
         table = database.describe(stream, (self.config.cursor, *self.config.key))
         if self.config.deleted is not None and self.config.deleted not in table.schema.names:
-            raise ConfigError(f"{stream} has no column {self.config.deleted!r}", code="PEN-1016", hint="mend `deleted`")
+            raise ConfigError(
+                f"{stream} has no column {self.config.deleted!r}", code="PEN-1016", hint="correct `deleted`"
+            )
         return table
 
 

@@ -47,7 +47,9 @@ class Sqlite:
                 "SELECT name, type FROM pragma_table_xinfo(?, ?) WHERE hidden <> 1", (name, schema or "main")
             ).fetchall()
         if not rows:
-            raise ConfigError(f"there is no table {stream!r}", code="PEN-1016", hint="mend `tables`, or make it")
+            raise ConfigError(
+                f"there is no table {stream!r}", code="PEN-1016", hint="correct `tables`, or create the table"
+            )
         kinds = {name: _kind(declared) for name, declared in rows}
         columns = pa.schema([(name, kind) for name, (kind, _) in kinds.items()])
         blobs = [name for name in order if name in kinds and pa.types.is_binary(columns.field(name).type)]

@@ -18,7 +18,7 @@ from penstock.capture import Ack, Change, ChangeCapture, Delete, SnapshotTable, 
 from penstock.changes import CHANGE_FIELDS, Op
 from penstock.changes.old_key import pack_key
 from penstock.durable import Json
-from penstock.errors import ConnectorError, DataError, FatalError, RetryableError
+from penstock.errors import NOT_READY, ConnectorError, DataError, FatalError, RetryableError
 from penstock.runtime.journal import Item, Journal, JournalConfig, JournalPosition, JournalSource, size_of
 from penstock.runtime.retry import Backoff
 from penstock.source import (
@@ -499,7 +499,8 @@ class Ingest:
         """Wait before the next try; only failures count, a source that just returns may go on doing so."""
         if self._stop.is_set():
             raise _Stopping
-        pause = self._backoff.next(error)
+        # A system that is not ready yet is waited for, however long that takes.
+        pause = self._backoff.next(None if error is not None and error.code == NOT_READY else error)
         self.retries += 1
         logger.warning("%s: %s; next try in %.1f s", self.name, why, pause)
         self._say(HealthStatus.degraded(why))

@@ -1,4 +1,4 @@
-"""The partitions of a captured root: what happens to one of them as a whole is not in the root's log, and shows only here."""
+"""The partitions of a captured root: what happens to a whole partition does not appear in the log, and is noticed here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 import psycopg
 from pydantic import BaseModel, ConfigDict
 
-from penstock.connectors.postgres_cdc import wal
+from penstock.connectors.postgres_cdc.log import read, slot
 
 _MOST_NAMED = 3
 
@@ -22,23 +22,23 @@ class Tree(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     published: int = 0
-    """The entry by which the publication of truncates names the root; 0: it did not, or not for all of its log."""
+    """The root's entry in the publication of truncates; 0: it had none, or not for all of its log."""
     parts: dict[int, tuple[int, int]] = {}
-    """Every table below the root: the transaction that made it a partition, and its file; 0: it has partitions itself."""
+    """Every table below the root: the transaction that made it a partition, and its file (0 if it has partitions itself)."""
     logged: tuple[int, ...] = ()
-    """Those that only the log has shown: they came behind one look, and may be gone before the next."""
+    """Partitions that only the log has shown: they came after one look at the catalog, and may be gone before the next."""
     left: dict[int, int] = {}
-    """Those that are gone, and the place up to which the log may show them."""
+    """Partitions that are gone, and the place up to which the log may still show them."""
 
     def shown(self, oids: Iterable[int]) -> Tree:
-        """With what the log has shown."""
+        """The tree with partitions that the log has shown."""
         new = [oid for oid in oids if oid not in self.parts and oid not in self.left]
         return self.model_copy(update={"logged": tuple(sorted({*self.logged, *new}))}) if new else self
 
 
 @dataclass(frozen=True)
 class Part:
-    """A table below a root, as the catalog shows it; `made`: it was a partition from the first, and nobody's table before."""
+    """A table below a root, as the catalog shows it; `made`: it was created as a partition, not attached later."""
 
     oid: int
     parent: int
@@ -49,19 +49,19 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A root's partitions now, each behind its parent; `locked`: a session has one for itself, or waits for that."""
+class PartitionsNow:
+    """A root's partitions now, each after its parent; `locked`: a session holds an exclusive lock on it, or waits for one."""
 
     published: int
     parts: Sequence[Part]
     locked: frozenset[int]
 
     def tree(self, before: Tree | None = None, unsure: Mapping[int, int] | None = None, log: Log | None = None) -> Tree:
-        """What is remembered of it; of those that are `unsure` the file of before."""
+        """The tree to remember; for the `unsure` partitions with their earlier file."""
         parts = {part.oid: (part.link, (unsure or {}).get(part.oid, part.file)) for part in self.parts}
         published, left = self.published, {}
         if self.locked and (before is None or before.published != published):
-            published = 0  # a truncate of before the publication may become visible yet
+            published = 0  # a truncate from before the publication may still become visible
         if before is not None and log is not None:
             left = {oid: place for oid, place in before.left.items() if place > log.start}
             left |= {oid: log.place for oid in (*before.parts, *before.logged) if oid not in parts}
@@ -70,18 +70,18 @@ class Seen:
 
 @dataclass(frozen=True)
 class Difference:
-    """What happened to the partitions that hold rows."""
+    """The differences between two looks at the partitions that hold rows."""
 
     gone: list[int] = field(default_factory=list)
     attached: list[Part] = field(default_factory=list)
     back: list[Part] = field(default_factory=list)
-    """Detached and attached again; whatever was done to them in between is not in the log."""
+    """Detached and attached again; changes in between are not in the log."""
     new: set[int] = field(default_factory=set)
     moved: dict[int, int] = field(default_factory=dict)
-    """Those with another file, by which they were truncated or rewritten, and the file of before."""
+    """Partitions with another file, so truncated or rewritten, and their earlier file."""
 
 
-def difference(before: Tree, now: Seen) -> Difference:
+def difference(before: Tree, now: PartitionsNow) -> Difference:
     found = Difference()
     comes: dict[int, Literal["", "made", "attached"]] = {}
     for part in now.parts:
@@ -104,8 +104,8 @@ def difference(before: Tree, now: Seen) -> Difference:
     return found
 
 
-def look(connection: psycopg.Connection[Any], publication: str, roots: Sequence[int]) -> dict[int, Seen]:
-    """The partitions of some roots; waits for nobody's lock."""
+def look(connection: psycopg.Connection[Any], publication: str, roots: Sequence[int]) -> dict[int, PartitionsNow]:
+    """The partitions of some roots; waits for no lock."""
     # Before the rest: a truncate that is in the log and not yet visible still has its lock.
     locked = {oid for (oid,) in connection.execute(_LOCKED).fetchall()}
     published = dict(connection.execute(_PUBLISHED, [publication, list(roots)]).fetchall())
@@ -113,30 +113,30 @@ def look(connection: psycopg.Connection[Any], publication: str, roots: Sequence[
     for root, *values in connection.execute(_PARTS, [list(roots)]).fetchall():
         parts[root].append(Part(*values))
     return {
-        root: Seen(published.get(root, 0), found, frozenset(part.oid for part in found if part.oid in locked))
+        root: PartitionsNow(published.get(root, 0), found, frozenset(part.oid for part in found if part.oid in locked))
         for root, found in parts.items()
     }
 
 
 @dataclass
 class Log:
-    """What the slot holds from `start` to `end` (None: to where the log ends now); asked for only if something depends on it."""
+    """The slot's log from `start` to `end` (None: the end of the log now), asked for truncates only if it matters."""
 
     connection: psycopg.Connection[Any]
     slot: str
     publication: str
     others: Sequence[str]
-    """The publications that show a truncate of the root, and none of its partitions."""
+    """The publications that show a truncate of the root, but none of its partitions."""
     start: int
     end: int | None
 
     @cached_property
     def place(self) -> int:
-        """Where the log ends now: behind everything that was visible before this was asked for first."""
-        return wal.inserted(self.connection)
+        """The end of the log at the first call: after everything that was visible before it."""
+        return slot.inserted(self.connection)
 
     def truncated(self, root: int, moved: Collection[int], others: Collection[int]) -> set[int]:
-        """Those that were truncated without their root; if nobody can tell, those that have another file."""
+        """The partitions that were truncated without their root; if the log cannot tell, the ones with another file."""
         asked = {*moved, *others}
         try:
             found = [(xid, part) for xid, part in self._parts if part in asked] if asked else []
@@ -153,7 +153,7 @@ class Log:
         return self._truncates(self.others)
 
     def _truncates(self, publications: Sequence[str]) -> Counter[tuple[int, int]]:
-        return wal.truncates(self.connection, self.slot, publications, self.start, self.end or self.place)
+        return read.truncates(self.connection, self.slot, publications, self.start, self.end or self.place)
 
 
 def named(names: Iterable[str], what: str) -> str:
@@ -165,8 +165,8 @@ def named(names: Iterable[str], what: str) -> str:
     return f"the partition {text} was {what}" if len(known) == 1 else f"the partitions {text} were {what}"
 
 
-# A table that was one before it was attached has had each of its columns written anew by that. `cmin` is what it seems only
-# as long as nobody has tried to change the row.
+# ATTACH rewrites pg_attribute rows, so a partition whose attributes date from its own creation was never a standalone table.
+# `cmin` is only reliable while `xmax` is 0.
 _PARTS = """
     WITH RECURSIVE below AS (
         SELECT inhparent AS root, inhparent, inhrelid, xmin, xmax, cmin, 1 AS depth

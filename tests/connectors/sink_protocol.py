@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,19 @@ class SinkProtocol:
         make().commit_epoch(e, receipts, END)
         assert ids("/a") == list(range(10))
         assert ids("/b") == list(range(5, 15))
+
+    def test_topics_are_committed_at_the_same_time(self, sink, ids):
+        topics = [f"/t{number}" for number in range(6)]
+        assert sink.concurrent
+        for number in (1, 2, 3):
+            e = epoch(number)
+            receipts = {t: stage(sink, e, rows(number * 10), topic=t, task=i) for i, t in enumerate(topics)}
+            with ThreadPoolExecutor(6) as threads:
+                list(threads.map(lambda t: sink.commit_topic(e, t, [receipts[t]], END), topics))  # noqa: B023
+        for topic in topics:
+            assert ids(topic) == list(range(10, 40))
+            assert sink.committed_epoch("shop", topic).number == 3
+        assert not list(sink.targets.root.glob("_penstock/.begun/*/*"))
 
     def test_of_two_processes_with_one_epoch_only_one_commits(self, make, sink, ids):
         """Both have looked at the target before either commits."""

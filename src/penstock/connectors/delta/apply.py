@@ -42,8 +42,8 @@ NO_TABLE = -1
 PIECE_BYTES = 32 << 20
 """About how much of the table one piece of work rewrites."""
 
-MAX_SHARES = 16
-"""Most pieces of work that new rows are written in. Each reads the keys of all changes."""
+SHARE_ROWS = 2_000_000
+"""About how many changes one piece of work collapses and writes. Each reads the keys of all changes."""
 
 
 class Upsert(BaseModel):
@@ -167,18 +167,20 @@ class Applying:
         """The files that have to be looked at."""
         return log.files() if changes.truncated else log.candidates(touched(self.shape, changes), changes.equality)
 
+    def _files_to_rewrite(self, log: Log) -> list[TableFile]:
+        changes = self.keys_only
+        return [] if changes.truncated and self.shape.mark is None else self.candidates(log, changes)
+
     def plan(self, log: Log | None, small_rows: int) -> list[DeltaWork]:
         """The pieces of work; none if there is so little to do that the driver does it in the commit."""
         parts = self.parts()
         count = sum(sum(part.sizes) for part in parts)
         if count + (log.rows() if log else 0) <= small_rows:
             return []
-        changes = self.keys_only
-        clears = changes.truncated and self.shape.mark is None
-        files = self.candidates(log, changes) if log is not None and not clears else []
+        files = self._files_to_rewrite(log) if log is not None and log.rows() else []
         if count + sum(file.rows for file in files) <= small_rows:
             return []
-        pieces = shares(parts, self.upsert.key, self._own, MAX_SHARES)
+        pieces = shares(parts, self.upsert.key, self._own, -(-count // SHARE_ROWS))
         staged = sum(part.path.stat().st_size for part in parts)
         new_rows = [
             DeltaWork(

@@ -19,6 +19,7 @@ from pyiceberg.exceptions import (
     TableAlreadyExistsError,
 )
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
+from sqlalchemy.exc import IntegrityError
 
 from penstock import durable
 from penstock.connectors.iceberg.catalog import Catalog, catalog_errors
@@ -221,7 +222,7 @@ class SeededNote:
         self._key = f"{SEEDED}.{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
     def make_namespace(self) -> None:
-        with contextlib.suppress(NamespaceAlreadyExistsError):
+        with contextlib.suppress(NamespaceAlreadyExistsError, IntegrityError):  # another topic may create it just now
             self._target.catalog.create_namespace(self._namespace)
 
     def is_set(self) -> bool:

@@ -443,9 +443,9 @@ def test_rows_that_are_missing_from_a_staging_table_are_noticed(make, connection
 
 def test_a_commit_is_on_disk_whatever_the_default_is(make, server):
     sink = make(dsn=f"{server.dsn}?options=-csynchronous_commit%3Doff")
-    assert sink._ask(lambda connection: connection.execute("SHOW synchronous_commit").fetchone()) == ("on",)
+    assert sink.session.ask(lambda connection: connection.execute("SHOW synchronous_commit").fetchone()) == ("on",)
     stronger = make(dsn=f"{server.dsn}?options=-csynchronous_commit%3Dremote_apply")
-    assert stronger._ask(lambda connection: connection.execute("SHOW synchronous_commit").fetchone()) == (
+    assert stronger.session.ask(lambda connection: connection.execute("SHOW synchronous_commit").fetchone()) == (
         "remote_apply",
     )
 

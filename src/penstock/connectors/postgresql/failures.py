@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 import psycopg
@@ -36,6 +37,18 @@ class PublicationLost(FatalError):
     default_code = "PEN-5011"
 
 
+_NO_ANSWERS = ("08", "53", "57", "58")
+"""Classes of errors that say that the server cannot answer now."""
+
+
+def said(error: BaseException) -> str:
+    """What the server said, without row values: it quotes them in errors about data, which are named only."""
+    state = str(getattr(error, "sqlstate", None) or "")
+    if state.startswith("22"):
+        return f"{re.sub('(?<=[a-z])(?=[A-Z])', ' ', type(error).__name__).lower()} ({state})"
+    return str(error).strip().partition("\n")[0]
+
+
 @contextlib.contextmanager
 def errors(what: str) -> Iterator[None]:
     """Turn a driver's errors into ours, by what should happen next."""
@@ -43,8 +56,9 @@ def errors(what: str) -> Iterator[None]:
         yield
     except (psycopg.Error, adbc_dbapi.Error) as error:
         state = str(getattr(error, "sqlstate", None) or "")
-        text = str(error).strip().partition("\n")[0]
-        message = f"{'PostgreSQL refuses' if state == '42501' and what == NO_ANSWER else what}: {text}"
+        text = said(error)
+        answered = state and state[:2] not in _NO_ANSWERS
+        message = f"{'PostgreSQL refuses' if answered and what == NO_ANSWER else what}: {text}"
         if state == "55006":  # object in use
             raise RetryableError(message, hint="another session reads the slot; it is tried again") from error
         if state == "55000" and "can no longer" in text:

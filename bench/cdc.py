@@ -311,7 +311,8 @@ def latency_run(file: str) -> None:
     """The pipeline as `penstock run` runs it; says when an epoch is committed."""
     from penstock.pipeline import Pipeline
     from penstock.runtime import supervisor
-    from penstock.runtime.telemetry import EpochReport, Telemetry
+    from penstock.runtime.epochs import EpochReport
+    from penstock.runtime.telemetry import Telemetry
     from penstock.spark import engine_for
 
     class Told(Telemetry):

@@ -52,10 +52,9 @@ def pump(
     """Run epochs of `rows` rows and give back what each took, from plan to ack."""
     state = State(Path(tempfile.mkdtemp(dir=scratch)), "bench")
     state.open()
-    source.open()
-    sink.open()
     router = Router((Route(**route),), ("sink",))
     loop = EpochLoop(state, {"source": source}, {"sink": sink}, router, engine, max_epoch_rows=rows)
+    loop.contexts.open()
     loop.start([])
     took = []
     for _ in range(epochs):
@@ -194,7 +193,6 @@ def sql(bench: Bench, engine: SparkEngine, scratch: Path) -> None:
     def ours() -> float:
         shutil.rmtree(scratch / "sql", ignore_errors=True)
         source = Files(FilesConfig(path=str(data / "*.parquet"), settle_ms=0))
-        source.state_dir = Path(tempfile.mkdtemp(dir=scratch))
         sink = FilesSink(FilesSinkConfig(path=str(scratch / "sql")))
         return sum(pump(engine, source, sink, scratch, 9, SQL_ROWS, sql=QUERY))
 

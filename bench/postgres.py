@@ -77,9 +77,8 @@ def epochs(
     source, sink = PostgresCdc(config), Delta(into)
     state = State(target / f"state-{table}", table)
     state.open()
-    source.open()
-    sink.open()
     loop = EpochLoop(state, {"source": source}, {"sink": sink}, Router((Route(),), ("sink",)), engine)
+    loop.contexts.open()
     loop.start([])
     yield loop
     source.close()

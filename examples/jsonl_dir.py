@@ -11,7 +11,7 @@ from pydantic import PositiveInt
 
 from penstock.config import Config
 from penstock.errors import ConfigError, DataError, FatalError
-from penstock.source import Position, RangeSource, ReadLimit, Schemas, SourceBatch
+from penstock.source import Position, RangeSource, ReadLimit, Schemas, SourceBatch, SourceContext
 
 
 class JsonlDirConfig(Config):
@@ -40,7 +40,7 @@ class JsonlDir(RangeSource[JsonlDirConfig, LastFile]):
 
     name = "jsonl_dir"
 
-    def open(self) -> None:
+    def open(self, context: SourceContext = SourceContext()) -> None:
         if not self.config.path.is_dir():
             raise ConfigError(f"{self.config.path} is not a directory", code="PEN-1016", hint="make it, or mend `path`")
 
@@ -51,7 +51,7 @@ class JsonlDir(RangeSource[JsonlDirConfig, LastFile]):
         waiting = self._behind(start)
         if limit.rows is not None:  # None asks for all there is, and gets it
             waiting = waiting[: self.config.max_files_per_epoch]
-        return LastFile(file=waiting[-1]) if waiting else start
+        return limit.bounded(LastFile(file=waiting[-1])) if waiting else start
 
     def split(self, start: LastFile, end: LastFile) -> Sequence[str]:
         return [name for name in self._behind(start) if name <= end.file]

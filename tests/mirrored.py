@@ -79,11 +79,9 @@ class Lake:
     def __enter__(self):
         self.state = State(self.path / "state", "lake")
         self.state.open()
-        self.source.open()
-        for sink in self.sinks.values():
-            sink.open()
         parts = {"source": self.source}, self.sinks, Router((), tuple(self.sinks)), ForkEngine(2)
         self.loop = EpochLoop(self.state, *parts)
+        self.loop.contexts.open()
         self.loop.start([])
         return self
 
@@ -109,7 +107,7 @@ class Lake:
         if newest is None:
             return self.source.initial()
         end = self.source.position_type.model_validate(newest.ranges["source"].end)
-        return self.source.advance(end, newest.notes.get("source", ()))
+        return self.source.next_start(end, newest.notes.get("source", ()))
 
     def table(self, name, columns=None):
         """The rows of a mirrored table as dicts, sorted."""
@@ -146,7 +144,7 @@ class Reading:
             self.notes += [json.loads(json.dumps(item.value)) for item in found if isinstance(item, Note)]
             self.log += [row for item in found if not isinstance(item, Note) for row in item.records.to_pylist()]
         else:
-            self.position = self.source.advance(self.end, self.notes)
+            self.position = self.source.next_start(self.end, self.notes)
             self.source.ack(self.position)
             self.end = None
         return True

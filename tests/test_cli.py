@@ -19,8 +19,8 @@ from penstock.cli.view import closing, duration, panel, size, sparkline
 from penstock.errors import FatalError, RetryableError
 from penstock.pipeline import Pipeline
 from penstock.runtime import supervisor
-from penstock.runtime.epochs import Manifest, Range, State
-from penstock.runtime.telemetry import STATUS_FILE, EpochReport, Telemetry
+from penstock.runtime.epochs import EpochReport, Manifest, Range, State
+from penstock.runtime.telemetry import STATUS_FILE, Telemetry
 from penstock.sink import WriteResult
 from penstock.source import HealthStatus
 
@@ -181,8 +181,8 @@ WAITING = """
     from penstock import __version__
     from penstock.runtime import supervisor
     from penstock.cli import main
+    from penstock.runtime.epochs import EpochReport
     from penstock.source import HealthStatus
-    from penstock.runtime.telemetry import EpochReport
 
     def run(pipeline, engine, *, telemetry, stop, **_):
         telemetry.engine("Fake 1.0")
@@ -369,7 +369,7 @@ class TestCheck:
             "from penstock.errors import FatalError\n"
             "from penstock.connectors.generator import Generator\n"
             "class Shut(Generator):\n"
-            "    def open(self):\n"
+            "    def open(self, context=None):\n"
             "        raise FatalError('no one answers', code='PEN-5001', hint='start the server')\n"
         )
         file.write_text(PIPELINE.replace('connector = "generator"', 'connector = "shut:Shut"'))

@@ -33,6 +33,7 @@ from penstock.source import (
     Sender,
     SourceBatch,
     SourceCheckpoint,
+    SourceContext,
     SourceEnvelope,
     SourceRecord,
     StreamingSource,
@@ -87,7 +88,7 @@ class Log(PollingSource[Nothing]):
         self.calls: list[str] = []
         self.fails: list[Exception] = []
 
-    def open(self) -> None:
+    def open(self, context: SourceContext = SourceContext()) -> None:
         self.calls.append("open")
 
     def poll_batch(self, max_records: int) -> list[SourceEnvelope] | None:
@@ -388,8 +389,8 @@ def test_too_many_failures_in_a_row_stop_the_pipeline(ingest: Any) -> None:
 )
 def test_the_first_open_is_not_retried(ingest: Any, raised: Exception, code: str) -> None:
     class Unreachable(Log):
-        def open(self) -> None:
-            super().open()
+        def open(self, context: SourceContext = SourceContext()) -> None:
+            super().open(context)
             raise raised
 
     one = ingest(source := Unreachable())

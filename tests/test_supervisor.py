@@ -39,6 +39,7 @@ from penstock.source import (
     Schemas,
     SourceBatch,
     SourceCheckpoint,
+    SourceContext,
     SourceEnvelope,
     SourceRecord,
 )
@@ -70,10 +71,11 @@ class Tap(RangeSource[NoOptions, Next]):
         self.acked: list[int] = []
         self.opened = 0
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config, "opened": 0}
+    def __reduce__(self) -> Any:
+        return type(self), ()
 
-    def open(self) -> None:
+    def open(self, context: SourceContext = SourceContext()) -> None:
+        super().open(context)
         self.opened += 1
 
     def schema(self) -> Schemas:
@@ -83,7 +85,7 @@ class Tap(RangeSource[NoOptions, Next]):
         self.looked += 1
         if self.failures:
             raise self.failures.pop(0)
-        return Next(row=max(start.row, self.available))
+        return limit.bounded(Next(row=max(start.row, self.available)))
 
     def split(self, start: Next, end: Next) -> Sequence[tuple[int, int]]:
         return [(start.row, end.row)]
@@ -108,7 +110,7 @@ class Growing(Tap):
 
     def latest(self, start: Next, limit: ReadLimit) -> Next:
         self.available += 10
-        return Next(row=min(self.available, start.row + (limit.rows or self.available)))
+        return limit.bounded(Next(row=min(self.available, start.row + (limit.rows or self.available))))
 
 
 class Behind(Tap):
@@ -269,8 +271,8 @@ def test_a_failed_ack_is_told_again_and_fails_no_epoch(build: Any, rows: Any) ->
 
 def test_the_first_open_is_not_retried(build: Any) -> None:
     class Unreachable(Tap):
-        def open(self) -> None:
-            super().open()
+        def open(self, context: SourceContext = SourceContext()) -> None:
+            super().open(context)
             raise RetryableError("no route to the host", hint="is it running?")
 
     tap = Unreachable()
@@ -341,7 +343,7 @@ def test_a_failed_open_is_told_without_waiting_for_the_engine(build: Any) -> Non
             self.stopped.set()
 
     class Refusing(Tap):
-        def open(self) -> None:
+        def open(self, context: SourceContext = SourceContext()) -> None:
             raise ConfigError("no such thing")
 
     engine = SlowEngine(2)
@@ -432,8 +434,8 @@ class CallbackClient(PollingSource[NoOptions]):
         self.sent = 0
         self.committed: list[Any] = []
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config}
+    def __reduce__(self) -> Any:
+        return type(self), ()
 
     def schema(self) -> Schemas:
         return {}
@@ -667,7 +669,7 @@ class Talkative(RangeSource[Locked, Next]):
     def read(self, split: int) -> Iterator[SourceBatch]:
         raise ValueError(f"no access with {self.config.password.reveal()}")
 
-    def open(self) -> None:
+    def open(self, context: SourceContext = SourceContext()) -> None:
         self.config.password.reveal()
 
 

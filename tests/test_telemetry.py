@@ -12,7 +12,8 @@ import pytest
 
 from penstock import web
 from penstock.errors import ConfigError, FatalError, RetryableError
-from penstock.runtime.telemetry import STATUS_FILE, EpochReport, Telemetry, judge, read_status, ready
+from penstock.runtime.epochs import EpochReport
+from penstock.runtime.telemetry import STATUS_FILE, Telemetry, judge, read_status, ready
 from penstock.sink import WriteResult
 from penstock.source import ConnectorMetrics, HealthStatus
 

@@ -23,12 +23,12 @@ def canonical(value: Json) -> str:
 
 
 def fsync(*paths: str | os.PathLike[str]) -> None:
-    """Sync each file and then each directory that names one: only then is a file there after a power cut."""
+    """Sync each file and then each directory that names one, once: only then does a file survive a power cut."""
+    whole = dict.fromkeys(map(os.path.abspath, paths))
+    directories = {os.path.dirname(path) for path in whole}
     with disk_errors():
-        for path in paths:
+        for path in (*(path for path in whole if path not in directories), *sorted(directories, reverse=True)):
             _sync(path)
-        for directory in sorted({os.path.dirname(os.path.abspath(path)) for path in paths}):
-            _sync(directory)
 
 
 def make_directory(path: Path) -> None:

@@ -4,11 +4,13 @@ Every error Penstock raises, chosen by what should happen next.
     ConnectorError
     ├── ConfigError      refuse to start
     ├── RetryableError   back off and go on
-    │   └── StagingLost  stage that sink again from the range, which is not yet acked
+    │   ├── StagingLost  stage that sink again from the range, which is not yet acked
+    │   └── PlanStale    plan that topic's work again: the target moved on since
     ├── DataError        stop or skip, by `on_error`
     ├── SchemaError      stop for a decision, or evolve, by policy
     └── FatalError       stop
-        └── Fenced       another run owns the target
+        ├── Fenced       another run owns the target
+        └── RangeGone    give up the range, and plan again from its start
 """
 
 from __future__ import annotations
@@ -70,6 +72,7 @@ CODES: dict[str, str] = {
     "PEN-5012": "an unexpected failure",
     "PEN-5013": "too many retries",
     "PEN-5014": "Spark is gone",
+    "PEN-5015": "a planned range can never be read again",
     "PEN-5020": "a target's own record of its epochs is lost or corrupt",
     "PEN-5021": "a target cannot be written anew for a wider type",
     "PEN-5030": "a source's change stream cannot be understood",
@@ -138,6 +141,12 @@ class StagingLost(RetryableError):
     default_code = "PEN-2004"
 
 
+class PlanStale(RetryableError):
+    """The target is no longer at the version that `plan_apply` saw: that topic is planned again."""
+
+    default_code = "PEN-2005"
+
+
 class DataError(ConnectorError):
     """Records that cannot be used: stop or skip, by `on_error`."""
 
@@ -165,6 +174,16 @@ class Fenced(FatalError):
     """Another run committed to the target; this one must not write."""
 
     default_code = "PEN-5008"
+
+
+class RangeGone(FatalError):
+    """
+    A planned range can never be read again, and the source can go on from its start without it.
+
+    Raised by `split` or `read` of a range source. The epoch is closed with an empty range, and the next one is planned.
+    """
+
+    default_code = "PEN-5015"
 
 
 ACTIONS: dict[type[ConnectorError], Action] = {
@@ -197,7 +216,7 @@ def from_text(text: str) -> ConnectorError | None:
     code = found.group()
     message, _, rest = text[found.end() :].strip().partition("\n")
     hint = rest.strip().removeprefix("→ ").partition("\n")[0] if rest.lstrip().startswith("→") else ""
-    special: dict[str, type[ConnectorError]] = {"PEN-2004": StagingLost, "PEN-5008": Fenced}
+    special: dict[str, type[ConnectorError]] = {"PEN-2004": StagingLost, "PEN-5008": Fenced, "PEN-5015": RangeGone}
     kinds: dict[str, type[ConnectorError]] = {
         "1": ConfigError,
         "2": RetryableError,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeVar
 from uuid import uuid4
 
@@ -14,8 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from penstock import failpoints
 from penstock.durable import Json
-from penstock.errors import Fenced, StagingLost
-from penstock.schema import SchemaChange
+from penstock.errors import Fenced, PlanStale, StagingLost
 from penstock.schema.evolution import EvolutionConfig, Policy
 from penstock.source import C, Connector, type_argument
 
@@ -24,6 +22,10 @@ Topic = str
 
 Positions = Mapping[str, Json]
 """A position per source."""
+
+
+PLANS = 5
+"""How often a topic's work is planned before its epoch waits: each time another writer has moved the target on."""
 
 
 class DeliveryGuarantee(StrEnum):
@@ -41,7 +43,10 @@ class Epoch:
     attempt: str = field(default_factory=lambda: uuid4().hex[:8], compare=False)
     """Names one try at staging, so that a rollback can never touch what another try or another run has staged."""
     adopts: frozenset[tuple[str, int]] = field(default=frozenset(), compare=False)
-    """Markers `(incarnation, number)` of earlier incarnations that this one was told to take over."""
+    """Markers `(incarnation, number)` of earlier incarnations that this one takes over."""
+    start: Positions = field(default_factory=dict, compare=False)
+    end: Positions = field(default_factory=dict, compare=False)
+    """Where the sources are before and after the epoch: what tells it from another run's epoch of the same number."""
 
     def stem(self, task: Task | None = None) -> str:
         """The beginning of every staged name of this try; with a task, a fresh whole name."""
@@ -71,6 +76,29 @@ class Receipt(BaseModel):
 
 
 R = TypeVar("R", bound=Receipt)
+
+
+class Work(BaseModel):
+    """
+    One piece of heavy work that the commit of a topic needs, such as one data file to rewrite: small and picklable.
+
+    A subclass adds what `apply` must know, the target's version that the plan saw among it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    topic: Topic
+    bytes: int = 0
+    """About how much it reads and writes. Little work is done on the driver, where it needs no job."""
+
+
+class Applied(Receipt):
+    """What `apply` hands over: durable by then, and visible to nobody until the commit names it."""
+
+    topic: Topic
+
+    def topics(self) -> Iterable[Topic]:
+        return (self.topic,)
 
 
 class CommittedEpoch(BaseModel):
@@ -139,6 +167,8 @@ def is_committed(marker: CommittedEpoch | None, epoch: Epoch) -> bool:
     """
     True when the target already holds `epoch`; `Fenced` when the marker is of a run that this one does not follow.
 
+    Two runs on two copies of a state directory reach the same number with other ends: the first to commit wins.
+
     Sinks ask on the very snapshot that they commit from: asking is what makes their commit a compare-and-set.
     """
     if marker is None:
@@ -146,6 +176,11 @@ def is_committed(marker: CommittedEpoch | None, epoch: Epoch) -> bool:
     if marker.incarnation == epoch.incarnation:
         if marker.number > epoch.number:
             raise Fenced(f"the target holds epoch {marker.number}, and this run wants to commit {epoch.number}")
+        if marker.number == epoch.number and not _same_ranges(marker, epoch):
+            raise Fenced(
+                f"the target holds an epoch {marker.number} of other ranges: another run of this incarnation wrote it",
+                hint="two runs work on copies of one state directory: stop this one and keep the state of the other",
+            )
         return marker.number == epoch.number
     if (marker.incarnation, marker.number) in epoch.adopts:
         return False
@@ -155,14 +190,68 @@ def is_committed(marker: CommittedEpoch | None, epoch: Epoch) -> bool:
     )
 
 
+ABOUT = "@epoch"
+"""Beside the sources' ends a marker holds where the epoch began, what it wrote, its notes and which incarnations came before
+its own: enough to go on from a lost state."""
+
+
+def _same_ranges(marker: CommittedEpoch, epoch: Epoch) -> bool:
+    """Compared for the sources that both know: a pipeline may have got or lost one in between."""
+    began = (marker.end.get(ABOUT) or {}).get("start", {})
+    edges = ((marker.end, epoch.end), (began, epoch.start))
+    return all(marked[source] == own[source] for marked, own in edges for source in marked.keys() & own.keys())
+
+
+@dataclass(frozen=True)
+class TopicContext:
+    """What the runtime knows about one topic of a sink."""
+
+    policy: Policy | None = None
+    """What the topic's route says about rows that the target has no place for; None: the sink's own option counts."""
+
+    source_schema: pa.Schema | None = None
+    """The columns that the stream has now, as its source says; None where nobody knows: before the first epoch, after SQL."""
+
+    refilled: bool = False
+    """
+    In a task: the rows of this epoch follow a clear, and the target takes their types with them.
+
+    Set only where the sink has agreed (`evaluate_evolution(changes, refilled=topic)`).
+    """
+
+
+@dataclass(frozen=True)
+class SinkContext:
+    """
+    What the runtime knows and a sink may want to know; the argument of `open`.
+
+    On the driver a sink stays open while schemas change from epoch to epoch: ask when you need it, and keep no answer.
+    """
+
+    topics: Mapping[Topic, TopicContext] = field(default_factory=dict)
+
+    def topic(self, name: Topic) -> TopicContext:
+        """What is known about a topic now."""
+        return self.topics.get(name, _UNKNOWN)
+
+    def __reduce__(self) -> tuple[type[SinkContext], tuple[dict[Topic, TopicContext]]]:
+        return SinkContext, (dict(self.topics),)
+
+
+_UNKNOWN = TopicContext()
+
+
 class SinkConnector(Connector[C], Generic[C, R]):
     """Base of all sinks. Each method says where it runs."""
 
     capabilities: SinkConnectorCapabilities = SinkConnectorCapabilities()
     receipt_type: ClassVar[type[Receipt]] = Receipt
 
-    evolution: Mapping[Topic, Policy] = MappingProxyType({})
-    """Topics whose route has a `schema_evolution` of its own; set by the runtime, on the driver and in tasks."""
+    context: SinkContext = SinkContext()
+    """What the last `open` was given."""
+
+    concurrent: ClassVar[bool] = False
+    """True if the sink may commit in a thread of its own beside other sinks, and its topics beside one another."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -170,20 +259,18 @@ class SinkConnector(Connector[C], Generic[C, R]):
         if receipt is not None:
             cls.receipt_type = receipt
 
-    current: Mapping[Topic, pa.Schema] = MappingProxyType({})
-    """The columns that topics have now, as far as their sources tell; set by the runtime, on the driver."""
+    def open(self, context: SinkContext = SinkContext()) -> None:
+        """
+        Connect, test, discover; called once in each process that uses the sink. The first call is not retried.
 
-    cleared: frozenset[Topic] = frozenset()
-    """Topics whose rows in this epoch follow a clear, and for which the sink has said `renews`; set in tasks."""
-
-    def renews(self, topic: Topic, changes: Sequence[SchemaChange]) -> bool:
-        """Driver: True if a target that is cleared can change like this together with its rows, in their commit."""
-        return False
+        Override it with the same signature, and call `super().open(context)` to find the context in `self.context`.
+        """
+        self.context = context
 
     def policy(self, topic: Topic) -> Policy:
-        """What the topic's route, else the sink's own option says about rows that the target has no place for."""
+        """Provided: what the topic's route, else the sink's own option says about rows that the target has no place for."""
         own = self.config.schema_evolution if isinstance(self.config, EvolutionConfig) else Policy.EVOLVE
-        return self.evolution.get(topic, own)
+        return self.context.topic(topic).policy or own
 
     def begin_epoch(self, epoch: Epoch, task: Task) -> None:
         """Task: before its first `write_batch` of the epoch."""
@@ -193,10 +280,10 @@ class SinkConnector(Connector[C], Generic[C, R]):
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Task: hand buffered rows to the system."""
+        """Task: hand buffered rows to the system; the runtime calls it before `pre_commit`."""
 
     def pre_commit(self, epoch: Epoch) -> R:
-        """Task: everything staged and durable (fsync), nothing visible."""
+        """Task, after `flush`: make everything that was staged durable (fsync), and nothing visible."""
         self.flush()
         return self.receipt_type()  # type: ignore[return-value]
 
@@ -212,7 +299,11 @@ class SinkConnector(Connector[C], Generic[C, R]):
         return None
 
     def rollback_epoch(self, epoch: Epoch, receipts: Sequence[R]) -> None:
-        """Driver: remove what this try (`epoch.attempt`) staged; only after `committed_epoch` said no."""
+        """
+        Driver: remove what this try (`epoch.attempt`) staged. The default sweeps all of it.
+
+        Called when a stage failed, before the epoch is staged again, and only after `committed_epoch` said no.
+        """
         self.sweep(epoch, ())
 
     def sweep(self, epoch: Epoch, keep: Sequence[R]) -> None:
@@ -231,20 +322,69 @@ class SinkConnector(Connector[C], Generic[C, R]):
 
 
 class TopicSink(SinkConnector[C, R]):
-    """A sink that commits topic by topic (lakes, files)."""
+    """
+    A sink that commits topic by topic (lakes, files).
+
+    One whose commit needs heavy work also implements `plan_apply`, `apply` and `commit_applied`; then the commit itself
+    is metadata only.
+    """
+
+    applied_type: ClassVar[type[Applied]] = Applied
+    """What `apply` gives."""
 
     def commit_topic(self, epoch: Epoch, topic: Topic, receipts: Sequence[R], end: Positions) -> None:
         """Driver: the compare-and-set of one topic. Ask `is_committed` on the snapshot that you commit from."""
         raise NotImplementedError
 
+    def plan_apply(self, epoch: Epoch, topic: Topic, receipts: Sequence[R]) -> Sequence[Work]:
+        """
+        Driver: the work that the commit of a topic needs, from one version of the target; none if the epoch is there.
+
+        Writes nothing. May be called again for the same epoch, with another `epoch.attempt`.
+        """
+        return ()
+
+    def apply(self, epoch: Epoch, work: Work, task: Task) -> Applied:
+        """
+        Task, or the driver if all of it is little: do one piece of work, durable and visible to nobody.
+
+        Names every file after `epoch.stem(task)`, so that `sweep` finds what a dead try left.
+        """
+        raise NotImplementedError
+
+    def commit_applied(
+        self, epoch: Epoch, topic: Topic, receipts: Sequence[R], end: Positions, applied: Sequence[Applied]
+    ) -> None:
+        """
+        Driver: `commit_topic` for a topic that had work: metadata only, one compare-and-set.
+
+        Raises `PlanStale` if the target is not at the very version that the plan saw.
+        """
+        raise NotImplementedError
+
     def commit_epoch(self, epoch: Epoch, receipts: Sequence[R], end: Positions) -> None:
+        """Driver: every topic, with its work done in this process. The runtime calls the methods above instead."""
         lost: StagingLost | None = None
         for position, topic in enumerate(sorted({topic for receipt in receipts for topic in receipt.topics()})):
             if position:
                 failpoints.hit("commit.topic")
             try:
-                self.commit_topic(epoch, topic, [r for r in receipts if topic in r.topics()], end)
+                self._commit_alone(epoch, topic, [r for r in receipts if topic in r.topics()], end)
             except StagingLost as error:
                 lost = error  # the other topics go on: only these receipts can finish what is half committed of them
         if lost is not None:
             raise lost
+
+    def _commit_alone(self, epoch: Epoch, topic: Topic, receipts: Sequence[R], end: Positions) -> None:
+        for _ in range(PLANS):
+            work = self.plan_apply(epoch, topic, receipts)
+            applied = [self.apply(epoch, each, Task(number)) for number, each in enumerate(work)]
+            try:
+                if work:
+                    self.commit_applied(epoch, topic, receipts, end, applied)
+                else:
+                    self.commit_topic(epoch, topic, receipts, end)
+                return
+            except PlanStale as error:
+                stale = error
+        raise stale

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, get_args, get_origin
 
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
 from penstock.config import Config
 from penstock.durable import Json
-from penstock.errors import ConnectorError
 
 C = TypeVar("C", bound=Config)
 
@@ -119,7 +118,7 @@ class SourceBatch:
 
 @dataclass(frozen=True)
 class Note:
-    """A small JSON value that `read` yields among its batches; it is stored in the epoch's manifest (see `advance`)."""
+    """A small JSON value that `read` yields among its batches; it is stored in the epoch's manifest (see `next_start`)."""
 
     value: Json
 
@@ -176,26 +175,6 @@ class ConnectorMetrics:
 
 
 @dataclass(frozen=True)
-class StreamState:
-    """One line of `penstock tables`: what a source does with a stream."""
-
-    stream: str
-    state: str
-    """`active`, `seeding`, `paused`, `skipped`, `failed` or `gone`."""
-    rows: int = 0
-    """Rows that its first copy has so far."""
-    estimate: int | None = None
-    """About how many that will be."""
-    code: str = ""
-    error: str = ""
-    hint: str = ""
-    since: float | None = None
-    tries: int = 0
-    next_try: float | None = None
-    """When it is tried again, in seconds of the epoch."""
-
-
-@dataclass(frozen=True)
 class Finding:
     """One line of `penstock check`: `ok`, or what is wrong and the command or SQL that fixes it."""
 
@@ -217,11 +196,47 @@ class ProducerConfig:
 
 @dataclass(frozen=True)
 class ReadLimit:
-    """How much one epoch may read: hints that `latest` keeps as well as its system allows."""
+    """How much one epoch may read. `rows` and `parallelism` are hints; `until` is a law."""
 
     rows: int | None = None
     parallelism: int = 1
     """Tasks that can run at once; `split` need not make more splits than this."""
+    until: Position | None = None
+    """Read nothing past this position, which `latest` gave before (`--drain`). `bounded` applies it."""
+
+    def bounded(self, end: P) -> P:
+        """`end`, or the lesser of `end` and `until`: number by number and text by text, which fits most positions."""
+        if self.until is None:
+            return end
+        return type(end).model_validate(_lesser(end.model_dump(mode="json"), self.until.model_dump(mode="json")))
+
+
+def _no_copies(stream: str) -> Sequence[bool]:
+    return ()
+
+
+@dataclass(frozen=True)
+class SourceContext:
+    """What the runtime knows and a source may want to know; the argument of `open`."""
+
+    state_dir: Path | None = None
+    """On the driver: a directory of the source's own, inside the pipeline's state directory. The source makes it."""
+
+    produces: tuple[ProducerConfig, ...] = ()
+    """On the driver: the topics that the routes give this source."""
+
+    copies_of: Callable[[str], Sequence[bool]] = _no_copies
+    """
+    On the driver: for each sink that a stream goes to, whether it holds a complete first copy. A call asks the targets.
+
+    If all do, the stream need not be copied. If only some do, a copy must begin with a clear (see `TableState.copy`).
+    """
+
+    in_task: bool = False
+    """True where splits are read, False where ranges are planned."""
+
+    columns: frozenset[str] | None = None
+    """In a task: the columns that anything downstream uses; None means all. A source may hand over more."""
 
 
 def type_argument(cls: type, bound: type) -> Any:
@@ -235,15 +250,12 @@ def type_argument(cls: type, bound: type) -> Any:
 
 
 class Connector(Generic[C]):
-    """What sources and sinks share: a picklable value made from its config; connections open in `open()`."""
+    """What sources and sinks share: a value made from its config alone, which travels to tasks as that config."""
 
     name: ClassVar[str]
-    """The system's name, as it stands behind `connector =`."""
+    """The system's name, as users write it after `connector =`."""
 
     config_type: ClassVar[type[Config]]
-
-    checks_refused: ClassVar[bool] = False
-    """True if `check` also works after `open` refused, and lists all that it would refuse for."""
 
     def __init__(self, config: C) -> None:
         self.config = config
@@ -254,14 +266,20 @@ class Connector(Generic[C]):
         if config is not None:
             cls.config_type = config
 
-    def open(self) -> None:
-        """Connect, test, discover; called once in each process that uses the connector. The first one is not retried."""
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+        """A copy is made from the config, in another process or in this one: connections do not travel."""
+        return type(self), (self.config,)
 
     def close(self) -> None:
-        """Let go of everything; may be called twice, and after a failed `open`."""
+        """Release everything; may be called twice, and after a failed `open`."""
 
     def check(self) -> Sequence[Finding]:
-        """What `penstock check` shows, after `open`: settings of the outside system that would fail later."""
+        """
+        For `penstock check`: settings of the outside system that would fail later, and how to fix each.
+
+        Called after `open`, and also after an `open` that refused, so that a user sees all that is wrong at once: ask over
+        a connection of its own, or raise.
+        """
         return ()
 
     def health_check(self) -> HealthStatus:
@@ -279,54 +297,52 @@ class SourceConnector(Connector[C]):
     supports_replay: bool = True
     """False: rows that bypass the journal are gone once they were handed over (at-most-once)."""
 
-    routed: tuple[ProducerConfig, ...] = ()
-    """The topics that the routes give this source; set by the runtime before `open`."""
+    context: SourceContext = SourceContext()
+    """What the last `open` was given."""
 
-    state_dir: Path | None = None
-    """A directory of the source's own inside the pipeline's state directory; set by the runtime before `open`."""
+    def open(self, context: SourceContext = SourceContext()) -> None:
+        """
+        Connect, test, discover; called once in each process that uses the source. The first call is not retried.
 
-    columns: frozenset[str] | None = None
-    """In a task: the columns that anything downstream uses; None: all. A source may hand over more."""
+        Override it with the same signature, and call `super().open(context)` to find the context in `self.context`.
+        """
+        self.context = context
 
     def schema(self) -> Schemas:
         """Schema of each stream as of now; on the driver, after `open` and again for each epoch."""
         raise NotImplementedError
 
     def lag(self) -> int | None:
-        """How far the source is behind, in its own unit (bytes, rows); sampled every `lag_interval_secs`."""
+        """How much is left to read, in the source's own unit (bytes, rows); asked every `lag_interval_secs`."""
         return None
 
     def data_ready_notify(self) -> threading.Event | None:
-        """An event the source sets when there is something to read; awaited instead of the poll timer, cleared by the runtime."""
+        """An event that the source sets when there is something to read: awaited instead of a timer, cleared by the runtime."""
         return None
 
     def checkpoint_requested(self) -> threading.Event | None:
-        """An event the source sets to have an epoch cut now; cleared by the runtime once that epoch is cut."""
+        """An event that the source sets to have an epoch cut now; cleared by the runtime once that epoch is cut."""
         return None
 
     def producer_configs(self) -> Sequence[ProducerConfig]:
-        """How each topic is produced; called once after `open`. The default is what the routes say."""
-        return self.routed
+        """
+        How each topic is produced; called once after `open`, before anything is read. The default is what the routes say.
+
+        A source may ask for more partitions of a topic, or for the journal (`reliable_dispatch`) where a route bypasses it.
+        """
+        return self.context.produces
 
 
 class RangeSource(SourceConnector[C], Generic[C, P]):
     """
-    A source that can be read again: `latest`, `split` and `ack` run on the driver, `read` in tasks.
+    A source that can be read again. `read` runs in tasks, everything else on the driver.
 
     Laws: `read(a, c) = read(a, b) + read(b, c)`; the same range always holds the same rows; splits cover a range exactly.
+    A planned range that can never be read again is a `RangeGone`, raised by `split` or `read`, if the source can go on from
+    its start without it.
     """
 
     position_type: ClassVar[type[Position]]
-
-    has_tables: ClassVar[bool] = False
-    """Its streams are copied and followed one by one: it answers `streams` and `seeded`, and takes `penstock.commands`."""
-
-    held: Callable[[str], Sequence[bool]] = staticmethod(lambda stream: ())
-    """
-    On the driver: for each sink of a stream, if its first copy is complete there; set by the runtime before `initial`.
-
-    All: it need not be copied. Some: what they hold must be cleared when it is.
-    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -339,7 +355,7 @@ class RangeSource(SourceConnector[C], Generic[C, P]):
         return self.position_type()  # type: ignore[return-value]
 
     def latest(self, start: P, limit: ReadLimit) -> P:
-        """The end of the next range: `start` itself when there is nothing to read."""
+        """The end of the next range, not past `limit.until`; `start` itself when there is nothing to read."""
         raise NotImplementedError
 
     def split(self, start: P, end: P) -> Sequence[Any]:
@@ -350,45 +366,9 @@ class RangeSource(SourceConnector[C], Generic[C, P]):
         """The rows of a split, in a task; may be called again for the same split after a failure."""
         raise NotImplementedError
 
-    def advance(self, end: P, notes: Sequence[Json]) -> P:
-        """Where the next range starts, given the notes of this one; deterministic, since recovery calls it again."""
+    def next_start(self, end: P, notes: Sequence[Json]) -> P:
+        """Where the range after `end` starts, given the notes of the one before; deterministic, since recovery asks again."""
         return end
-
-    def set_aside(self, stream: str, error: ConnectorError) -> Json | None:
-        """
-        The note that leaves out one stream whose rows a sink refuses, so that the others go on; None: they cannot.
-
-        On the driver or in a task. What was staged of the stream in that epoch stays, so the source must begin it anew.
-        """
-        return None
-
-    def cleared(self, start: P, end: P) -> frozenset[str]:
-        """Streams whose rows in the range follow a clear, so that a target may take other types with it; on the driver."""
-        return frozenset()
-
-    def reread(self, notes: Sequence[Json], again: Sequence[Json], streams: frozenset[str]) -> Sequence[Json]:
-        """
-        The notes that count when a range was read a second time for a sink that had lost it, while others keep the first.
-
-        `streams` are those that were staged again; the default is right for sources whose notes never differ.
-        """
-        return notes or again
-
-    def withdraw(self, start: P, end: P) -> bool:
-        """True if this planned range can never be read again and the source can go on from `start` without it."""
-        return False
-
-    def streams(self, position: P) -> Sequence[StreamState]:
-        """What `penstock tables` shows; from the position alone, since nothing need be running."""
-        return ()
-
-    def seeded(self, position: P) -> frozenset[str]:
-        """The streams whose first copy is complete at a position that is committed."""
-        return frozenset()
-
-    def earlier(self, a: P, b: P) -> P:
-        """The earlier of two ends of ranges with one start; the default takes the lesser of each number and text in them."""
-        return type(a).model_validate(_lesser(a.model_dump(mode="json"), b.model_dump(mode="json")))
 
     def ack(self, end: P) -> None:
         """Everything before `end` is committed; may repeat, also with an end that was acked long ago."""
@@ -414,11 +394,15 @@ class PollingSource(SourceConnector[C]):
 
 
 class Sender(Protocol):
-    """Where a streaming source puts its records; both calls block while the journal is full."""
+    """Where a streaming source puts its records; `send` and `send_batch` block while the journal is full."""
 
     @property
     def stopped(self) -> bool:
         """True once the source must return; sends are then refused."""
+
+    @property
+    def full(self) -> bool:
+        """True while a send would block: stop taking from the outside system, and keep its connection alive."""
 
     def wait(self, seconds: float) -> bool:
         """Sleep until stopped or for `seconds`; True when stopped."""

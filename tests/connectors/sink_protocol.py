@@ -26,7 +26,7 @@ _COMMIT = """
 import json, os, pickle, signal, sys
 from penstock import durable
 from penstock.connectors.files import sink as files_sink
-from penstock.connectors.lake import staging
+from penstock.connectors.lake import lists
 from penstock.connectors.delta import table
 from penstock.connectors.lake.staging import StagedFiles
 sink, epoch, receipts, end = pickle.loads(bytes.fromhex(sys.stdin.read()))

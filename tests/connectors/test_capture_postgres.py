@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from functools import partial
 
 import psycopg
 import pytest
@@ -15,7 +16,7 @@ from penstock.connectors.postgres_capture.source import PostgresCapture, Postgre
 from penstock.connectors.postgres_cdc import PostgresCdc, wal
 from penstock.errors import DataError, FatalError
 from penstock.runtime.ingest import _batch
-from penstock.source import ReadLimit, SourceBatch
+from penstock.source import ReadLimit, SourceBatch, SourceContext
 from penstock.testing import CaptureContract
 from penstock.testing.postgres import PostgresServer, binaries
 
@@ -50,7 +51,7 @@ class Shop(Database):
     def capture(self, tmp_path=None, **options):
         options = {"dsn": self.dsn, "slot": self.name, "tables": ["public.*"], "poll_interval_ms": 5, **options}
         made = PostgresCapture(PostgresCaptureConfig.model_validate(options))
-        made.state_dir = tmp_path
+        made.open = partial(made.open, SourceContext(tmp_path))
         return made
 
 

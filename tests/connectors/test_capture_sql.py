@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sqlite3
+from functools import partial
 
 import psycopg
 import pytest
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 from penstock.capture import Delete, Upsert
 from penstock.connectors.sql_poll import SqlPoll, SqlPollConfig, source
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError
+from penstock.source import SourceContext
 from penstock.testing import CaptureContract
 
 _NUMBERS = itertools.count()
@@ -39,7 +41,7 @@ class Outside:
         fixed = {"dsn": self.dsn, "tables": ["orders"], "key": ["id"], "cursor": "updated_at"}
         quick = {"settle_ms": 0, "poll_interval_ms": 1, "batch_rows": 3}
         made = SqlPoll(SqlPollConfig.model_validate({**fixed, **quick, **options}))
-        made.state_dir = state_dir
+        made.open = partial(made.open, SourceContext(state_dir))
         return made
 
 

@@ -23,6 +23,7 @@ from penstock.changes import CHANGE_FIELDS
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError, SchemaError
 from penstock.schema import ChangeKind, SchemaEvolvable
+from penstock.sink import SinkContext, TopicContext
 
 
 @pytest.fixture
@@ -64,7 +65,8 @@ class TestDelta(SinkProtocol):
 
 def test_a_table_of_which_no_rows_came_is_there_and_empty(make, target):
     sink = make(mode="upsert", key=["id"], soft_delete=True)
-    sink.current = {ORDERS: pa.schema([pa.field("id", pa.int64()), pa.field("note", pa.string()), *CHANGE_FIELDS])}
+    schema = pa.schema([pa.field("id", pa.int64()), pa.field("note", pa.string()), *CHANGE_FIELDS])
+    sink.open(SinkContext({ORDERS: TopicContext(source_schema=schema)}))
     sink.mark_seeded(ORDERS)
     table = DeltaTable(str(target)).to_pyarrow_table()
     assert (table.num_rows, table.column_names) == (0, ["id", "note", "_deleted"])
@@ -288,7 +290,7 @@ def test_a_process_killed_after_the_table_was_created_or_widened_is_completed(si
 def test_a_file_of_the_table_is_never_swept(sink, target):
     e = epoch(1)
     receipts = [stage(sink, e, rows(0))]
-    hook = "staging.drop_lists = lambda *_: os.kill(os.getpid(), 9)"
+    hook = "lists.drop = lambda *_: os.kill(os.getpid(), 9)"
     assert commit_in_a_process(sink, e, receipts, hook=hook) == -signal.SIGKILL
     sink.sweep(e, [])
     assert read(target).num_rows == 10

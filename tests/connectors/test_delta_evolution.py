@@ -20,7 +20,7 @@ from penstock.runtime.epochs import EpochLoop, State
 from penstock.runtime.job import run_task
 from penstock.schema import with_key
 from penstock.schema.evolution import Policy
-from penstock.sink import Task
+from penstock.sink import SinkContext, Task, TopicContext
 from penstock.source import SourceBatch
 from penstock.testing import MemorySource
 
@@ -193,11 +193,12 @@ def test_an_epoch_that_loses_all_its_rows_leaves_the_table_as_it_was(make, targe
 
 def test_a_route_decides_for_its_topic(make, target):
     sink = make(schema_evolution="freeze")
-    sink.evolution = {ORDERS: Policy.EVOLVE}
+    routed = SinkContext({ORDERS: TopicContext(policy=Policy.EVOLVE)})
+    sink.open(routed)
     assert sink.policy("/other") is Policy.FREEZE
     commit(sink, 1, pa.record_batch({"id": [1]}))
     worker = make(schema_evolution="freeze")
-    worker.evolution = sink.evolution
+    worker.open(routed)
     worker.begin_epoch(epoch(2), Task(0))
     worker.write_batch(ORDERS, pa.record_batch({"id": [2], "note": ["x"]}))
     sink.commit_epoch(epoch(2), [worker.pre_commit(epoch(2))], END)
@@ -223,7 +224,7 @@ def test_names_keep_their_case_and_may_be_reserved_words(upsert, target):
 def test_a_dropped_column_stays_and_is_null_in_rows_that_are_written_later(upsert, target):
     sink = upsert()
     commit(sink, 1, changes(*({"_op": "c", "id": n, "name": "a", "doc": "d"} for n in (1, 2, 3))))
-    sink.current = {ORDERS: KEPT.remove(2)}
+    sink.open(SinkContext({ORDERS: TopicContext(source_schema=KEPT.remove(2))}))
     # The epoch holds changes from before the drop as well, in a task of their own.
     e = epoch(2)
     before = changes({"_op": "u", "id": 3, "name": "b", "doc": "new"})
@@ -238,7 +239,7 @@ def test_a_dropped_column_stays_and_is_null_in_rows_that_are_written_later(upser
 def test_a_column_that_an_older_change_does_not_know_is_not_taken_for_dropped(upsert, target):
     sink = upsert()
     commit(sink, 1, changes({"_op": "c", "id": 1, "name": "a", "doc": "d"}))
-    sink.current = {ORDERS: KEPT}
+    sink.open(SinkContext({ORDERS: TopicContext(source_schema=KEPT)}))
     commit(sink, 2, changes({"_op": "u", "id": 1, "name": "b"}, schema=KEPT.remove(2)))
     commit(sink, 3, changes({"_op": "u", "id": 1, "name": "c", "_unchanged": ["doc"]}))
     assert read(target) == [{"id": 1, "name": "c", "doc": "d"}]
@@ -247,7 +248,7 @@ def test_a_column_that_an_older_change_does_not_know_is_not_taken_for_dropped(up
 def test_a_column_that_the_topic_never_had_is_left_alone(upsert, target):
     write_deltalake(str(target), pa.table({"id": [1], "name": ["a"], "note": ["by hand"]}))
     sink = upsert()
-    sink.current = {ORDERS: KEPT.remove(2)}
+    sink.open(SinkContext({ORDERS: TopicContext(source_schema=KEPT.remove(2))}))
     commit(sink, 1, changes({"_op": "u", "id": 1, "name": "b"}, schema=KEPT.remove(2)))
     assert read(target) == [{"id": 1, "name": "b", "note": "by hand"}]
 
@@ -334,7 +335,7 @@ def test_another_writer_that_is_faster_than_the_widening_makes_it_look_again(mak
     sink = make()
     commit(sink, 1, pa.record_batch({"id": [1], "n": pa.array([1], pa.int32())}))
     receipt = stage(sink, epoch(2), pa.record_batch({"id": [2], "n": pa.array([1 << 40])}))
-    table = sink._table(ORDERS)
+    table = sink.target(ORDERS).load()
     narrow, widen = table.delta, type(table).widen_columns
     tried = []
 

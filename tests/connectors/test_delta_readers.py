@@ -43,7 +43,7 @@ _KILL = "lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)"
 _DEATHS = [
     {"failpoint": "commit.before=kill"},
     {"hook": f"table.Table.sync = {_KILL}"},
-    {"hook": f"staging.drop_lists = {_KILL}"},
+    {"hook": f"lists.drop = {_KILL}"},
     {"hook": f"table.Table.replace = {_KILL}"},
 ]
 """Before the entry is made, after it, after the epoch is done, and while files are joined."""

@@ -15,7 +15,7 @@ from deltalake.exceptions import CommitFailedError
 from sink_protocol import END, ORDERS, commit_in_a_process, epoch, rows, stage
 
 from penstock.connectors.delta import Delta, DeltaConfig, upkeep
-from penstock.connectors.delta import sink as sinks
+from penstock.connectors.delta import commit as committing
 
 
 @pytest.fixture
@@ -102,10 +102,10 @@ def test_a_join_that_loses_to_another_writer_leaves_nothing_and_never_fails_the_
     for number in range(1, upkeep.FAN):
         commit(sink, number, rows(number * 10))
     monkeypatch.setattr(
-        sinks.Table, "replace", lambda *_: (_ for _ in ()).throw(CommitFailedError("another writer was first"))
+        committing.Table, "replace", lambda *_: (_ for _ in ()).throw(CommitFailedError("another writer was first"))
     )
     commit(sink, upkeep.FAN, rows(80))
-    assert "put off" in caplog.text
+    assert "postponed" in caplog.text
     assert data_files(target) == live(target)
     monkeypatch.undo()
     commit(sink, upkeep.FAN + 1, rows(90))
@@ -113,14 +113,14 @@ def test_a_join_that_loses_to_another_writer_leaves_nothing_and_never_fails_the_
     assert ids(target) == list(range(10, 100))
 
 
-@pytest.mark.parametrize("where", ["table.Table.replace", "staging.drop_lists", "upkeep.join_small_files"])
+@pytest.mark.parametrize("where", ["table.Table.replace", "lists.drop", "upkeep.join_small_files"])
 def test_a_process_killed_while_it_joins_has_committed_its_epoch_and_a_sweep_finds_the_rest(make, target, where):
     sink = make()
     for number in range(1, upkeep.FAN):
         commit(sink, number, rows(number * 10))
     e = epoch(upkeep.FAN)
     receipts = [stage(sink, e, rows(80))]
-    module = "import penstock.connectors.delta.sink as s; " if where.startswith("upkeep") else ""
+    module = "import penstock.connectors.delta.commit as s; " if where.startswith("upkeep") else ""
     what = "s.join_small_files" if where.startswith("upkeep") else where
     hook = f"{module}{what} = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)"
     assert commit_in_a_process(sink, e, receipts, hook=hook) == -9
@@ -129,7 +129,7 @@ def test_a_process_killed_while_it_joins_has_committed_its_epoch_and_a_sweep_fin
     assert ids(target) == list(range(10, 90))
     assert live(target) <= data_files(target)
     dead = {path for path in data_files(target) if path.startswith(e.stem())} - live(target)
-    assert not [name for name in dead if f"-{sinks.REWRITER.partition}-" in name]
+    assert not [name for name in dead if f"-{committing.REWRITER.partition}-" in name]
 
 
 def test_a_vacuum_never_looks_at_files_of_an_epoch_in_flight(make, target):
@@ -140,7 +140,7 @@ def test_a_vacuum_never_looks_at_files_of_an_epoch_in_flight(make, target):
     then = time.time() - 30 * 86400
     for path in target.rglob("*.parquet"):
         os.utime(path, (then, then))
-    assert upkeep.remove_dead_files(sink._table(ORDERS)) == 0
+    assert upkeep.remove_dead_files(sink.target(ORDERS).load()) == 0
     sink.commit_epoch(epoch(2), [receipt], END)
     assert ids(target) == list(range(20))
 
@@ -154,9 +154,9 @@ def test_dead_files_go_once_the_table_keeps_them_no_longer(make, target):
     assert len(dead) >= upkeep.FAN
     ours = DeltaTable(str(target))
     ours.alter.set_table_properties({"delta.deletedFileRetentionDuration": "interval 1 weeks"})
-    assert upkeep.remove_dead_files(sink._table(ORDERS)) == 0
+    assert upkeep.remove_dead_files(sink.target(ORDERS).load()) == 0
     ours.alter.set_table_properties({"delta.deletedFileRetentionDuration": "interval 0 seconds"})
-    assert upkeep.remove_dead_files(sink._table(ORDERS)) == len(dead)
+    assert upkeep.remove_dead_files(sink.target(ORDERS).load()) == len(dead)
     assert data_files(target) == live(target)
 
 

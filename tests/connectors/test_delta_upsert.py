@@ -23,9 +23,10 @@ from penstock.changes import CHANGE_FIELDS
 from penstock.changes.streamed import collapse_parts
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.delta import rewrite as rewriting
+from penstock.connectors.delta.commit import DeltaTarget
 from penstock.errors import ConfigError, DataError, Fenced, RetryableError, SchemaError, StagingLost
 from penstock.schema import ChangeKind, SchemaChange, with_key
-from penstock.sink import Epoch, Task
+from penstock.sink import Epoch, SinkContext, Task, TopicContext
 
 PLAIN = pa.schema([("id", pa.int64()), ("name", pa.string()), ("doc", pa.string())])
 
@@ -396,16 +397,16 @@ def test_changes_that_a_twin_has_applied_and_dropped_are_done_and_not_lost(sink,
     commit(sink, 1, insert(1, 2))
     e = epoch(2)
     receipts = [stage(sink, e, insert(2, name="newer"))]
-    is_there, twin = Delta._lost, make()
+    is_there, twin = DeltaTarget.lost, make()
 
     def look(self, *args):
-        if self is sink and not twin_ran:
+        if self.sink is sink and not twin_ran:
             twin_ran.append(1)
             twin.commit_epoch(e, receipts, END)
         return is_there(self, *args)
 
     twin_ran: list[int] = []
-    monkeypatch.setattr(Delta, "_lost", look)
+    monkeypatch.setattr(DeltaTarget, "lost", look)
     sink.commit_epoch(e, receipts, END)
     assert twin_ran
     assert names(target) == {1: "new", 2: "newer"}
@@ -563,8 +564,7 @@ class TestRenewed:
 
     def stage(self, sink, e, *events, cleared=True):
         worker = pickle.loads(pickle.dumps(sink))
-        worker.cleared = frozenset({ORDERS} if cleared else ())
-        worker.open()
+        worker.open(SinkContext({ORDERS: TopicContext(refilled=cleared)}))
         worker.begin_epoch(e, Task(0))
         worker.write_batch(ORDERS, changes(*events, schema=self.RETYPED))
         receipt = worker.pre_commit(e)
@@ -601,8 +601,7 @@ class TestRenewed:
         sink = make()
         commit(sink, 1, changes({"_op": "c", "id": 1}, schema=pa.schema([("id", pa.int32())])))
         worker = pickle.loads(pickle.dumps(sink))
-        worker.cleared = frozenset({ORDERS})
-        worker.open()
+        worker.open(SinkContext({ORDERS: TopicContext(refilled=True)}))
         e = epoch(2)
         worker.begin_epoch(e, Task(0))
         worker.write_batch(ORDERS, insert(2**40))
@@ -614,7 +613,7 @@ class TestRenewed:
         for options in ({"partition_by": ["name"]}, {"soft_delete": True}):
             sink = make(path=str(target.parent / next(iter(options)) / "{topic}"), **options)
             commit(sink, 1, insert(1))
-            assert not sink.renews(ORDERS, retyped)
+            assert not sink.evaluate_evolution(retyped, refilled=ORDERS)
         sink = make()
         commit(sink, 1, insert(1))
-        assert sink.renews(ORDERS, retyped)
+        assert sink.evaluate_evolution(retyped, refilled=ORDERS)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,7 +23,7 @@ from penstock.connectors.files import Files, FilesConfig, Inventoried, readers
 from penstock.connectors.files.types import arrow_type, csv_misfits
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError
 from penstock.schema import SchemaInferable, SchemaProvider
-from penstock.source import HealthState, Note, ReadLimit, SourceBatch
+from penstock.source import HealthState, Note, ReadLimit, SourceBatch, SourceContext
 
 LIMIT = ReadLimit(rows=1_000_000)
 
@@ -56,8 +57,7 @@ def landing(tmp_path):
 def make(path, state=None, **options):
     """A source as a fresh process has it."""
     source = Files(FilesConfig(path=path, scan_interval_ms=0, **options))
-    source.state_dir = state
-    source.open()
+    source.open(SourceContext(state))
     return source
 
 
@@ -261,7 +261,7 @@ def test_a_drain_ends_at_what_was_there_when_it_began(landing, tmp_path, with_st
     frozen = source.latest(Inventoried(), ReadLimit())
     put(landing / "c.jsonl", ids(3), age_secs=10)
     position, found = Inventoried(), []
-    while (end := source.earlier(source.latest(position, LIMIT), frozen)) != position:
+    while (end := source.latest(position, replace(LIMIT, until=frozen))) != position:
         found += rows(source, position, end)
         position = end
     assert numbers(found) == [1, 2]
@@ -367,7 +367,7 @@ def test_a_missing_directory_is_refused_and_one_that_goes_away_is_waited_for(lan
 
 def test_an_idle_source_does_not_look_all_the_time(landing, tmp_path):
     source = Files(FilesConfig(path=landing, scan_interval_ms=60_000))
-    source.state_dir = tmp_path / "state"
+    source.open(SourceContext(tmp_path / "state"))
     assert source.latest(Inventoried(), LIMIT) == Inventoried()
     put(landing / "a.jsonl", ids(1))
     assert source.latest(Inventoried(), LIMIT) == Inventoried()
@@ -719,7 +719,7 @@ def test_a_field_deep_inside_a_file_is_noted_and_known_from_then_on(landing, tmp
     assert table.to_pylist() == [{"late": None, **row} for row in deep]
     assert len(notes) == 1
     restarted = again(source)
-    position = restarted.advance(stored(end), json.loads(json.dumps(notes)))
+    position = restarted.next_start(stored(end), json.loads(json.dumps(notes)))
     assert position == end
     put(landing / "b.jsonl", ids(502))
     after = restarted.latest(position, LIMIT)
@@ -795,6 +795,6 @@ def test_a_task_that_needs_few_columns_reads_few(tmp_path, format):
     source = Files(FilesConfig(path=tmp_path, settle_ms=0))
     source.open()
     splits = source.split(source.initial(), source.latest(source.initial(), ReadLimit()))
-    source.columns = frozenset({"id", "extra"})
+    source.open(SourceContext(in_task=True, columns=frozenset({"id", "extra"})))
     items = [item.records for split in splits for item in source.read(split)]
     assert pa.Table.from_batches(items).to_pydict() == {"id": [1, 2], "extra": [1.5, 2.5]}

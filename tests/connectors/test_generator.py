@@ -161,7 +161,7 @@ def test_a_drain_ends_at_what_was_due_when_it_began(monkeypatch):
     source = make(rows_per_sec=10)
     frozen = source.latest(NextIds(), ReadLimit())
     clock[0] += 1_000_000_000
-    end = source.earlier(source.latest(NextIds(), ReadLimit(rows=100)), frozen)
+    end = source.latest(NextIds(), ReadLimit(rows=100, until=frozen))
     assert end.ids == {"rows": 1}
 
 

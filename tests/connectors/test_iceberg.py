@@ -29,11 +29,13 @@ from sink_protocol import END, ORDERS, SinkProtocol, commit_in_a_process, epoch,
 from sqlalchemy.exc import OperationalError
 
 from penstock.connectors.iceberg import Iceberg, IcebergConfig
-from penstock.connectors.iceberg import sink as iceberg_sink
-from penstock.connectors.iceberg.table import Catalog, Table
+from penstock.connectors.iceberg import catalog as catalogs
+from penstock.connectors.iceberg.catalog import Catalog
+from penstock.connectors.iceberg.commit import IcebergTarget
+from penstock.connectors.iceberg.table import Table
 from penstock.errors import ConfigError, FatalError, RetryableError, SchemaError
 from penstock.schema.evolution import Policy
-from penstock.sink import Task
+from penstock.sink import SinkContext, Task, TopicContext
 from penstock.testing import SinkContract
 from penstock.testing.postgres import PostgresServer
 
@@ -117,14 +119,15 @@ def test_a_catalog_whose_tables_another_task_makes_at_the_same_time_is_used(make
             raise OperationalError("CREATE TABLE iceberg_tables", {}, Exception("table iceberg_tables already exists"))
         return Catalog(*given)
 
-    monkeypatch.setattr(iceberg_sink, "Catalog", late)
+    monkeypatch.setattr(catalogs, "Catalog", late)
     assert make().committed_epoch("shop", ORDERS) is None
     assert len(tries) == 2
 
 
 def test_a_table_of_which_no_rows_came_is_there_and_empty(make, catalog):
     sink = make()
-    sink.current = {ORDERS: pa.schema([("id", pa.int64()), ("small", pa.int16())])}
+    schema = pa.schema([("id", pa.int64()), ("small", pa.int16())])
+    sink.open(SinkContext({ORDERS: TopicContext(source_schema=schema)}))
     sink.mark_seeded(ORDERS)
     table = catalog.load_table("lake.orders").scan().to_arrow()
     assert (table.num_rows, table.column_names) == (0, ["id", "small"])
@@ -283,7 +286,7 @@ def test_the_client_tries_a_commit_only_once_whatever_the_table_says(sink, table
         raise CommitFailedException("no")
 
     monkeypatch.setattr(Catalog, "commit_table", refuse)
-    monkeypatch.setattr("penstock.connectors.iceberg.sink.TRIES", 3)
+    monkeypatch.setattr("penstock.connectors.lake.commit.TRIES", 3)
     with pytest.raises(RetryableError, match="PEN-2005"):
         commit(sink, 2, rows(10))
     assert len(calls) == 3
@@ -353,7 +356,7 @@ def test_what_the_catalog_names_is_on_the_disk_before_it(sink, target, monkeypat
 
 
 def test_sqlite_syncs_its_directory_too(sink):
-    with sink._catalog().engine.connect() as connection:
+    with sink.catalogs.here().engine.connect() as connection:
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 3  # EXTRA
 
 
@@ -574,7 +577,7 @@ def test_a_process_that_dies_behind_the_commit_of_a_table_written_anew_leaves_no
     receipts = [stage(sink, e, rows(10, at=TIMES), task=0), stage(sink, e, rows(20, at=DAYS), task=1)]
     assert commit_in_a_process(sink, e, receipts, "commit.before=kill") == -signal.SIGKILL
     with monkeypatch.context() as patched:
-        patched.setattr(Iceberg, "_tidy", lambda *_: pytest.fail("died"))
+        patched.setattr(IcebergTarget, "tidy", lambda *_: pytest.fail("died"))
         with pytest.raises(pytest.fail.Exception, match="died"):
             sink.commit_epoch(e, receipts, END)
     assert len(staged_places(sink)) > len(shown_files(table))
@@ -702,7 +705,7 @@ def test_a_table_of_another_program_is_taken_as_it_is(sink, catalog, read, table
 def test_a_table_that_does_not_fit_is_refused_before_the_first_row_is_staged(sink, catalog):
     catalog.create_namespace("lake")
     schema = Schema(NestedField(1, "id", StringType(), required=False))
-    catalog.create_table("lake.orders", schema, location=str(sink._targets.claim(ORDERS)))
+    catalog.create_table("lake.orders", schema, location=str(sink.targets.claim(ORDERS)))
     with pytest.raises(SchemaError, match=r"PEN-4001 .*'id' of /lake/orders is string in the target.*int64"):
         stage(sink, epoch(1), rows(0))
     assert not staged_places(sink)
@@ -757,7 +760,7 @@ def test_partitions_that_do_not_fit_are_refused(make, catalog, tmp_path):
         make(partition_by=["hour(ts)"])
     with pytest.raises(SchemaError, match=r"PEN-4002 .*day\(id\)"):
         stage(make(partition_by=["day(id)"]), epoch(1), rows(0))
-    with pytest.raises(SchemaError, match=r"PEN-4002 .*wants country"):
+    with pytest.raises(SchemaError, match=r"PEN-4002 .*needs country"):
         stage(make(partition_by=["country"]), epoch(1), rows(0))
     catalog.create_namespace("lake")
     bucket = PartitionField(source_id=1, field_id=1000, transform=BucketTransform(4), name="id_bucket")

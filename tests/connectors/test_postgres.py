@@ -20,7 +20,7 @@ from penstock.connectors.postgres import Postgres, PostgresSinkConfig
 from penstock.connectors.postgres.target import Names
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError, SchemaError, StagingLost
 from penstock.schema import with_key
-from penstock.sink import Epoch, Task
+from penstock.sink import Epoch, SinkContext, Task, TopicContext
 from penstock.testing import SinkContract
 from penstock.testing.postgres import PostgresServer, binaries
 from test_changes import EVENT, SCHEMA, STATEMENTS, Lived
@@ -54,10 +54,8 @@ def read(connection, table):
 
 def test_a_table_of_which_no_rows_came_is_there_with_its_key_and_empty(server, connection):
     sink = Postgres(PostgresSinkConfig(dsn=server.dsn, mode="upsert", key=["id"]))
-    sink.open()
-    sink.current = {
-        "/lake/orders": pa.schema([pa.field("id", pa.int64()), pa.field("note", pa.string()), *CHANGE_FIELDS])
-    }
+    schema = pa.schema([pa.field("id", pa.int64()), pa.field("note", pa.string()), *CHANGE_FIELDS])
+    sink.open(SinkContext({"/lake/orders": TopicContext(source_schema=schema)}))
     sink.mark_seeded("/lake/orders")
     assert read(connection, "lake.orders") == []
     connection.execute("INSERT INTO lake.orders VALUES (1, 'a') ON CONFLICT (id) DO NOTHING")
@@ -613,7 +611,7 @@ def test_a_column_that_the_topic_has_no_more_is_null_in_rows_that_change(make, c
     commit(sink, 1, pa.RecordBatch.from_pylist(first, schema=schema))
     commit(sink, 2, changes({"_op": "u", "id": 1, "name": "a"}))
     sink = make(mode="upsert")
-    sink.current = {"/lake/orders": changes().schema}
+    sink.open(SinkContext({"/lake/orders": TopicContext(source_schema=changes().schema)}))
     commit(sink, 3, changes({"_op": "u", "id": 2, "name": "b"}))
     commit(sink, 4, changes({"_op": "u", "id": 9, "_old_key": '{"id":3}', "_unchanged": ["name"]}))
     rows = {row["id"]: (row["gone"], row["name"]) for row in read(connection, "lake.orders")}

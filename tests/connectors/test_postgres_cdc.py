@@ -221,7 +221,7 @@ class TestMirror:
             while position.copying:
                 end = opened.latest(position, ReadLimit())
                 items = [item for part in opened.split(position, end) for item in opened.read(part)]
-                position = opened.advance(end, [item.value for item in items if isinstance(item, Note)])
+                position = opened.next_start(end, [item.value for item in items if isinstance(item, Note)])
                 epochs.append(sum(item.num_rows for item in items if not isinstance(item, Note)))
         assert epochs == expected
 
@@ -307,7 +307,7 @@ class TestMirror:
                 end = opened.latest(position, ReadLimit(rows=10))
                 rows, notes = read(opened, position, end)
                 log += rows.get("public.orders", [])
-                position = opened.advance(end, notes)
+                position = opened.next_start(end, notes)
                 opened.ack(position)
                 if number == 6:
                     assert position.tables["public.orders"].state == "seeding"
@@ -333,12 +333,12 @@ class TestMirror:
             log, position = [], opened.initial()
             frozen = opened.latest(position, ReadLimit(parallelism=1))
             for number in range(1000, 1040):
-                end = opened.earlier(opened.latest(position, ReadLimit(rows=10)), frozen)
+                end = opened.latest(position, ReadLimit(rows=10, until=frozen))
                 if end == position:
                     break
                 rows, notes = read(opened, position, end)
                 log += rows.get("public.orders", [])
-                position = opened.advance(end, notes)
+                position = opened.next_start(end, notes)
                 opened.ack(position)
                 database.run(
                     f"INSERT INTO orders VALUES ({number})", f"UPDATE orders SET version = 1 WHERE id = {number - 960}"

@@ -11,13 +11,13 @@ from deltalake import DeltaTable
 
 import mirrored
 from mirrored import Lake, database_on
-from penstock import commands
 from penstock.connectors.postgres_cdc import source
 from penstock.connectors.postgresql import failures
 from penstock.errors import ConfigError, FatalError
 from penstock.pipeline import Pipeline
 from penstock.pipeline.routing import Route, Router
 from penstock.runtime import supervisor
+from penstock.tables import Requests
 from penstock.testing.engine import ForkEngine
 from penstock.testing.postgres import PostgresServer, binaries
 
@@ -93,7 +93,6 @@ def test_a_table_that_failed_is_mirrored_as_text_once_its_columns_are_named(data
         assert "`text_columns`" in failure(lake, "public.odd").hint
     opened = database.source(text_columns=["public.odd.[knt]"])
     with Lake(tmp_path, opened) as lake:
-        opened.state_dir = tmp_path / "commands"
         try_again(lake, "public.odd")
         database.run("UPDATE odd SET k = '{{7}}', r = 'd'", "INSERT INTO odd VALUES ('{}', 1.5, 'infinity', NULL)")
         lake.catch_up()
@@ -108,7 +107,7 @@ def test_a_table_that_failed_is_mirrored_as_text_once_its_columns_are_named(data
 
 def try_again(lake, stream):
     """Let the next try of a table that failed be now."""
-    commands.ask(lake.source.state_dir, "resume", [stream])
+    Requests(lake.source.context.state_dir).add("resume", [stream])
     lake.catch_up()
 
 
@@ -130,7 +129,6 @@ def test_a_column_that_gets_any_other_type_has_its_table_copied_anew_into_the_sa
     )
     opened = database.source()
     with Lake(tmp_path, opened) as lake:
-        opened.state_dir = tmp_path / "commands"
         lake.catch_up()
         again = "INSERT INTO changed SELECT {}, v FROM changed WHERE id = 1"
         database.run(again.format(3), f"ALTER TABLE changed ALTER v TYPE {new}", again.format(4))
@@ -232,7 +230,6 @@ def test_a_table_that_would_go_where_another_goes_is_set_aside_when_it_appears(
         lake.catch_up()
     opened = database.source(**options)
     with Lake(tmp_path, opened) as lake:
-        opened.state_dir = tmp_path / "commands"
         database.run(f"INSERT INTO {first}.t VALUES (5)", f"INSERT INTO {second}.t VALUES (6)")
         try_again(lake, f"{second}.t")
         assert lake.table("t") == [{"id": 1}, {"id": 5}]

@@ -12,7 +12,6 @@ import psycopg.rows
 import pytest
 
 from mirrored import Database, database_on
-from penstock import commands
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.postgres_cdc import seed, source
 from penstock.connectors.postgres_cdc.position import LogPosition
@@ -22,7 +21,8 @@ from penstock.pipeline import Pipeline
 from penstock.pipeline.routing import Router
 from penstock.runtime import supervisor
 from penstock.runtime.epochs import EpochLoop, State
-from penstock.source import Note, ReadLimit
+from penstock.source import Note, ReadLimit, SourceContext
+from penstock.tables import Requests
 from penstock.testing.crash import wait_until
 from penstock.testing.engine import ForkEngine
 from penstock.testing.memory import MemorySink, MemorySinkConfig
@@ -78,24 +78,26 @@ class Tables(Mirror):
 
     picky: bool = False
 
-    def __post_init__(self):
-        self.source.state_dir = self.path / "state" / "sources" / "source"
+    @property
+    def requests(self):
+        return Requests(self.path / "state" / "sources" / "source")
 
     def _sink(self):
         kind = PickySink if self.picky else MemorySink
         return kind(MemorySinkConfig(path=self.path / "target"))
 
     def ask(self, verb, *streams):
-        return commands.ask(self.source.state_dir, verb, streams)
+        return self.requests.add(verb, streams)
 
     @property
     def position(self):
         newest = State(self.path / "state", "mirror").peek().newest
         end = self.source.position_type.model_validate(newest.ranges["source"].end)
-        return self.source.advance(end, newest.notes.get("source", ()))
+        return self.source.next_start(end, newest.notes.get("source", ()))
 
     def states(self):
-        return {each.stream.removeprefix("public."): each.state for each in self.source.streams(self.position)}
+        known = self.source.tables(self.position)
+        return {stream.removeprefix("public."): each.state for stream, each in known.items()}
 
     def ops(self, name):
         return "".join(row["_op"] for row in self.log(f"public.{name}"))
@@ -168,12 +170,11 @@ class TestCommands:
         mirror.run()
         assert mirror.states()["orders"] == "paused"
         mirror.run()
-        assert commands.asked(mirror.source.state_dir) == []
+        assert mirror.requests.pending() == []
 
     def test_the_clear_comes_in_the_epoch_of_the_first_rows(self, database, monkeypatch):
         monkeypatch.setattr(source, "WHOLE_ROWS", 1)
         with opened(database.source(seed_chunk_rows=4)) as reader:
-            reader.state_dir = None
             position = caught_up(reader, reader.initial())
             tables = {**position.tables, "public.orders": position.tables["public.orders"].ended("paused")}
             paused = position.model_copy(update={"tables": tables})
@@ -196,7 +197,7 @@ class TestCommands:
             before = lake._table("/public.orders").delta.version()
             database.run("DELETE FROM orders WHERE id = 10")
             drive(loop)
-            commands.ask(reader.state_dir, "resync", ["public.orders"])
+            Requests(reader.context.state_dir).add("resync", ["public.orders"])
             drive(loop)
             table = lake._table("/public.orders").delta
             counts = []
@@ -206,11 +207,10 @@ class TestCommands:
         assert counts == seen
 
     def test_a_range_gives_the_same_rows_after_a_command(self, database, tmp_path):
-        with opened(database.source(heartbeat_secs=600)) as reader:
-            reader.state_dir = tmp_path
+        with opened(database.source(heartbeat_secs=600), SourceContext(tmp_path)) as reader:
             position = caught_up(reader, reader.initial())
             database.run("UPDATE orders SET note = 'x'", "UPDATE items SET note = 'x'")
-            commands.ask(tmp_path, "pause", ["public.orders"])
+            Requests(tmp_path).add("pause", ["public.orders"])
             end = reader.latest(position, ReadLimit(rows=100))
             assert end.tables["public.orders"].state == "paused"
             first, _ = read(reader, position, end)
@@ -249,7 +249,7 @@ class TestBadTables:
         mirror = Tables(tmp_path, database.source(dsn=_as_reader(database)))
         database.run("REVOKE SELECT ON orders FROM reader")
         mirror.run(until="copied")
-        (failed,) = [each for each in mirror.source.streams(mirror.position) if each.state == "failed"]
+        (failed,) = [each for each in mirror.source.tables(mirror.position).values() if each.state == "failed"]
         assert (failed.stream, failed.code) == ("public.orders", "PEN-3006")
         assert "permission denied" in failed.error
         assert failed.hint.startswith("GRANT SELECT")
@@ -272,7 +272,7 @@ class TestBadTables:
             failing = {"note": "CASE WHEN id = 5 THEN (1 / (id - 5))::text ELSE note END"}
             patched.setattr(seed, "select_native", lambda column, catalog: failing.get(column.name, column.name))
             mirror.run(until="copied")
-        (failed,) = [each for each in mirror.source.streams(mirror.position) if each.state == "failed"]
+        (failed,) = [each for each in mirror.source.tables(mirror.position).values() if each.state == "failed"]
         assert (failed.stream, failed.code) == ("public.orders", "PEN-3006")
         assert "division by zero" in failed.error
         database.run("INSERT INTO orders VALUES (11)")
@@ -286,7 +286,7 @@ class TestBadTables:
         database.run("INSERT INTO orders VALUES (11, 'bad')", "INSERT INTO items VALUES (11)")
         mirror.run(until="copied")
         check(database, mirror, "items")
-        (failed,) = [each for each in mirror.source.streams(mirror.position) if each.error]
+        (failed,) = [each for each in mirror.source.tables(mirror.position).values() if each.error]
         assert (failed.stream, failed.code, failed.hint) == ("public.orders", "PEN-4000", "mend it")
         database.run("UPDATE orders SET note = 'good' WHERE id = 11", "INSERT INTO items VALUES (12)")
         mirror.run()
@@ -318,7 +318,7 @@ class TestBadTables:
                 database.run("ALTER TABLE orders ADD PRIMARY KEY (id)")
                 rows, notes = read(task, start, end)
             assert rows == {}
-            assert reader.advance(end, notes).tables["public.orders"].state == "failed"
+            assert reader.next_start(end, notes).tables["public.orders"].state == "failed"
 
     def test_pauses_between_tries_grow_and_end(self):
         progress = seed.Progress(oid=1, state="waiting")
@@ -347,7 +347,7 @@ class TestBadTables:
         database.run("ALTER TABLE orders DROP CONSTRAINT orders_pkey", "INSERT INTO items VALUES (11)")
         mirror.run()
         check(database, mirror, "items")
-        (failed,) = [each for each in mirror.source.streams(mirror.position) if each.state == "failed"]
+        (failed,) = [each for each in mirror.source.tables(mirror.position).values() if each.state == "failed"]
         assert "no replica identity" in failed.error
         assert failed.hint == 'ALTER TABLE "public"."orders" REPLICA IDENTITY FULL'
         database.run("INSERT INTO orders VALUES (11)", "ALTER TABLE orders ADD PRIMARY KEY (id)")
@@ -394,7 +394,7 @@ class TestBadTables:
             for planned in ("before", "again after a crash"):
                 parts = parts if planned == "before" else reader.split(start, end)
                 notes = [item.value for part in parts for item in reader.read(part) if isinstance(item, Note)]
-                tables = reader.advance(end, notes).tables
+                tables = reader.next_start(end, notes).tables
                 assert (tables["public.orders"].state, tables["public.items"].state) == ("failed", "seeded")
 
     def test_columns_that_a_target_cannot_follow_set_their_table_aside(self, database, tmp_path, monkeypatch):
@@ -405,11 +405,11 @@ class TestBadTables:
             drive(loop)
             database.run("ALTER TABLE orders ALTER note TYPE int USING 1", "INSERT INTO items VALUES (11)")
             drive(loop, lambda: rows(lake, "items") == 11, idle=False)
-            failed = loop._start("source").tables["public.orders"].failure
+            failed = loop.position("source").tables["public.orders"].failure
             assert failed.code == "PEN-4001"
             database.run("ALTER TABLE orders ALTER note TYPE text", "INSERT INTO orders VALUES (11)")
             drive(loop, lambda: rows(lake, "orders") == 11)
-            assert loop._start("source").tables["public.orders"].state == "seeded"
+            assert loop.position("source").tables["public.orders"].state == "seeded"
 
     def test_with_never_a_table_is_copied_only_when_that_is_asked_for(self, database, tmp_path):
         database.run("CREATE TABLE moments (id int8 PRIMARY KEY, at timestamp)")
@@ -610,8 +610,8 @@ def _as_reader(database):
 
 
 @contextmanager
-def opened(reader):
-    reader.open()
+def opened(reader, context=SourceContext()):
+    reader.open(context)
     try:
         yield reader
     finally:
@@ -623,15 +623,13 @@ def running(path, reader, sinks):
     """An epoch loop in this process."""
     state = State(path / "state", "mirror")
     state.open()
-    for sink in sinks.values():
-        sink.open()
-    reader.state_dir = path / "state" / "sources" / "source"
     loop = EpochLoop(state, {"source": reader}, sinks, Router((), tuple(sinks)), ForkEngine(2))
     try:
-        with opened(reader):
-            loop.start([])
-            yield loop
+        loop.contexts.open()
+        loop.start([])
+        yield loop
     finally:
+        reader.close()
         state.close()
 
 
@@ -640,7 +638,7 @@ def drive(loop, until=lambda: True, idle=True):
 
     def done():
         report = loop.step()
-        return until() and not (idle and (report or loop._start("source").copying))
+        return until() and not (idle and (report or loop.position("source").copying))
 
     wait_until(done, "the epochs")
 
@@ -667,7 +665,7 @@ def caught_up(reader, position):
         end = reader.latest(position, ReadLimit(rows=1000))
         if end == position:
             return position
-        position = reader.advance(end, read(reader, position, end)[1])
+        position = reader.next_start(end, read(reader, position, end)[1])
         reader.ack(position)
 
 

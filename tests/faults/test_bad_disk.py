@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.connectors.delta import Delta
-from penstock.connectors.delta.sink import DeltaConfig
+from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.files.sink import FilesSink, FilesSinkConfig, read_published
 from penstock.connectors.generator import Generator, GeneratorConfig
 from penstock.errors import FatalError

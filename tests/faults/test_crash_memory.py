@@ -1,6 +1,6 @@
-"""The crash suite over the kit's own sink, in both of its modes."""
+"""The crash suite over the kit's own sinks."""
 
-from penstock.testing import CrashContract, MemorySink, MemorySinkConfig
+from penstock.testing import CrashContract, MemoryApplySink, MemorySink, MemorySinkConfig
 
 
 class TestMemorySinkCrash(CrashContract):
@@ -11,3 +11,26 @@ class TestMemorySinkCrash(CrashContract):
 
     def visible(self, path, topic):
         return self.make_sink(path).visible(topic)
+
+
+class TestMemoryApplySinkCrash(CrashContract):
+    """Work in tasks of its own."""
+
+    ordered = True
+
+    def make_sink(self, path):
+        return MemoryApplySink(MemorySinkConfig(path=path))
+
+    def visible(self, path, topic):
+        return self.make_sink(path).visible(topic)
+
+
+class LittleWork(MemoryApplySink):
+    work_bytes = 1
+
+
+class TestLittleWorkCrash(TestMemoryApplySinkCrash):
+    """Work on the driver."""
+
+    def make_sink(self, path):
+        return LittleWork(MemorySinkConfig(path=path))

@@ -154,7 +154,7 @@ def test_a_missing_synchronous_standby_is_named_and_nothing_is_lost(server, tmp_
     opened.open()
     with psycopg.connect(server.dsn, autocommit=True) as connection, psycopg.connect(server.dsn) as stuck:
         position = opened.initial()
-        position = opened.advance(*_read(opened, position, opened.latest(position, ReadLimit(rows=30)))[:2])
+        position = opened.next_start(*_read(opened, position, opened.latest(position, ReadLimit(rows=30)))[:2])
         connection.execute("ALTER SYSTEM SET synchronous_standby_names = 'nobody'")
         connection.execute("SELECT pg_reload_conf()")
         connection.execute("SET synchronous_commit = off")

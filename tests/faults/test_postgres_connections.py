@@ -212,7 +212,7 @@ def test_an_idle_table_holds_back_no_more_log_than_comes_between_two_heartbeats(
             assert [item.value for split in opened.split(position, end) for item in opened.read(split)] == [
                 {"quiet": True}
             ]
-            position = opened.advance(end, [{"quiet": True}])
+            position = opened.next_start(end, [{"quiet": True}])
             opened.ack(position)
             ((now_unread, now_held),) = database.rows(
                 "SELECT pg_current_wal_lsn() - confirmed_flush_lsn, pg_current_wal_lsn() - restart_lsn "

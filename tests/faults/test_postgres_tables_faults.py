@@ -8,9 +8,9 @@ import threading
 import psycopg
 import pytest
 
-from penstock import commands
 from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, source
 from penstock.runtime.epochs import State
+from penstock.tables import Requests
 from penstock.testing.crash import wait_until
 from penstock.testing.mirror import Mirror, replayed
 from penstock.testing.postgres import PostgresServer, binaries
@@ -45,7 +45,6 @@ def mirror(running, tmp_path):
             connection.execute(f"CREATE TABLE {name} (id int8 PRIMARY KEY, note text)")
             connection.execute(f"INSERT INTO {name} SELECT i, 'n' || i FROM generate_series(1, 20) i")
     reader = PostgresCdc(PostgresCdcConfig(dsn=running.dsn, tables=["public.*"], seed_chunk_rows=7))
-    reader.state_dir = tmp_path / "state" / "sources" / "source"
     yield Mirror(tmp_path, reader)
     with psycopg.connect(running.dsn, autocommit=True) as connection:
         free = "SELECT FROM pg_replication_slots WHERE active"
@@ -85,6 +84,10 @@ class Writer:
                 )
 
 
+def requests(mirror):
+    return Requests(mirror.path / "state" / "sources" / "source")
+
+
 def run(mirror, *statements):
     with psycopg.connect(mirror.source.config.dsn, autocommit=True) as connection:
         for statement in statements:
@@ -102,14 +105,14 @@ def check(mirror):
 def progress(mirror):
     newest = State(mirror.path / "state", "mirror").peek().newest
     end = mirror.source.position_type.model_validate(newest.ranges["source"].end)
-    return mirror.source.advance(end, newest.notes.get("source", ())).tables["public.orders"]
+    return mirror.source.next_start(end, newest.notes.get("source", ())).tables["public.orders"]
 
 
 def test_a_command_is_done_once_wherever_the_run_that_takes_it_up_is_killed(mirror):
     mirror.run()
     for number, step in enumerate(STEPS, 1):
         run(mirror, f"INSERT INTO items VALUES ({100 + number})")
-        commands.ask(mirror.source.state_dir, "resync", ["public.orders"])
+        requests(mirror).add("resync", ["public.orders"])
         run(mirror, f"DELETE FROM orders WHERE id = {number}")
         assert mirror.killed(f"{step}=kill"), step
         mirror.run()
@@ -117,18 +120,18 @@ def test_a_command_is_done_once_wherever_the_run_that_takes_it_up_is_killed(mirr
         assert "".join(row["_op"] for row in mirror.log("public.orders")).count("t") == number
         check(mirror)
     mirror.run()
-    assert commands.asked(mirror.source.state_dir) == []
+    assert requests(mirror).pending() == []
 
 
 def test_a_command_that_waits_for_a_run_that_never_took_it_up_is_kept(mirror):
     mirror.run()
     paused = mirror.start("plan.before=stop")  # it has read the requests, and none of it is durable
     run(mirror, "INSERT INTO orders VALUES (100)")
-    commands.ask(mirror.source.state_dir, "pause", ["public.orders"])
+    requests(mirror).add("pause", ["public.orders"])
     paused.kill()
     mirror.run()
     assert progress(mirror).state == "paused"
-    commands.ask(mirror.source.state_dir, "resume", ["public.orders"])
+    requests(mirror).add("resume", ["public.orders"])
     mirror.run()
     check(mirror)
 
@@ -137,11 +140,11 @@ def test_a_table_that_is_paused_in_the_middle_of_its_copy_begins_anew_when_it_re
     monkeypatch.setattr(source, "WHOLE_ROWS", 1)
     assert mirror.killed("committed.after=kill")
     assert progress(mirror).state == "seeding"
-    commands.ask(mirror.source.state_dir, "pause", ["public.orders"])
+    requests(mirror).add("pause", ["public.orders"])
     run(mirror, "DELETE FROM orders WHERE id < 4", "DELETE FROM items WHERE id < 4")
     mirror.run()
     assert progress(mirror).state == "paused"
-    commands.ask(mirror.source.state_dir, "resume", ["public.orders"])
+    requests(mirror).add("resume", ["public.orders"])
     assert mirror.killed("committed.after=kill")
     run(mirror, "DELETE FROM orders WHERE id = 19", "UPDATE orders SET note = 'x' WHERE id = 5")
     mirror.run()
@@ -173,7 +176,7 @@ def test_writers_that_race_a_table_that_is_paused_and_resumed_lose_and_double_no
     mirror.run()
     with Writer(mirror):
         for verb in ("pause", "resume", "resync", "pause", "resync"):
-            commands.ask(mirror.source.state_dir, verb, ["public.orders"])
+            requests(mirror).add(verb, ["public.orders"])
             assert mirror.killed("committed.after=kill")
             mirror.run(until="copied")
     mirror.run()

@@ -12,9 +12,9 @@ import pytest
 from penstock import failpoints
 from penstock.errors import ConnectorError, FatalError, Fenced, RetryableError
 from penstock.pipeline.routing import Router
-from penstock.runtime import epochs
-from penstock.runtime.epochs import EpochLoop, State
-from penstock.runtime.job import run_task
+from penstock.runtime.epochs import EpochLoop, State, reset
+from penstock.runtime.epochs import sweep as protocol
+from penstock.runtime.job import run_task, run_work
 from penstock.sink import SinkConnectorCapabilities, Task
 from penstock.source import Note, SourceBatch
 from penstock.testing import MemorySink, MemorySinkConfig, MemorySource
@@ -30,6 +30,9 @@ class InlineEngine:
 
     def run(self, job):
         return [run_task(job, job.parts, Task(0))]
+
+    def apply(self, job):
+        return [run_work(job, range(len(job.work)), Task(0))]
 
 
 @dataclass
@@ -59,7 +62,7 @@ class Run:
         state.open()
         try:
             loop = EpochLoop(
-                state, {"memory": source}, made, Router((), tuple(sinks)), InlineEngine(), max_epoch_rows=2
+                state, {"memory": source}, made, Router((), tuple(sinks)), InlineEngine(), max_epoch_rows=2, threads=1
             )
             for sink in made.values():
                 sink.open()
@@ -124,14 +127,14 @@ def test_rows_that_a_sink_committed_before_it_lost_the_rest_survive_the_sweep(ru
     assert run.step("commit.topic=fail") is not None
     for file in (run.path / "lake" / "b" / "rows").iterdir():
         file.unlink()
-    monkeypatch.setattr(epochs, "SWEEP_AFTER_SECS", 0)
+    monkeypatch.setattr(protocol, "SWEEP_AFTER_SECS", 0)
     run.step(count=2)
     assert run.ids("/a") == run.ids("/b") == [0, 1]
 
 
 def test_what_a_try_staged_and_lost_in_part_is_swept_in_the_end(run, monkeypatch):
     assert run.step("stage.after=fail") is not None
-    monkeypatch.setattr(epochs, "SWEEP_AFTER_SECS", 0)
+    monkeypatch.setattr(protocol, "SWEEP_AFTER_SECS", 0)
     run.step(count=2)
     assert len(list((run.path / "lake").glob("*/rows/*"))) == 4
 
@@ -166,7 +169,7 @@ def test_a_source_is_told_only_what_a_manifest_says_is_committed(run, monkeypatc
 
 def test_a_sweep_that_fails_does_not_fail_the_epoch(run, monkeypatch):
     assert run.step("stage.after=fail") is not None
-    monkeypatch.setattr(epochs, "SWEEP_AFTER_SECS", 0)
+    monkeypatch.setattr(protocol, "SWEEP_AFTER_SECS", 0)
 
     def refuse(self, epoch, keep):
         if keep:
@@ -179,8 +182,8 @@ def test_a_sweep_that_fails_does_not_fail_the_epoch(run, monkeypatch):
 
 def test_a_try_that_failed_just_now_is_not_swept_yet(run, monkeypatch):
     loop = run.loop()
-    now = loop._abandoned_at + 1000
-    monkeypatch.setattr(epochs.time, "monotonic", lambda: now)
+    now = loop._sweeper.abandoned_at + 1000
+    monkeypatch.setattr(protocol.time, "monotonic", lambda: now)
     swept = []
     monkeypatch.setattr(MemorySink, "sweep", lambda self, epoch, keep: swept.append(epoch) if keep else None)
     failpoints.arm("stage.after=fail")
@@ -191,7 +194,7 @@ def test_a_try_that_failed_just_now_is_not_swept_yet(run, monkeypatch):
         failpoints.arm(None)
     loop.step()
     assert not swept, "a task of the failed try may still write"
-    now += epochs.SWEEP_AFTER_SECS
+    now += protocol.SWEEP_AFTER_SECS
     loop.step()
     assert swept
     loop.state.close()
@@ -268,7 +271,7 @@ class NotedSource(MemorySource):
         yield from super().read(split)
         yield Note(split)
 
-    def advance(self, end, notes):
+    def next_start(self, end, notes):
         assert notes or not end.index, "the notes of the last epoch are gone"
         return end
 
@@ -353,6 +356,6 @@ def test_after_a_reset_a_target_may_be_empty(run):
     run.step(count=2)
     shutil.rmtree(run.path / "lake")
     shutil.rmtree(run.path / "source")  # which knows what was acknowledged
-    epochs.reset(run.path / "state", "orders")
+    reset(run.path / "state", "orders")
     assert run.step(count=2) is None
     assert run.ids("/a") == [0, 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,10 +14,11 @@ from penstock.changes import CHANGE_FIELDS
 from penstock.config import Config
 from penstock.connectors.files.sink import FilesSink
 from penstock.durable import Json
-from penstock.errors import ConnectorError, DataError, SchemaError
+from penstock.errors import DataError, SchemaError
 from penstock.schema import with_key
 from penstock.sink import Topic, WriteResult
 from penstock.source import Note, Position, RangeSource, ReadLimit, Schemas, SourceBatch
+from penstock.tables import Refused, TableSource, TableState
 
 
 class KeyedConfig(Config):
@@ -79,7 +80,7 @@ class Told(Position):
     aside: tuple[str, ...] = ()
 
 
-class Apart(RangeSource[KeyedConfig, Told]):
+class Apart(TableSource[KeyedConfig, Told]):
     """Two streams of ten rows an epoch; one that a sink or a query cannot take is left out from then on."""
 
     name = "apart"
@@ -102,11 +103,13 @@ class Apart(RangeSource[KeyedConfig, Told]):
                 yield SourceBatch(pa.RecordBatch.from_pydict(rows, schema=self.schema()[stream]), stream=stream)
         yield Note({"read": epoch})
 
-    def set_aside(self, stream: str, error: ConnectorError) -> Json | None:
-        return {"aside": stream, "code": error.code}
+    def tables(self, position: Told) -> Mapping[str, TableState]:
+        return {stream: TableState("failed" if stream in position.aside else "active") for stream in ("good", "bad")}
 
-    def advance(self, end: Told, notes: Sequence[Json]) -> Told:
-        return end.model_copy(update={"aside": tuple(sorted({note["aside"] for note in notes if "aside" in note}))})
+    def next_start(self, end: Told, notes: Sequence[Json]) -> Told:
+        return end.model_copy(
+            update={"aside": tuple(sorted({refused.stream for note in notes if (refused := Refused.read(note))}))}
+        )
 
 
 class Picky(FilesSink):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -54,13 +54,16 @@ def check(pipeline: Pipeline, console: Console) -> bool:
 
 
 def _examine(
-    name: str, connector: Connector[Any], streams: dict[str, Schemas], pipeline: Pipeline
+    name: str,
+    connector: SourceConnector[Any] | SinkConnector[Any, Any],
+    streams: dict[str, Schemas],
+    pipeline: Pipeline,
 ) -> Iterator[Finding]:
     try:
         try:
             connector.open()
         except ConfigError as refused:
-            found = connector.check() if connector.checks_refused else ()
+            found = _all_that_is_wrong(connector)
             yield from found
             if all(finding.ok for finding in found):
                 raise refused
@@ -74,6 +77,14 @@ def _examine(
         yield Finding(False, f"{error.code} {error.message}", error.hint)
     finally:
         connector.close()
+
+
+def _all_that_is_wrong(connector: Connector[Any]) -> Sequence[Finding]:
+    """What a connector finds although it refused to open, so that nobody has to fix one thing after the other."""
+    try:
+        return connector.check()
+    except ConnectorError:
+        return ()  # it cannot look: then the refusal says what is wrong
 
 
 def _places(

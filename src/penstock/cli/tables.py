@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json as codec
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,14 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock import commands
 from penstock.cli.view import duration
-from penstock.commands import Request, Verb
 from penstock.errors import ConfigError
 from penstock.pipeline import Pipeline
 from penstock.runtime.epochs import State
 from penstock.runtime.telemetry import ENDED, read_status
-from penstock.source import RangeSource, StreamState
+from penstock.tables import Request, Requests, TableSource, TableState, Verb
 
 ACTIONS = ("show", *get_args(Verb))
 
@@ -35,11 +33,11 @@ class _Known:
 
     name: str
     directory: Path
-    states: Sequence[StreamState]
+    states: Mapping[str, TableState]
 
     @property
     def requests(self) -> list[Request]:
-        return commands.asked(self.directory)
+        return Requests(self.directory).pending()
 
 
 def parse(words: Sequence[str]) -> tuple[Any, Path | None, list[str]]:
@@ -61,13 +59,16 @@ def show(pipeline: Pipeline, names: Sequence[str], console: Console, json: bool)
     sources = _sources(pipeline)
     chosen = {known.name: _chosen([known], names)[known.name] if names else None for known in sources}
     shown = [
-        (known, each, [r.verb for r in known.requests if each.stream in r.streams])
+        (known, stream, each, [r.verb for r in known.requests if stream in r.streams])
         for known in sources
-        for each in known.states
-        if (streams := chosen[known.name]) is None or each.stream in streams
+        for stream, each in known.states.items()
+        if (streams := chosen[known.name]) is None or stream in streams
     ]
     if json:
-        print(codec.dumps([{"source": k.name, **asdict(each), "asked": asked} for k, each, asked in shown], indent=1))
+        lines = [
+            {"source": k.name, "stream": stream, **asdict(each), "asked": asked} for k, stream, each, asked in shown
+        ]
+        print(codec.dumps(lines, indent=1))
         return
     if not shown:
         console.print(f"{pipeline.name} has not read any table yet: penstock run", soft_wrap=True)
@@ -75,10 +76,10 @@ def show(pipeline: Pipeline, names: Sequence[str], console: Console, json: bool)
     many = len(sources) > 1
     table = Table(*(["source"] if many else []), "table", "state", "rows copied", "last error", "next try", box=None)
     table.header_style, table.padding = "dim", (0, 2, 0, 0)
-    for known, each, asked in shown:
+    for known, stream, each, asked in shown:
         state = Text(each.state, style=_COLOURS.get(each.state, ""))
         state.append("".join(f" → {verb}" for verb in asked), style="yellow")
-        table.add_row(*([known.name] if many else []), each.stream, state, _rows(each), _error(each), _next(each))
+        table.add_row(*([known.name] if many else []), stream, state, _rows(each), _error(each), _next(each))
     console.print(table)
 
 
@@ -88,15 +89,14 @@ def command(pipeline: Pipeline, verb: Verb, names: Sequence[str], console: Conso
     chosen = _chosen(sources, names)
     for known in sources:
         streams = chosen[known.name]
-        states = {each.stream: each.state for each in known.states}
-        skipped = [stream for stream in streams if states[stream] == "skipped"]
+        skipped = [stream for stream in streams if known.states[stream].state == "skipped"]
         if verb == "resume" and skipped and len(skipped) == len(streams):
             raise ConfigError(f"{skipped[0]} is skipped, not paused", hint=f"penstock tables FILE resync {skipped[0]}")
     status = read_status(pipeline.processing.state_dir)
     runs = status is not None and status["state"] not in (*ENDED, "dead")
     for known in sources:
         if chosen[known.name]:
-            commands.ask(known.directory, verb, chosen[known.name])
+            Requests(known.directory).add(verb, chosen[known.name])
             when = "taken up with the next epoch" if runs else "kept for the next start"
             console.print(f"{verb} {', '.join(chosen[known.name])}: {when}", soft_wrap=True)
 
@@ -106,25 +106,25 @@ def _sources(pipeline: Pipeline) -> list[_Known]:
     found = [
         _Known(name, state.directory / "sources" / name, _states(state, name, source))
         for name, source in pipeline.sources.items()
-        if isinstance(source, RangeSource) and source.has_tables
+        if isinstance(source, TableSource)
     ]
     if not found:
         raise ConfigError(f"no source of {pipeline.name} has tables", hint="sources that copy tables do: postgres_cdc")
     return found
 
 
-def _states(state: State, name: str, source: RangeSource[Any, Any]) -> Sequence[StreamState]:
+def _states(state: State, name: str, source: TableSource[Any, Any]) -> Mapping[str, TableState]:
     newest = state.newest
     if newest is None or name not in newest.ranges:
-        return ()
+        return {}
     span, ended = newest.ranges[name], newest.state == "committed"
     position = source.position_type.model_validate(span.end if ended else span.start)
-    return source.streams(source.advance(position, newest.notes.get(name, ()) if ended else ()))
+    return source.tables(source.next_start(position, newest.notes.get(name, ()) if ended else ()))
 
 
 def _chosen(sources: Sequence[_Known], names: Sequence[str]) -> dict[str, list[str]]:
     """Per source the tables that the names and patterns choose; each must choose one."""
-    everything = sorted({each.stream for known in sources for each in known.states})
+    everything = sorted({stream for known in sources for stream in known.states})
     for name in names:
         if not any(_fits(stream, name) for stream in everything):
             nearest = difflib.get_close_matches(name, everything, n=1, cutoff=0)
@@ -133,7 +133,7 @@ def _chosen(sources: Sequence[_Known], names: Sequence[str]) -> dict[str, list[s
                 hint="penstock tables FILE show lists them" if everything else "it has not run yet: penstock run FILE",
             )
     return {
-        known.name: [each.stream for each in known.states if any(_fits(each.stream, name) for name in names)]
+        known.name: [stream for stream in known.states if any(_fits(stream, name) for name in names)]
         for known in sources
     }
 
@@ -142,11 +142,11 @@ def _fits(stream: str, name: str) -> bool:
     return stream == name or fnmatchcase(stream, name)
 
 
-def _rows(each: StreamState) -> str:
+def _rows(each: TableState) -> str:
     return f"{each.rows:,}" + (f" of about {each.estimate:,}" if each.estimate and each.state == "seeding" else "")
 
 
-def _error(each: StreamState) -> Text:
+def _error(each: TableState) -> Text:
     if not each.code:
         return Text("")
     text = Text.assemble((each.code, "red"), f" {each.error}")
@@ -155,7 +155,7 @@ def _error(each: StreamState) -> Text:
     return text
 
 
-def _next(each: StreamState) -> str:
+def _next(each: TableState) -> str:
     if each.state != "failed":
         return ""
     if each.next_try is None:

@@ -120,7 +120,7 @@ class Generator(RangeSource[GeneratorConfig, NextIds]):
         self._planned = start
         if any(counts.values()):
             ids = {**start.ids, **{stream: start.ids.get(stream, 0) + count for stream, count in counts.items()}}
-            self._planned = NextIds(ids=ids, due_us=self._due(start, counts, now))
+            self._planned = limit.bounded(NextIds(ids=ids, due_us=self._due(start, counts, now)))
         return self._planned
 
     def split(self, start: NextIds, end: NextIds) -> Sequence[IdRange]:

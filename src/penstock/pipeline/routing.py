@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from penstock.changes.keys import canonical_floats, plain
 from penstock.errors import ConfigError
 from penstock.schema import key_of
 from penstock.schema.evolution import Policy
-from penstock.sink import SinkConnector, Topic
+from penstock.sink import Topic, TopicContext
 from penstock.source import SourceBatch
 
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
@@ -113,17 +113,14 @@ class Target:
     sinks: tuple[str, ...]
     route: Route = field(compare=False)
 
-    def tell_policy(self, sink: SinkConnector[Any, Any]) -> None:
-        """Let the sink know what the route says about the topic's schema; in tasks and on the driver."""
-        policy = self.route.schema_evolution
-        if policy is not None and sink.evolution.get(self.topic) is not policy:
-            sink.evolution = {**sink.evolution, self.topic: policy}
-
-    def tell(self, sink: SinkConnector[Any, Any], schema: pa.Schema) -> None:
-        """The same on the driver, with the schema of the stream as of now; what SQL makes of it is not known here."""
-        self.tell_policy(sink)
-        if self.route.sql is None and self.route.transform is None and sink.current.get(self.topic) is not schema:
-            sink.current = {**sink.current, self.topic: schema}
+    def context(self, known: TopicContext, schema: pa.Schema | None = None) -> TopicContext:
+        """What its sinks are to know of the topic: what they knew, the route's policy, and the stream's schema as of now."""
+        plain = self.route.sql is None and self.route.transform is None  # what SQL makes of it is not known
+        return replace(
+            known,
+            policy=self.route.schema_evolution or known.policy,
+            source_schema=schema if plain and schema is not None else known.source_schema,
+        )
 
 
 @dataclass(frozen=True)

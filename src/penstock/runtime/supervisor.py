@@ -20,11 +20,11 @@ from penstock.durable import Json
 from penstock.errors import Action, ConnectorError, FatalError, RetryableError, action, without_secrets
 from penstock.pipeline import Pipeline, compare_shapes
 from penstock.pipeline.routing import Router, Target
-from penstock.runtime.epochs import EpochLoop, State, followed
+from penstock.runtime.epochs import Contexts, EpochLoop, EpochReport, State, Wiring, followed
 from penstock.runtime.ingest import Ingest
 from penstock.runtime.job import Engine
 from penstock.runtime.journal import JournalPosition
-from penstock.runtime.telemetry import EpochReport, Telemetry
+from penstock.runtime.telemetry import Telemetry
 from penstock.schema import discover
 from penstock.sink import SinkConnector, Topic
 from penstock.source import (
@@ -36,6 +36,7 @@ from penstock.source import (
     Schemas,
     SourceConnector,
 )
+from penstock.tables import TableSource
 
 HEALTH_SECS = 5.0
 """How often connectors are asked how they are."""
@@ -125,6 +126,7 @@ class _Supervisor:
     ranges: dict[str, RangeSource[Any, Any]] = field(default_factory=dict)
     requests: list[threading.Event] = field(default_factory=list)
     router: Router = field(init=False)
+    contexts: Contexts = field(init=False)
     skipped: int = 0
     step: _Step | None = None
     """The step in hand, for the monitor."""
@@ -152,6 +154,7 @@ class _Supervisor:
             resources.callback(self.serve(self.telemetry, processing.metrics_port).close)
         starting = _Starting(engine, directory / "lock.jvm", self.telemetry)
         resources.callback(starting.stop)
+        self.contexts = Contexts(state, Wiring(self.ranges, self.pipeline.sinks, self.router))
         self._open(state, resources)
         if not starting.wait(self.stop):
             return self.summary
@@ -185,19 +188,18 @@ class _Supervisor:
     def _open(self, state: State, resources: contextlib.ExitStack) -> None:
         """Open every connector once; the first open is never retried. Sinks first: a capture asks them what is seeded."""
         for name, sink in self.pipeline.sinks.items():
-            self._open_one(f"sink:{name}", sink, resources, sink.open)
+            self._open_one(f"sink:{name}", sink, resources, partial(sink.open, self.contexts.sink(name)))
         for name, source in self.pipeline.sources.items():
-            source.routed = self._routed(name)
-            source.state_dir = state.directory / "sources" / name
+            context = self.contexts.source(name)
             if isinstance(source, RangeSource):
                 self.ranges[name] = source
-                self._open_one(f"source:{name}", source, resources, source.open)
+                self._open_one(f"source:{name}", source, resources, partial(source.open, context))
             else:
                 ingest = self.ingests[name] = self._ingest(name, source, state.directory / "journal" / name)
                 known = {
                     edge: value and JournalPosition.model_validate(value) for edge, value in state.edges(name).items()
                 }
-                self._open_one(f"source:{name}", ingest, resources, lambda i=ingest, k=known: i.open(**k))  # type: ignore[misc]
+                self._open_one(f"source:{name}", ingest, resources, partial(ingest.open, **known, context=context))
                 self.ranges[name] = ingest.range_source
             self._produce(name, source.producer_configs())
 
@@ -217,6 +219,7 @@ class _Supervisor:
                 for route in self.router.effective
             ),
         )
+        self.contexts.wiring.router = self.router
 
     def _ingest(self, name: str, source: SourceConnector[Any], journal: Path) -> Ingest:
         direct = any(not route.reliable_dispatch for route in self.router.effective)
@@ -274,13 +277,6 @@ class _Supervisor:
             raise FatalError(f"{label}: {error.message}", code="PEN-5001", hint=error.hint) from error
         self.telemetry.state(label, HealthStatus.healthy())
 
-    def _routed(self, source: str) -> tuple[ProducerConfig, ...]:
-        return tuple(
-            ProducerConfig(route.to, route.partitions, route.reliable_dispatch)
-            for route in self.router.effective
-            if route.source in (None, source)
-        )
-
     def _loop(self, state: State, engine: Engine) -> EpochLoop:
         processing = self.pipeline.processing
         loop = EpochLoop(
@@ -294,6 +290,7 @@ class _Supervisor:
             max_error_rate=processing.max_error_rate,
             on_phase=self._phase,
             on_ack_failed=lambda name, error: self.telemetry.retry(f"source:{name}", error, 0.0),
+            contexts=self.contexts,
         )
         routes: list[tuple[Target, pa.Schema]] = []
         pairs: set[tuple[str, Topic]] = set()
@@ -303,7 +300,7 @@ class _Supervisor:
                 for target in self.router.targets(name, stream):
                     pairs |= {(sink, target.topic) for sink in target.sinks}
                     for sink in target.sinks:
-                        target.tell(self.pipeline.sinks[sink], schema)
+                        self.contexts.learn(sink, target, schema)
                     routes.append((target, schema))
         keyed = [name for name, sink in self.pipeline.sinks.items() if sink.capabilities.upsert]
         engine.check(routes, keyed)
@@ -316,7 +313,7 @@ class _Supervisor:
             return known
         newest, placed = state.newest, dict(known)
         for name, source in self.ranges.items():
-            if source.has_tables and newest is not None and name in newest.ranges:
+            if isinstance(source, TableSource) and newest is not None and name in newest.ranges:
                 start = source.position_type.model_validate(newest.ranges[name].start)
                 placed[name] = {s: known[name][s] for s in followed(source, start) if s in known[name]}
         self.pipeline.require_streams(placed)
@@ -399,7 +396,7 @@ class _Supervisor:
             try:  # a broken connection is mended by opening it anew; connectors have no retry loops of their own
                 for connector in (*self.ranges.values(), *self.pipeline.sinks.values()):
                     connector.close()
-                    connector.open()
+                self.contexts.open()
                 return
             except ConnectorError as again:
                 error = again

@@ -76,11 +76,19 @@ class SchemaRegistryAware(Protocol):
 class SchemaEvolvable(Protocol):
     """Can follow a schema that changes."""
 
-    def diff_schemas(self, old: pa.Schema, new: pa.Schema) -> Sequence[SchemaChange]: ...
+    def diff_schemas(self, old: pa.Schema, new: pa.Schema) -> Sequence[SchemaChange]:
+        """What must change in a target with the columns `old` so that rows with the columns `new` fit."""
 
-    def evaluate_evolution(self, changes: Sequence[SchemaChange]) -> bool: ...
+    def evaluate_evolution(self, changes: Sequence[SchemaChange], refilled: str | None = None) -> bool:
+        """
+        True if a target can change like this.
 
-    def apply_evolution(self, topic: str, changes: Sequence[SchemaChange]) -> None: ...
+        `refilled` names a topic whose rows follow a clear: True if its target can change together with its rows, in
+        their commit. The task then finds `TopicContext.refilled` set.
+        """
+
+    def apply_evolution(self, topic: str, changes: Sequence[SchemaChange]) -> None:
+        """Change the target of a topic, before the rows that need it are staged."""
 
 
 SAMPLES = 1000

@@ -39,6 +39,8 @@ from penstock.errors import (
 from penstock.pipeline import Pipeline
 from penstock.pipeline.routing import Route, Target, partition_of, split_by
 from penstock.runtime.job import (
+    ApplyJob,
+    ApplyResult,
     Job,
     Part,
     Tally,
@@ -48,6 +50,7 @@ from penstock.runtime.job import (
     leaving_out,
     read_parts,
     run_task,
+    run_work,
     write,
 )
 from penstock.schema import key_of, with_key
@@ -55,6 +58,7 @@ from penstock.sink import Task, Topic
 from penstock.source import RangeSource, ReadLimit, SourceBatch
 from penstock.spark.deletes import FilteredChanges
 from penstock.spark.java import java_problem
+from penstock.tables import Refused, TableSource
 
 PER_EPOCH = {
     "Aggregate",
@@ -76,9 +80,6 @@ _ROW_BY_ROW = {"Project", "Filter", "SubqueryAlias", "View", "MapInArrow", "Logi
 _JVM_LOCK_WAIT_SECS = 30.0
 
 _BAD_SQL = "PEN-1012"
-
-_LAST_ASIDE = 1 << 20
-"""Tallies of no part have negative numbers; those of SQL come behind the ones that the driver itself gives."""
 
 _RESULT = "result binary"
 
@@ -277,15 +278,23 @@ class SparkEngine:
             self._context.setJobGroup(job.epoch.pipeline, str(job.epoch), False)
             if any(is_plain(route) for route in routes):
                 results += self._passthrough(job)
-            for number, (target, schemas) in enumerate(_sql_targets(job).items()):
+            for target, schemas in _sql_targets(job).items():
                 try:
                     with _driver_errors(), _row_errors(target):
                         results += self._sql(job, target, merged(schemas, target.topic))
                 except ConnectorError as error:
                     if not is_of_stream(error) and error.code != _BAD_SQL:
                         raise  # such as of a connector that could not be opened
-                    results.append(_without(job, target, number, error))
+                    results.append(_without(job, target, error))
         return results
+
+    def apply(self, job: ApplyJob) -> Sequence[ApplyResult]:
+        """Do the work that an epoch's commits need: one more Spark job."""
+        groups = job.groups(4 * self.parallelism)
+        with _driver_errors():
+            self._context.setJobGroup(job.epoch.pipeline, f"{job.epoch} · apply", False)
+            found = self._empty(len(groups)).mapPartitionsWithIndex(_work_task(_pack(job), groups)).collect()
+        return [pickle.loads(each) for each in found]
 
     def _passthrough(self, job: Job) -> list[TaskResult]:
         groups = job.groups(self.parallelism)
@@ -372,6 +381,15 @@ def _plain_task(packed: bytes, groups: list[list[Part]]) -> Callable[[int, Itera
     return task
 
 
+def _work_task(packed: bytes, groups: list[list[int]]) -> Callable[[int, Iterable[int]], Iterator[bytes]]:
+    def task(index: int, nothing: Iterable[int]) -> Iterator[bytes]:
+        list(nothing)
+        _freeze()
+        yield _pack(run_work(pickle.loads(packed), groups[index], Task(index, _attempt())))
+
+    return task
+
+
 Key = tuple[int, int, int]
 
 
@@ -396,8 +414,7 @@ def _scatter_task(
         writer = Writer(job, Task(index, _attempt()))
         try:
             sequence = 0
-            for target, batch in read_parts(job, groups[index], tallies, lambda target: is_plain(target.route)):
-                tally = next(reversed(tallies.values()))
+            for tally, target, batch in read_parts(job, groups[index], tallies, lambda target: is_plain(target.route)):
                 if target.route not in lanes:
                     write(writer, target, batch, tally, job)
                     continue
@@ -443,8 +460,7 @@ def _gather_task(packed: bytes, offset: int) -> Callable[[int, Iterable[tuple[Ke
             result = writer.finish()
         finally:
             writer.close()
-        first = len(job.parts) + index * len(job.sources)
-        result.tallies = {first + number: tally for number, tally in enumerate(told.values()) if tally.notes}
+        result.notes = [(source, note) for source, tally in told.items() for note in tally.notes]
         yield _pack(result)
 
     return task
@@ -468,7 +484,9 @@ def _read_task(
             for batch in ids:
                 for index in batch.column(0).to_pylist():
                     found: dict[int, Tally] = {}
-                    for _, rows in read_parts(job, groups[index], found, lambda target: _same(target, wanted), columns):
+                    for _, _, rows in read_parts(
+                        job, groups[index], found, lambda target: _same(target, wanted), columns
+                    ):
                         note(rows)  # before the rows go on: who has seen the last of them finds all notes
                         yield _conform(rows, schema, known, wanted.topic)
                     tallies.add(found)
@@ -839,18 +857,16 @@ def _sql_targets(job: Job) -> dict[Target, list[pa.Schema]]:
     return schemas
 
 
-def _without(job: Job, target: Target, number: int, error: ConnectorError) -> TaskResult:
+def _without(job: Job, target: Target, error: ConnectorError) -> TaskResult:
     """Leave out the streams that feed a topic which SQL could not make, if their sources can begin them anew; else raise."""
     result = TaskResult(attempt=1)  # what its tasks have staged is to be swept
     for source, streams in job.schemas.items():
-        told = Tally(source)
         for stream in streams:
             if target in job.router.targets(source, stream):
-                note = job.sources[source].set_aside(stream, error)
-                if note is None:
+                if not isinstance(job.sources[source], TableSource):
                     raise error
-                told.notes.append(note)
-        result.tallies[-_LAST_ASIDE - number * len(job.schemas) - len(result.tallies)] = told
+                note = Refused.because(stream, error).note()
+                result.notes.append((source, note))
     return result
 
 
@@ -1042,7 +1058,7 @@ def _range_source(options: dict[str, str]) -> tuple[RangeSource[Any, Any], str, 
     kind = source_type(connector)
     if not issubclass(kind, RangeSource):
         raise ConfigError(f"{connector} is not a range source; run it in a pipeline", code="PEN-1009")
-    if kind.has_tables:
+    if issubclass(kind, TableSource):
         raise ConfigError(
             f"{connector} takes notes while it copies tables, and Spark's own readers keep none",
             code="PEN-1009",

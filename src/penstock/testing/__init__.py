@@ -10,6 +10,7 @@ import pytest
 
 pytest.register_assert_rewrite(*(f"penstock.testing.{module}" for module in ("captures", "crash", "sinks", "sources")))
 
+from penstock.testing.applying import MemoryApplySink  # noqa: E402
 from penstock.testing.captures import CaptureContract  # noqa: E402 - asserts tell what they compared only if pytest sees them first
 from penstock.testing.crash import CrashContract  # noqa: E402
 from penstock.testing.engine import ForkEngine  # noqa: E402
@@ -26,6 +27,7 @@ __all__ = [
     "FaultySink",
     "FaultySource",
     "ForkEngine",
+    "MemoryApplySink",
     "MemorySink",
     "MemorySinkConfig",
     "MemorySource",

@@ -15,6 +15,7 @@ import pytest
 
 from penstock.capture import Change, ChangeCapture, Upsert
 from penstock.durable import canonical
+from penstock.source import SourceContext
 from penstock.testing.crash import PATIENCE_SECS
 from penstock.testing.sources import SourceContract
 
@@ -139,8 +140,7 @@ class CaptureContract(SourceContract):
 @contextlib.contextmanager
 def _opened(source: ChangeCapture[Any], state_dir: Path) -> Iterator[ChangeCapture[Any]]:
     copy = pickle.loads(pickle.dumps(source))
-    copy.state_dir = state_dir
-    copy.open()
+    copy.open(SourceContext(state_dir))
     try:
         yield copy
     finally:

@@ -26,7 +26,8 @@ from penstock.changes import CHANGE_FIELDS
 from penstock.changes.old_key import pack_key
 from penstock.errors import FatalError, Fenced, RetryableError
 from penstock.pipeline.routing import Router
-from penstock.runtime.epochs import EpochLoop, State
+from penstock.runtime.epochs import EpochLoop, State, sweep
+from penstock.runtime.epochs.commit import has_second_stage
 from penstock.schema import with_key
 from penstock.sink import SinkConnector, Topic, TopicSink
 from penstock.source import SourceBatch
@@ -54,6 +55,12 @@ STEPS = [
 ]  # fmt: skip
 """Every failpoint of the protocol; `@n` is its nth pass in one epoch of two topics and two sinks."""
 
+APPLY_STEPS = [
+    "plan_apply.before", "plan_apply.before@4", "plan_apply.after", "apply.begin", "apply.middle", "apply.middle@2",
+    "apply.task", "apply.after",
+]  # fmt: skip
+"""Those of the second stage, which only some sinks have."""
+
 
 def elsewhere(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function in a fresh process: one that has nothing open and shares nothing with this one but the disk."""
@@ -74,6 +81,10 @@ class Run:
     fault: Fault | None = None
     """What goes wrong in the sink `one`."""
     orphans: bool = False
+    sweeps: bool = False
+    """Remove at once what dead tries left."""
+    threads: int = 1
+    """Commits at the same time; one, so that the nth pass of a failpoint is always at the same place."""
 
 
 @dataclass
@@ -140,6 +151,16 @@ class Stage:
             shown = ids if self.contract.ordered else sorted(ids)
             assert shown == expected, f"{topic} in {sink}: {_difference(ids, expected)}"
 
+    def check_swept(self) -> None:
+        """Nothing of a dead try is left, once its tasks cannot write any more."""
+        state = State(self.path / "state", "crash").peek()
+        for manifest in (state.load(number) for number in range(1, EPOCHS + 1)):
+            assert manifest is not None
+            won = {each for topics in manifest.kept.values() for each in topics.values()}
+            dead = set(manifest.applies) - won
+            left = [file for name in dead for file in self.path.rglob(f"*{name}*") if file.is_file()]
+            assert not left, f"a dead try left {left}"
+
     def unlock(self) -> None:
         """Take the lock away from a run that still holds it, as a lost network mount would."""
         (self.path / "state" / "lock").unlink()
@@ -180,14 +201,16 @@ class Stage:
             engine=ForkEngine(2, die_with_task=True, orphans=run.orphans),
             max_epoch_rows=(4 if self.applies_changes else 2) * EPOCH_ROWS,
             on_phase=arm,
+            threads=run.threads,
         )
 
     def _drive(self, run: Run) -> int:
         os.fsync = _no_fsync  # SIGKILL leaves the page cache; what a power cut leaves is tested elsewhere
+        if run.sweeps:
+            sweep.SWEEP_AFTER_SECS = 0.0  # no task of an earlier run is alive
         loop = self.loop(run)
         _open_when_free(loop.state)
-        for connector in (*loop.sources.values(), *loop.sinks.values()):
-            connector.open()
+        loop.contexts.open()
         loop.start([(sink, topic) for sink in SINKS for topic in TOPICS], run.on_lost)
         if loop.unacked:
             loop.ack()
@@ -242,6 +265,32 @@ class CrashContract:
     def test_a_run_that_is_killed_loses_and_doubles_nothing(self, tmp_path: Path, step: str, epoch: int) -> None:
         self._skip_unreachable(step, tmp_path)
         self._play(_killed, tmp_path, step, epoch)
+
+    @pytest.mark.parametrize("epoch", [1, 2])
+    @pytest.mark.parametrize("step", APPLY_STEPS)
+    def test_a_run_that_is_killed_in_the_second_stage_loses_and_doubles_nothing(
+        self, tmp_path: Path, step: str, epoch: int
+    ) -> None:
+        self._skip_without_second_stage(tmp_path)
+        self._play(_killed_applying, tmp_path, step, epoch)
+
+    @pytest.mark.parametrize("second", ["plan_apply.after", "apply.task", "apply.after", "commit.before@2"])
+    @pytest.mark.parametrize("first", ["apply.middle", "apply.after", "commit.before@2", "commit.topic", "commit.sink"])
+    def test_a_second_stage_that_is_killed_again_loses_and_doubles_nothing(
+        self, tmp_path: Path, first: str, second: str
+    ) -> None:
+        self._skip_without_second_stage(tmp_path)
+        self._play(_killed_applying_twice, tmp_path, first, second)
+
+    def test_a_zombie_task_of_the_second_stage_adds_nothing(self, tmp_path: Path) -> None:
+        self._skip_without_second_stage(tmp_path)
+        self._play(_zombie_work, tmp_path)
+
+    @pytest.mark.parametrize("step", ["commit.before", "commit.before@3", "commit.after"])
+    def test_commits_at_the_same_time_can_be_killed(self, tmp_path: Path, step: str) -> None:
+        if not self.make_sink(tmp_path).concurrent:
+            pytest.skip("the sink commits one topic after the other")
+        self._play(_killed_in_threads, tmp_path, step)
 
     @pytest.mark.parametrize("second", ["stage.task", "commit.before@2", "commit.after", "ack.after"])
     @pytest.mark.parametrize("first", ["stage.middle", "prepare.after", "commit.sink"])
@@ -298,6 +347,10 @@ class CrashContract:
         """Play a scenario in a process that has no threads and nothing open, so that it can fork."""
         _submit(_scenario, type(self), path, scenario, args)
 
+    def _skip_without_second_stage(self, path: Path) -> None:
+        if not has_second_stage(self.make_sink(path)):
+            pytest.skip("the sink has no second stage")
+
     def _skip_unreachable(self, step: str, path: Path) -> None:
         if step.startswith("commit.topic") and not isinstance(self.make_sink(path), TopicSink):
             pytest.skip("the sink commits all its topics at once")
@@ -311,6 +364,58 @@ def _killed(stage: Stage, step: str, epoch: int) -> None:
     stage.run()
     if epoch == EPOCHS - 1:
         assert stage.run() == 0, "a run that finds nothing new committed something"
+    stage.check_all()
+
+
+def _killed_applying(stage: Stage, step: str, epoch: int) -> None:
+    if _applies(stage, step, epoch):
+        stage.run(Run(sweeps=True))
+        stage.check_all()
+        stage.check_swept()
+
+
+def _killed_applying_twice(stage: Stage, first: str, second: str) -> None:
+    for step in (first, second):
+        if not _applies(stage, step, 2):
+            return
+    stage.run(Run(sweeps=True))
+    stage.check_all()
+    stage.check_swept()
+
+
+def _applies(stage: Stage, step: str, epoch: int) -> bool:
+    """Kill the run there; False if the epoch has so little work that it ends without passing the step."""
+    try:
+        stage.run(Run(_kill(step), epoch))
+    except Killed:
+        stage.check_prefix()
+        return True
+    stage.check_all()
+    return False
+
+
+def _zombie_work(stage: Stage) -> None:
+    driver = stage.start(Run("apply.begin=stop", epoch=2, orphans=True))
+    wait_until(lambda: _stopped_children(driver.pid, 2) or _is_stopped(driver.pid), "work to begin")
+    tasks = list(_children(driver.pid))  # none if the driver does it: little work has no tasks that could outlive it
+    driver.kill()
+    try:
+        if tasks:
+            stage.unlock()
+        stage.run(Run(epochs=1))
+        stage.check_all(epochs=2)
+    finally:
+        for task in tasks:
+            os.kill(task, signal.SIGCONT)
+    wait_until(lambda: not any(Path(f"/proc/{task}").exists() for task in tasks), "the tasks to end")
+    stage.check_all(epochs=2)
+    stage.run()
+    stage.check_all()
+
+
+def _killed_in_threads(stage: Stage, step: str) -> None:
+    stage.killed(Run(_kill(step), epoch=2, threads=4))
+    stage.run(Run(threads=4))
     stage.check_all()
 
 

@@ -12,6 +12,7 @@ import signal
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
@@ -19,7 +20,19 @@ import pyarrow as pa
 from penstock import failpoints
 from penstock.errors import ConfigError, FatalError, RetryableError
 from penstock.pipeline.routing import Route, Target, partition_of
-from penstock.runtime.job import Job, Tally, TaskResult, Writer, is_plain, read_parts, run_task, write
+from penstock.runtime.job import (
+    ApplyJob,
+    ApplyResult,
+    Job,
+    Tally,
+    TaskResult,
+    Writer,
+    is_plain,
+    read_parts,
+    run_task,
+    run_work,
+    write,
+)
 from penstock.sink import Task, Topic
 
 T = TypeVar("T")
@@ -98,6 +111,7 @@ class ForkEngine:
         self, parallelism: int = 2, *, die_with_task: bool = False, task_attempts: int = 1, orphans: bool = False
     ) -> None:
         self.parallelism = parallelism
+        self.version = "forked processes"
         self.die_with_task = die_with_task
         self.task_attempts = task_attempts
         self.orphans = orphans
@@ -106,18 +120,36 @@ class ForkEngine:
         for target, _ in routes:
             _refuse_sql(target.route, target.topic)
 
+    def start(self) -> None:
+        """Forked processes need no start."""
+
+    def hold(self, lock: Path) -> None:
+        """A forked task has the driver's locks anyway."""
+
+    def busy(self) -> bool:
+        return False
+
+    def stop(self) -> None:
+        """Every process has ended when `run` returns."""
+
     def run(self, job: Job) -> Sequence[TaskResult]:
         for route in job.router.effective:
             _refuse_sql(route, route.to)
-        tasks = list(enumerate(_tasks(job, self.parallelism)))
-        waiting = [(number, 0) for number, _ in tasks]
-        running: dict[Forked[TaskResult], tuple[int, int]] = {}
-        results: dict[int, TaskResult] = {}
+        return self._all(_tasks(job, self.parallelism))
+
+    def apply(self, job: ApplyJob) -> Sequence[ApplyResult]:
+        return self._all([partial(run_work, job, group) for group in job.groups(self.parallelism)])
+
+    def _all(self, tasks: Sequence[Callable[..., T]]) -> list[T]:
+        """What each task returns; one that fails with a retryable error is tried again."""
+        waiting = [(number, 0) for number in range(len(tasks))]
+        running: dict[Forked[T], tuple[int, int]] = {}
+        results: dict[int, T] = {}
         try:
             while waiting or running:
                 while waiting and len(running) < self.parallelism:
                     number, attempt = waiting.pop(0)
-                    child = Forked(partial(tasks[number][1], task=Task(number, attempt)), orphan=self.orphans)
+                    child = Forked(partial(tasks[number], task=Task(number, attempt)), orphan=self.orphans)
                     running[child] = (number, attempt)
                 for child in select.select(list(running), [], [])[0]:
                     number, attempt = running.pop(child)
@@ -130,9 +162,9 @@ class ForkEngine:
         finally:
             for child in running:
                 child.kill()
-        return [results[number] for number, _ in tasks]
+        return [results[number] for number in range(len(tasks))]
 
-    def _result(self, child: Forked[TaskResult]) -> TaskResult:
+    def _result(self, child: Forked[T]) -> T:
         try:
             return child.result()
         except Killed as killed:
@@ -161,9 +193,9 @@ def _run_lane(job: Job, lane: int, lanes: int, task: Task) -> TaskResult:
     tallies: dict[int, Tally] = {}
     writer = Writer(job, task)
     try:
-        for target, rows in read_parts(job, job.parts, tallies, lambda target: target.route.partitions == lanes):
+        for tally, target, rows in read_parts(job, job.parts, tallies, lambda target: target.route.partitions == lanes):
             mine = partition_of(rows, target.route.key_columns(rows.schema), lanes) == lane
-            write(writer, target, rows.filter(pa.array(mine)), next(reversed(tallies.values())), job)
+            write(writer, target, rows.filter(pa.array(mine)), tally, job)
         result = writer.finish()
     finally:
         writer.close()

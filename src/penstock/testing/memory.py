@@ -32,13 +32,14 @@ from penstock.sink import (
     Positions,
     Receipt,
     SinkConnectorCapabilities,
+    SinkContext,
     Task,
     Topic,
     TopicSink,
     WriteResult,
     is_committed,
 )
-from penstock.source import Position, RangeSource, ReadLimit, Schemas, SourceBatch
+from penstock.source import Position, RangeSource, ReadLimit, Schemas, SourceBatch, SourceContext
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ class MemorySource(RangeSource[MemorySourceConfig, NextItem]):
     def of(cls, path: Path, *script: Any) -> MemorySource:
         return cls(MemorySourceConfig(path=path, script=script))
 
-    def open(self) -> None:
+    def open(self, context: SourceContext = SourceContext()) -> None:
+        super().open(context)
         if not self.config.path.is_dir():
             raise ConfigError(f"{self.config.path} is not a directory", hint="make it before the source is opened")
 
@@ -94,7 +96,7 @@ class MemorySource(RangeSource[MemorySourceConfig, NextItem]):
             if rows and limit.rows is not None and rows + size > limit.rows:
                 break
             rows, index = rows + size, index + 1
-        return NextItem(index=index)
+        return limit.bounded(NextItem(index=index))
 
     def split(self, start: NextItem, end: NextItem) -> Sequence[int]:
         return range(start.index, end.index)
@@ -128,9 +130,6 @@ class MemorySource(RangeSource[MemorySourceConfig, NextItem]):
     @cached_property
     def _items(self) -> list[SourceBatch | Crash | Pause]:
         return [_item(each) for each in self.config.script]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_items"}
 
     def _remembers(self, what: str, index: int) -> bool:
         return (self.config.path / f"{what}-{index}").exists()
@@ -172,6 +171,7 @@ class MemorySink(TopicSink[MemorySinkConfig, MemoryReceipt]):
     """
 
     name = "memory"
+    concurrent = True
 
     def __init__(self, config: MemorySinkConfig) -> None:
         super().__init__(config)
@@ -181,7 +181,8 @@ class MemorySink(TopicSink[MemorySinkConfig, MemoryReceipt]):
         self._stem = ""
         self._rows: dict[Topic, list[pa.RecordBatch]] = {}
 
-    def open(self) -> None:
+    def open(self, context: SinkContext = SinkContext()) -> None:
+        super().open(context)
         make_directory(self.config.path)
 
     def begin_epoch(self, epoch: Epoch, task: Task) -> None:
@@ -219,22 +220,7 @@ class MemorySink(TopicSink[MemorySinkConfig, MemoryReceipt]):
         log = self._log(topic)
         if is_committed(_marker(log, epoch.pipeline), epoch):
             return
-        files = [name for receipt in receipts for name in receipt.files[topic]]
-        schema = self._stored(topic)
-        for name in files:
-            path = self._topic(topic) / "rows" / name
-            if not path.exists():
-                raise StagingLost(f"{path} is gone")
-            rows = _open_rows(path).schema
-            schema = follow(topic, rows if schema is None else schema, rows)
-        marker = CommittedEpoch(incarnation=epoch.incarnation, number=epoch.number, end=dict(end))
-        entry = {
-            "pipeline": epoch.pipeline,
-            "marker": marker.model_dump(mode="json"),
-            "files": files,
-            "schema": pack_schema(schema) if schema is not None else None,
-        }
-        make_directory(self._topic(topic) / "log")
+        entry = self._entry(epoch, topic, [name for receipt in receipts for name in receipt.files[topic]], end)
         failpoints.hit("commit.before")
         if not publish_once(self._topic(topic) / "log" / f"{len(log):012d}.json", canonical(entry).encode()):
             self.commit_topic(epoch, topic, receipts, end)  # another commit came first: ask again, on what it left
@@ -263,6 +249,24 @@ class MemorySink(TopicSink[MemorySinkConfig, MemoryReceipt]):
             return _upserted(epochs, self.config.key)
         tables = [table for each in epochs for table in each]
         return pa.concat_tables(tables, promote_options="permissive").to_pylist() if tables else []
+
+    def _entry(self, epoch: Epoch, topic: Topic, files: Sequence[str], end: Positions) -> dict[str, Any]:
+        """The entry of the log that shows these files; there is a directory for it."""
+        schema = self._stored(topic)
+        for name in files:
+            path = self._topic(topic) / "rows" / name
+            if not path.exists():
+                raise StagingLost(f"{path} is gone")
+            rows = _open_rows(path).schema
+            schema = follow(topic, rows if schema is None else schema, rows)
+        marker = CommittedEpoch(incarnation=epoch.incarnation, number=epoch.number, end=dict(end))
+        make_directory(self._topic(topic) / "log")
+        return {
+            "pipeline": epoch.pipeline,
+            "marker": marker.model_dump(mode="json"),
+            "files": list(files),
+            "schema": pack_schema(schema) if schema is not None else None,
+        }
 
     def _read(self, topic: Topic, name: str) -> pa.Table:
         """A file's rows, in the types that the target has by now."""

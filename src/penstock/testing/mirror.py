@@ -61,13 +61,12 @@ class Mirror:
     def _drive(self, failpoint: str | None, until: Until) -> int:
         state, sink, committed = State(self.path / "state", "mirror"), self._sink(), 0
         _open_when_free(state)
-        sink.open()
         engine = ForkEngine(self.parallelism, die_with_task=True)
         loop = EpochLoop(state, {"source": self.source}, {"target": sink}, Router((), ("target",)), engine)
         failpoints.arm(failpoint)
         patience = time.monotonic() + PATIENCE_SECS
         try:
-            self.source.open()
+            loop.contexts.open()
             loop.start([])
             while True:
                 try:
@@ -95,7 +94,7 @@ def _copying(loop: EpochLoop) -> bool:
         return True
     source = loop.sources["source"]
     end = source.position_type.model_validate(newest.ranges["source"].end)
-    return bool(getattr(source.advance(end, newest.notes.get("source", ())), "copying", False))
+    return bool(getattr(source.next_start(end, newest.notes.get("source", ())), "copying", False))
 
 
 def replayed(log: Sequence[Row], key: Sequence[str], refreshed: bool = False) -> list[Row]:

@@ -23,7 +23,17 @@ from penstock.durable import canonical
 from penstock.errors import Fenced, RetryableError, SchemaError, StagingLost
 from penstock.schema import with_key
 from penstock.schema.evolution import EvolutionConfig, Policy
-from penstock.sink import CommittedEpoch, Epoch, Receipt, SinkConnector, Task, Topic, WriteResult
+from penstock.sink import (
+    CommittedEpoch,
+    Epoch,
+    Receipt,
+    SinkConnector,
+    SinkContext,
+    Task,
+    Topic,
+    TopicContext,
+    WriteResult,
+)
 from penstock.source import ConnectorMetrics, HealthStatus
 from penstock.testing.crash import PATIENCE_SECS, as_rows, elsewhere, is_hidden
 
@@ -118,9 +128,8 @@ class SinkContract:
     def test_a_first_copy_without_rows_is_remembered_and_rows_may_follow(self, sink: Sink, visible: Visible) -> None:
         if type(sink).is_seeded is SinkConnector.is_seeded:
             pytest.skip("the sink does not remember first copies")
-        with _open(sink) as opened:
+        with _open(sink, SinkContext({TOPIC: TopicContext(source_schema=rows(0).schema)})) as opened:
             assert not opened.is_seeded(TOPIC), "nothing was copied yet"
-            opened.current = {TOPIC: rows(0).schema}
             opened.mark_seeded(TOPIC)
         with _open(sink) as opened:
             assert opened.is_seeded(TOPIC), "the copy is forgotten"
@@ -652,10 +661,10 @@ def _epoch(number: int, incarnation: str = "one", **more: Any) -> Epoch:
 
 
 @contextlib.contextmanager
-def _open(sink: Sink) -> Iterator[Sink]:
+def _open(sink: Sink, context: SinkContext = SinkContext()) -> Iterator[Sink]:
     """A copy of the sink as another process gets it, open."""
     copy: Sink = pickle.loads(pickle.dumps(sink))
-    copy.open()
+    copy.open(context)
     try:
         yield copy
     finally:

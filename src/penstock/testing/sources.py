@@ -234,12 +234,20 @@ class SourceContract:
             another.ack(cuts[-1])
 
     @kind(RangeSource)
-    def test_the_earlier_of_two_ends_is_the_one_that_was_reached_first(self, source: RangeSource[Any, Any]) -> None:
+    def test_nothing_is_planned_past_a_position_that_bounds_it(self, source: RangeSource[Any, Any]) -> None:
         with _open(source) as opened:
             cuts = self._cuts(opened, 3)
-            for a, b in [*pairwise(cuts[1:]), (cuts[1], cuts[-1]), (cuts[-1], cuts[-1])]:
-                assert opened.earlier(a, b) == a, f"the earlier of {a} and {b} is {opened.earlier(a, b)}"
-                assert opened.earlier(b, a) == a, f"the earlier of {b} and {a} is {opened.earlier(b, a)}"
+            for until in {1, len(cuts) // 2, len(cuts) - 1}:
+                position, bound = cuts[0], cuts[until]
+                for _ in cuts:
+                    position = opened.latest(position, ReadLimit(rows=1000, until=bound))
+                assert position == bound, f"bounded by {bound}, latest() comes to {position}"
+                self._same(
+                    _read(opened, cuts[0], position),
+                    _read(opened, cuts[0], bound),
+                    "a range up to a bound and the range",
+                )
+                assert opened.latest(bound, ReadLimit(until=bound)) == bound, "latest() goes on past its bound"
 
     @kind(RangeSource)
     def test_it_holds_the_rows_that_are_expected(self, source: RangeSource[Any, Any], expected: Any) -> None:
@@ -374,6 +382,10 @@ class RecordingSender:
     def count(self) -> int:
         with self._lock:
             return sum(map(len, self.rows.values()))
+
+    @property
+    def full(self) -> bool:
+        return False
 
     def wait(self, seconds: float) -> bool:
         return self._stopped.wait(seconds)

@@ -1,9 +1,11 @@
-"""Arrow's types and Delta's, and the statistics that Delta's log holds of a file."""
+"""Arrow's types and Delta's, and the statistics of a file in Delta's log."""
 
 from __future__ import annotations
 
 import datetime
+import json
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -15,23 +17,31 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from penstock import durable
+from penstock.changes import own_columns
+from penstock.connectors.delta.config import DeltaConfig
 from penstock.connectors.lake.staging import ParquetPart
-from penstock.errors import DataError, SchemaError
+from penstock.connectors.lake.types import COMMON, LakeTypes
+from penstock.connectors.upsert import DELETED, refuse_own_mark
+from penstock.errors import SchemaError
+from penstock.schema.evolution import Policy, follow, refusal, widens
 from penstock.sink import Topic
 
 STATS_COLUMNS = 32
-"""Columns with statistics in the log, as Delta's own default is."""
+"""Columns with statistics in the log; Delta's own default."""
+
+MARK = pa.field(DELETED, pa.bool_())
+"""Marks deleted rows, for `soft_delete`. Null, as in rows from before the option was set: not deleted."""
 
 _BOUND_CHARS = 32
 _LAST_CHAR = "\U0010ffff"
 
-_DECIMAL = f"{uuid4().hex}:"  # what no text in a column begins with
+_DECIMAL = f"{uuid4().hex}:"  # no text in a column begins so
 _LITERAL = re.compile(f'"{_DECIMAL}([^"]*)"')
-"""JSON of Python has no decimals: they are written as texts, and then made the numbers that readers want."""
+"""Python's JSON has no decimals: they are written as texts and then replaced by the numbers that readers expect."""
 
 
 class StatsPart(ParquetPart):
-    """A Parquet file with the statistics that Delta's log holds of it."""
+    """A Parquet file, and its statistics for Delta's log."""
 
     def __init__(self, path: Path, schema: pa.Schema, compression: str, **options: Any) -> None:
         super().__init__(path, schema, compression, **options)
@@ -41,7 +51,7 @@ class StatsPart(ParquetPart):
     def write(self, table: pa.Table) -> None:
         super().write(table)
         for column in table.schema:
-            # NaN is above all numbers to Delta's readers and unknown to Parquet's bounds.
+            # To Delta's readers NaN is above all numbers; Parquet's bounds leave it out.
             if types.is_floating(column.type) and pc.any(pc.is_nan(table.column(column.name))).as_py():
                 self._with_nan.add(column.name)
 
@@ -50,70 +60,66 @@ class StatsPart(ParquetPart):
         return _stats(self.metadata[0], self._schema, self._with_nan)
 
 
-def has_empty_text(column: pa.Array) -> bool:
-    return bool(types.is_string(column.type) and pc.any(pc.equal(column, "")).as_py())
-
-
-def as_delta(topic: Topic, batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch in types that Delta has, without loss; columns of type null are left out until they have a value."""
-    nulls = [column.name for column in batch.schema if types.is_null(column.type)]
-    batch = batch.drop_columns(nulls) if nulls else batch
-    schema = delta_schema(topic, batch.schema)
-    try:
-        return batch.cast(schema) if batch.schema != schema else batch.replace_schema_metadata(None)
-    except pa.ArrowInvalid as error:
-        raise DataError(f"a value of {topic} does not fit its column in Delta: {error}") from error
+TYPES = LakeTypes(
+    "Delta",
+    (
+        (types.is_signed_integer, None),
+        (types.is_uint8, pa.int16()),
+        (types.is_uint16, pa.int32()),
+        (types.is_uint32, pa.int64()),
+        (types.is_fixed_size_binary, pa.binary()),
+        *COMMON,
+    ),
+)
 
 
 def delta_schema(topic: Topic, schema: pa.Schema) -> pa.Schema:
-    return pa.schema([pa.field(column.name, _delta_type(topic, column.name, column.type)) for column in schema])
+    return TYPES.schema(topic, schema)
 
 
-def _delta_type(topic: Topic, name: str, kind: pa.DataType) -> pa.DataType:
-    """The Delta type that holds every value of `kind`."""
-    if isinstance(kind, pa.BaseExtensionType):
-        return _delta_type(topic, name, kind.storage_type)
-    if types.is_dictionary(kind):
-        return _delta_type(topic, name, kind.value_type)
-    if types.is_timestamp(kind) and kind.unit != "ns":
-        return pa.timestamp("us", "UTC" if kind.tz else None)
-    if types.is_decimal(kind) and kind.precision <= 38:
-        return pa.decimal128(kind.precision, kind.scale)
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return pa.list_(pa.field("element", _delta_type(topic, name, kind.value_type)))
-    if types.is_map(kind):
-        return pa.map_(_delta_type(topic, name, kind.key_type), _delta_type(topic, name, kind.item_type))
-    if types.is_struct(kind):
-        inner = [kind.field(i) for i in range(kind.num_fields)]
-        return pa.struct([pa.field(each.name, _delta_type(topic, f"{name}.{each.name}", each.type)) for each in inner])
-    for is_kind, stored in _STORED:
-        if is_kind(kind):
-            return stored or kind
-    raise SchemaError(
-        f"the column {name!r} of {topic} is {kind}, which Delta cannot hold without loss",
-        code="PEN-4002",
-        hint="cast it in the route's SQL",
-    )
+def can_widen(old: pa.DataType, new: pa.DataType) -> bool:
+    """True for types that every reader of Parquet widens in a file: numbers, and dates to midnights."""
+    return widens(old, new) and (types.is_primitive(old) or types.is_decimal(old)) and not types.is_boolean(old)
 
 
-_STORED: list[tuple[Any, pa.DataType | None]] = [
-    (types.is_boolean, None),
-    (types.is_signed_integer, None),
-    (types.is_uint8, pa.int16()),
-    (types.is_uint16, pa.int32()),
-    (types.is_uint32, pa.int64()),
-    (types.is_float16, pa.float32()),
-    (types.is_floating, None),
-    (types.is_date, pa.date32()),
-    (types.is_string, None),
-    (types.is_large_string, pa.string()),
-    (types.is_string_view, pa.string()),
-    (types.is_binary, None),
-    (types.is_large_binary, pa.binary()),
-    (types.is_binary_view, pa.binary()),
-    (types.is_fixed_size_binary, pa.binary()),
-]
-"""Delta's type for each simple type of Arrow; None: the same."""
+def follow_rows(
+    topic: Topic, config: DeltaConfig, columns: pa.Schema, rows: pa.Schema, policy: Policy = Policy.EVOLVE
+) -> pa.Schema:
+    """The table's columns once rows with the columns `rows` are in it; refuses rows that it could not follow."""
+    refuse_own_mark(config, topic, rows.names)
+    wider = follow(topic, columns, rows, policy, can_widen)
+    for name in config.partition_by:
+        if name in columns.names and wider.field(name).type != columns.field(name).type:
+            # Its values are in paths and in the log, as texts of the old type.
+            raise refusal(topic, name, columns.field(name).type, wider.field(name).type, policy, is_wider=True)
+    folded: dict[str, str] = {}
+    for name in wider.names:
+        if folded.setdefault(name.lower(), name) != name:
+            raise SchemaError(
+                f"the columns {folded[name.lower()]!r} and {name!r} of {topic} differ in case only",
+                code="PEN-4001",
+                hint="Delta does not tell them apart: rename one in the route's SQL",
+            )
+    return wider
+
+
+def stored_columns(config: DeltaConfig, schema: pa.Schema) -> pa.Schema:
+    """The columns of a topic that its table has: for `upsert` without those that describe the change."""
+    return pa.schema([schema.field(name) for name in own_columns(schema)]) if config.upserts else schema
+
+
+def refuse_partitions(topic: Topic, config: DeltaConfig, partition_by: Sequence[str]) -> None:
+    """The table must be partitioned as the sink's options say."""
+    if list(partition_by) != list(config.partition_by):
+        raise SchemaError(
+            f"the table of {topic} is partitioned by {list(partition_by)}, not by {list(config.partition_by)}",
+            code="PEN-4002",
+            hint=f"set partition_by = {json.dumps(list(partition_by))}",
+        )
+
+
+def has_empty_text(column: pa.Array) -> bool:
+    return bool(types.is_string(column.type) and pc.any(pc.equal(column, "")).as_py())
 
 
 def _stats(metadata: pq.FileMetaData, schema: pa.Schema, with_nan: set[str]) -> str:
@@ -137,7 +143,7 @@ def _stats(metadata: pq.FileMetaData, schema: pa.Schema, with_nan: set[str]) -> 
         try:
             bounds = _bounds(min(each.min for each in filled), max(each.max for each in filled))
         except (OverflowError, ValueError):
-            continue  # a time that Python has not
+            continue  # Python cannot represent such a time
         if bounds is not None:
             lows[column.name], highs[column.name] = bounds
     stats = {"numRecords": metadata.num_rows, "minValues": lows, "maxValues": highs, "nullCount": nulls}

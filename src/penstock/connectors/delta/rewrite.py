@@ -6,7 +6,7 @@ import contextlib
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,11 +19,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import types
 
+from penstock.changes import own_columns
 from penstock.changes.collapse import Collapsed
 from penstock.changes.keys import Ints, Keys, Mask
 from penstock.connectors.delta.table import Table
 from penstock.connectors.lake.partitions import partition_text
-from penstock.connectors.lake.staging import HIDDEN, ROW_GROUP_ROWS, Stage, StagedFile, StagedTopic
+from penstock.connectors.lake.staging import ROW_GROUP_ROWS, Stage, StagedFile, StagedTopic
+from penstock.connectors.lake.targets import HIDDEN
 from penstock.errors import FatalError, SchemaError
 from penstock.schema.evolution import widened
 from penstock.sink import Topic
@@ -152,6 +154,19 @@ class StagedChanges:
             runs = list(_runs(self._metadata))
             for place in range(len(runs)) if pieces is None else pieces:
                 yield self.stored(parquet.read_row_groups(runs[place], columns=there)).select(list(columns))
+
+
+def as_stored(rows: pa.Table, schema: pa.Schema, gone: Iterable[str]) -> pa.Table:
+    """Changes in the types of the table; a column that the topic no longer has is null, not unchanged."""
+    own = set(own_columns(rows.schema))
+    fields = [
+        schema.field(each.name) if each.name in own and each.name in schema.names else each for each in rows.schema
+    ]
+    rows = rows.cast(pa.schema(fields))
+    for name in gone:
+        if name not in rows.column_names and name in schema.names:
+            rows = rows.append_column(name, pa.nulls(rows.num_rows, schema.field(name).type))
+    return rows
 
 
 def write(stage: Stage, topic: Topic, rows: pa.Table) -> None:

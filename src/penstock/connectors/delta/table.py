@@ -24,33 +24,34 @@ from pyarrow import types
 from pydantic import ValidationError
 
 from penstock import durable, failpoints
-from penstock.connectors.lake.staging import HIDDEN, StagedFile
-from penstock.errors import FatalError, SchemaError
-from penstock.sink import CommittedEpoch, Epoch, Positions
+from penstock.connectors.lake.staging import StagedFile
+from penstock.connectors.lake.targets import HIDDEN, Targets
+from penstock.errors import ConfigError, FatalError, SchemaError
+from penstock.sink import CommittedEpoch, Epoch, Positions, Topic
 
 _HOOKS = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False)
-"""Checkpoints at the table's interval. Old entries stay: they may go only once the checkpoint is known to be on disk."""
+"""Checkpoints at the table's interval. Old entries stay until the checkpoint is known to be on disk."""
 
 _FEATURES = {
     *("appendOnly", "invariants", "checkConstraints", "changeDataFeed", "generatedColumns", "identityColumns"),
     *("columnMapping", "timestampNtz", "deletionVectors", "v2Checkpoint", "variantType"),
 }
-"""Features of tables that the client can commit to; those that add rules are looked at where the rules stand."""
+"""Table features that the client can commit to. Rules that some of them add are checked one by one."""
 
 _NO_REWRITE = ("delta.appendOnly", "delta.enableChangeDataFeed", "delta.enableDeletionVectors")
-"""Settings of tables whose files cannot just be written anew."""
+"""Settings of tables whose files cannot simply be rewritten."""
 
 _NO_RETRIES = 0
-"""The client would put the commit on top of one whose marker nobody has looked at."""
+"""A retry by the client would commit on top of a version whose marker nobody has read."""
 
 
 class Sidecar(CommittedEpoch):
-    """The marker beside the log, which has no room for `end`; the log's transactions say which sidecar counts."""
+    """The marker next to the log, which has no room for `end`; the log's transactions say which sidecar counts."""
 
     version: int
     """Version of the table that this commit makes."""
     columns: tuple[str, ...] = ()
-    """Every column that the topic ever had, for `upsert`; others in the table are not the pipeline's."""
+    """Every column that the topic ever had, for `upsert`. Other columns of the table belong to somebody else."""
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Table:
         self._seen = self._newest()
 
     def is_the_same(self) -> bool:
-        """False when the table was dropped, or dropped and made again: then the client would go on with the old one."""
+        """False if the table was dropped, or dropped and created again: the client would go on with the old one."""
         return self._seen is not None and self._newest() == self._seen
 
     def refresh(self) -> None:
@@ -90,7 +91,7 @@ class Table:
                 raise FatalError(
                     f"the log of {self.path} no longer holds the transactions of {pipeline}, but epochs were committed",
                     code="PEN-5020",
-                    hint="they were removed from the log: restore the table, or write to a new one",
+                    hint="somebody removed them from the log: restore the table from a backup, or write to a new one",
                 )
             return None
         for name in self._sidecars(pipeline).get(sequence, ()):
@@ -103,9 +104,9 @@ class Table:
         if self.delta.transaction_version(_app(pipeline)) != sequence:
             return self.marker(pipeline)  # another process has committed, and dropped the old sidecar
         raise FatalError(
-            f"{self._hidden(pipeline)} lacks the file of commit {sequence}, which says where the sources stood",
+            f"{self._hidden(pipeline)} lacks the file of commit {sequence}, which records the source positions",
             code="PEN-5020",
-            hint="restore the directory from a copy; or write to a new table",
+            hint="restore the directory from a backup, or write to a new table",
         )
 
     def commit(
@@ -130,7 +131,7 @@ class Table:
             durable.canonical(sidecar.model_dump(mode="json")).encode(),
         )
         if not self.markers:
-            durable.fsync(hidden, hidden.parent)  # who made them may have died before the sync
+            durable.fsync(hidden, hidden.parent)  # the process that made them may have died before its fsync
         now = int(time.time() * 1000)
         failpoints.hit("commit.before")
         self.delta.create_write_transaction(
@@ -154,7 +155,7 @@ class Table:
         self.sync(version)
         self.markers[epoch.pipeline] = (sequence, sidecar)
         for old, names in self._sidecars(epoch.pipeline).items():
-            for name in names if old < sequence - 1 else ():  # one more is kept for who reads the previous version now
+            for name in names if old < sequence - 1 else ():  # keep one more for readers of the previous version
                 (hidden / name).unlink(missing_ok=True)
 
     def replace(self, files: Sequence[StagedFile], removed: Sequence[StagedFile]) -> None:
@@ -177,7 +178,7 @@ class Table:
         self.sync(version)
 
     def may_join(self) -> bool:
-        """False for tables whose files hold less than their rows: a deletion vector says which of them are gone."""
+        """False for tables with deletion vectors: some rows of their files are deleted."""
         return "deletionVectors" not in (self.delta.protocol().writer_features or ())
 
     def add_columns(self, columns: pa.Schema) -> None:
@@ -190,7 +191,7 @@ class Table:
         self.sync(self.delta.version())
 
     def may_hold(self, schemas: Sequence[pa.Schema]) -> bool:
-        """False if the table first had to be told that it may hold such types, and its marker is to be looked at again."""
+        """False if a feature for such types had to be added to the table first, and its marker must be read again."""
         features = self.delta.protocol().writer_features or ()
         kinds = [each.type for schema in schemas for each in schema]
         if "timestampNtz" in features or not any(types.is_timestamp(kind) and kind.tz is None for kind in kinds):
@@ -206,9 +207,9 @@ class Table:
 
     def widen_columns(self, columns: pa.Schema) -> None:
         """
-        Give columns wider types: an entry of metadata alone, since readers take narrower files for wider columns.
+        Give columns wider types. Only the metadata changes: readers widen the values of narrower files.
 
-        The client has no call for it. The entry is made as the client makes its own: whole, or not at all.
+        The client has no call for it. The entry appears as the client's own do: whole, or not at all.
         """
         self.may_hold([columns])
         metadata, schema = self.delta.metadata(), json.loads(self.delta.schema().to_json())
@@ -252,13 +253,13 @@ class Table:
         self._synced = versions[-1]
 
     def _drop_old_entries(self) -> None:
-        """Drop entries older than the table keeps: only now, since the checkpoint that stands for them is on disk."""
+        """Drop entries older than the table's retention. The checkpoint that replaces them is on disk now."""
         if self.delta.metadata().configuration.get("delta.enableExpiredLogCleanup", "true") == "true":
             with contextlib.suppress(DeltaError):  # a later checkpoint does it
                 self.delta.cleanup_metadata()
 
-    def refuse_what_cannot_be_kept(self, rewrites: bool) -> None:
-        """Tables with rules that only a full Delta writer applies: rows would break them unseen."""
+    def refuse_unsupported(self, rewrites: bool) -> None:
+        """Refuse tables with rules that only a full Delta writer applies: rows could break them unnoticed."""
         metadata, columns = self.delta.metadata(), self.delta.schema().fields
         rules = [feature for feature in self.delta.protocol().writer_features or () if feature not in _FEATURES]
         rules += [key for key in metadata.configuration if key.startswith("delta.constraints.")]
@@ -273,9 +274,9 @@ class Table:
             rules += [each for each in self.delta.protocol().writer_features or () if each == "deletionVectors"]
         if rules:
             raise SchemaError(
-                f"the Delta table {self.path} has what cannot be kept to when rows are written: {', '.join(rules)}",
+                f"the Delta table {self.path} uses features that this sink cannot honour: {', '.join(rules)}",
                 code="PEN-4002",
-                hint="take it from the table with the engine that put it there (DROP FEATURE, DROP CONSTRAINT, "
+                hint="remove them from the table with the engine that added them (DROP FEATURE, DROP CONSTRAINT, "
                 "UNSET TBLPROPERTIES), or write to another table",
             )
 
@@ -292,6 +293,22 @@ class Table:
 
     def _newest(self) -> tuple[int, int] | None:
         return _identity(self.path / "_delta_log" / f"{self.delta.version():020d}.json")
+
+
+MISREAD = re.compile(r"%[0-9A-Fa-f]{2}|\\")
+"""Parts of a path that the client decodes, and so looks for another path."""
+
+
+def claim(targets: Targets, topic: Topic) -> Path:
+    """The topic's directory; refused if the client would look for another."""
+    path = targets.claim(topic)
+    if MISREAD.search(str(path)):
+        raise ConfigError(
+            f"the Delta client reads the %-code or backslash in {path} as another character, and would not find the table",
+            code="PEN-1010",
+            hint="route to another name, or choose another path",
+        )
+    return path
 
 
 @contextlib.contextmanager
@@ -317,14 +334,14 @@ def unknown_feature(path: Path, error: DeltaProtocolError) -> SchemaError:
 _ENTRY = re.compile(r"(\d{20})\.(json|checkpoint\.parquet)")
 
 _read: dict[Path, tuple[str, tuple[int, int], dict[str, Any]]] = {}
-"""Per log: the newest entry that this process has read, what tells it from another of its name, the metadata as of it."""
+"""Per log: the newest entry that this process has read, its identity, and the metadata as of that entry."""
 
 
 def read_metadata(log: Path) -> dict[str, Any] | None:
     """
     The newest metadata in a table's log, read without the client, whose threads do not survive a fork.
 
-    None when there is no table, or when its checkpoints are of a kind that only the client reads: the commit tells then.
+    None if there is no table, or if only the client can read its checkpoints: the commit then checks the rows.
     """
     seen, identity, known = _read.get(log, ("", (0, 0), None))
     if known is not None and seen.endswith(".json") and _identity(log / seen) == identity:
@@ -345,7 +362,7 @@ def read_metadata(log: Path) -> dict[str, Any] | None:
 
 
 def _read_on(log: Path, version: int, metadata: dict[str, Any]) -> dict[str, Any]:
-    """The newest metadata, given that as of a version: a log may be long, and listing it takes its time."""
+    """The newest metadata, given the metadata as of a version: listing a long log would be slow."""
     while (entry := log / f"{version + 1:020d}.json").exists():
         metadata = _metadata_in(entry) or metadata
         version += 1
@@ -369,7 +386,7 @@ def _metadata_in(entry: Path) -> dict[str, Any] | None:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """What tells a file from another one with its name."""
+    """Distinguishes a file from a later one with the same name."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -386,4 +403,6 @@ def _load(path: Path) -> Sidecar:
     try:
         return Sidecar.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise FatalError(f"{path} is corrupt: {error}", code="PEN-5020", hint="restore the file from a copy") from error
+        raise FatalError(
+            f"{path} is corrupt: {error}", code="PEN-5020", hint="restore the file from a backup"
+        ) from error

@@ -1,4 +1,4 @@
-"""Keep a Delta table cheap to commit to: join small files, and remove files that no reader can want any more."""
+"""Keep a Delta table cheap to commit to: join small files, and remove files that no reader needs any more."""
 
 from __future__ import annotations
 
@@ -6,29 +6,54 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 
+from penstock.connectors.delta.config import DeltaConfig
 from penstock.connectors.delta.rewrite import File, Rewrite, file_of, write
 from penstock.connectors.delta.table import Table
-from penstock.connectors.lake.staging import HIDDEN, Stage
+from penstock.connectors.lake.staging import Stage
+from penstock.connectors.lake.targets import HIDDEN
 from penstock.sink import Topic
 
 FAN = 8
-"""Files of about one size that are joined to one: each row is written again once per eightfold growth of its file."""
+"""Files of about one size that are joined: each row is rewritten once per eightfold growth of its file."""
 
 JOINED_ROWS = 1_000_000
-"""Most rows of a file that others are joined to; one run of joining takes few seconds."""
+"""Most rows of a joined file, so that one run takes a few seconds at most."""
 
 SMALL_ROWS = JOINED_ROWS // 4
-"""A file with as many rows stays as it is: joining two or three of them takes longer than it will ever save."""
+"""A file with this many rows stays as it is: joining two or three of them costs more than it saves."""
 
 RUN_SECS = 10.0
-"""How long one run may take, give or take a file; the next one goes on."""
+"""Longest time for one run, give or take a file; the next run goes on."""
+
+FIRST_JOIN = 5
+"""Small files are first joined after this many epochs of a run, since a run may be short."""
+
+
+@dataclass
+class Due:
+    """When the table of a topic needs upkeep."""
+
+    epochs: int = 0
+    removed_at: float = field(default_factory=time.monotonic)
+
+    def joins(self, config: DeltaConfig) -> bool:
+        self.epochs += 1
+        every = config.optimize_every_epochs
+        return bool(every) and self.epochs % every == min(FIRST_JOIN, every - 1)
+
+    def removes(self, config: DeltaConfig) -> bool:
+        due = bool(config.vacuum_every_secs) and time.monotonic() - self.removed_at >= config.vacuum_every_secs
+        if due:
+            self.removed_at = time.monotonic()
+        return due
 
 
 def join_small_files(topic: Topic, table: Table, schema: pa.Schema, begin: Callable[[], Stage]) -> Rewrite:
-    """Write files that stand for many small ones of the loaded version; nothing of it is visible."""
+    """Write files that can replace many small ones of the loaded version; nothing of it is visible."""
     result, deadline = Rewrite(), time.monotonic() + RUN_SECS
     actions = pa.table(table.delta.get_add_actions(flatten=True))
     for group in _groups([file_of(table, actions, row) for row in range(actions.num_rows)]):
@@ -51,7 +76,7 @@ def remove_dead_files(table: Table) -> int:
     """
     Remove files that the log has removed for longer than the table keeps them; gives how many.
 
-    Only the log's word counts: files of an epoch in flight, which it does not know yet, are never looked at.
+    Only files that the log names are considered, and so never the files of an epoch in flight.
     """
     deadline, removed = time.monotonic() + RUN_SECS, 0
     dead = table.delta.vacuum(dry_run=True, full=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
@@ -16,29 +15,24 @@ import pyarrow.parquet as pq
 from pydantic import model_validator
 
 from penstock import durable, failpoints
-from penstock.connectors.lake import staging
-from penstock.connectors.lake.staging import (
-    HIDDEN,
-    StagedFile,
-    StagedFiles,
-    StagingConfig,
-    StagingSink,
-)
-from penstock.errors import ConfigError, FatalError, RetryableError, StagingLost
+from penstock.connectors.lake.commit import Commit, LakeTarget
+from penstock.connectors.lake.partitions import Directories
+from penstock.connectors.lake.sink import LakeConfig, LakeSink
+from penstock.connectors.lake.staging import STAGED, FileSpec, ParquetPart, Part, Stage, StagedFile
+from penstock.connectors.lake.targets import HIDDEN
+from penstock.connectors.lake.task import LakeTask
+from penstock.errors import ConfigError, FatalError
 from penstock.formats import jsonl
 from penstock.schema import key_of
 from penstock.schema.codec import pack_schema, unpack_schema
 from penstock.schema.evolution import follow
-from penstock.sink import CommittedEpoch, Epoch, Positions, Topic, WriteResult, is_committed
+from penstock.sink import CommittedEpoch, Epoch, Task, Topic, WriteResult
 
 FORMAT = 1
 """Version of the ledger; a newer one is refused."""
 
-TRIES = 20
-"""Commits of other writers that one commit gives way to before it fails for a while."""
 
-
-class FilesSinkConfig(StagingConfig):
+class FilesSinkConfig(LakeConfig):
     format: Literal["parquet", "jsonl"] = "parquet"
     """What the files hold."""
 
@@ -62,124 +56,111 @@ class Published(CommittedEpoch):
     files: list[StagedFile]
 
 
-class FilesSink(StagingSink[FilesSinkConfig]):
+class FilesSink(LakeSink[FilesSinkConfig]):
     """
     Tasks write files under `_staging`; the driver commits an epoch of a topic by creating the next entry of the ledger
-    (`_penstock/<pipeline>/<sequence>.json`), and then moves the files it names to their places.
+    (`_penstock/<pipeline>/<sequence>.json`), and then moves the files that the entry names to their places.
 
-    Supports exactly-once: no file stands in its place before the entry that names it. A reader of the plain files sees
-    those of one epoch appear one after the other; `read_published` goes by the ledger and sees whole epochs only.
+    Supports exactly-once: no file is in its place before the entry that names it. A reader of the plain files sees
+    those of one epoch appear one after the other; `read_published` goes by the ledger and sees whole epochs only. Topics
+    may be committed at the same time.
     """
 
     name = "files"
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._ledgers: dict[tuple[str, Topic], _Ledger] = {}
+    def spec(self) -> FileSpec:
+        config = self.config
+        gzip = ".gz" if config.compression == "gzip" else ""
+        return FileSpec(
+            begin=self._begin_file,
+            suffix=".parquet" if config.format == "parquet" else f".jsonl{gzip}",
+            place=_staged,
+            layout=Directories(config.partition_by),
+            target_file_rows=config.target_file_rows,
+            max_open_files=config.max_open_files,
+        )
 
-    def close(self) -> None:
-        super().close()
-        self._ledgers.clear()
+    def task(self, epoch: Epoch, task: Task) -> LakeTask:
+        return FilesTask(self, Stage(epoch, task, self.targets, self.spec()))
 
-    def suffix(self) -> str:
+    def make_target(self, topic: Topic) -> LakeTarget[Any]:
+        return FilesTarget(topic, self.targets.claim(topic), self.targets.root)
+
+    def _begin_file(self, path: Path, schema: pa.Schema) -> Part:
         if self.config.format == "parquet":
-            return ".parquet"
-        return ".jsonl.gz" if self.config.compression == "gzip" else ".jsonl"
-
-    def place(self, target: Path, path: str) -> Path:
-        return _staged(target, path)
-
-    def begin_file(self, path: Path, schema: pa.Schema) -> staging.Part:
-        if self.config.format == "parquet":
-            return staging.ParquetPart(path, schema, self.config.compression or "zstd")
+            return ParquetPart(path, schema, self.config.compression or "zstd")
         return _JsonLines(path, self.config.compression)
 
-    def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
-        assert self._stage is not None
+
+class FilesTask(LakeTask):
+    def write(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
         rows, discarded = self.fit(topic, _plain(batch), key_of(batch.schema))
         if rows.num_rows:
-            self._stage.write(topic, rows)
+            self.stage.write(topic, rows)
         return WriteResult(rows.num_rows, rows.nbytes, discarded)
 
-    def commit_topic(self, epoch: Epoch, topic: Topic, receipts: Sequence[StagedFiles], end: Positions) -> None:
-        parts = [receipt.staged[topic] for receipt in receipts]
-        files = [file for part in parts for file in part.files]
-        ledger = self._ledger(epoch.pipeline, topic)
-        for _ in range(TRIES):
-            newest = ledger.newest()
-            committed = is_committed(newest, epoch)
-            ledger.finish()  # the epoch that a crash interrupted: this one, or the last of a run that was taken over
-            if committed:
-                break
-            lost = [file for file in files if not staging.is_there(_staged(ledger.target, file.path), file.bytes)]
-            if lost:
-                if ledger.newest() != newest:
-                    continue  # a twin of this process has committed them meanwhile
-                raise StagingLost(f"{_staged(ledger.target, lost[0].path)} of {epoch} is gone or has another size")
-            schema = unpack_schema(newest.columns) if newest else None
-            for part in parts:
-                rows = unpack_schema(part.columns)
-                schema = follow(topic, rows if schema is None else schema, rows, sink_widens=self.widens)
-            assert schema is not None
-            entry = Published(
-                incarnation=epoch.incarnation,
-                number=epoch.number,
-                end=dict(end),
-                topic=topic,
-                columns=pack_schema(schema),
-                files=files,
-            )
-            failpoints.hit("commit.before")
-            if ledger.append(entry):
-                ledger.finish()
-                break
-        else:
-            raise RetryableError(
-                f"{ledger.directory} was written by others {TRIES} times while {epoch} was being committed",
-                code="PEN-2005",
-            )
-        self._record_schema(topic, ledger)
-        staging.drop_lists(self._targets.root, epoch.pipeline, parts)
 
-    def committed_epoch(self, pipeline: str, topic: Topic) -> CommittedEpoch | None:
-        newest = self._ledger(pipeline, topic).newest()
-        return newest and CommittedEpoch(incarnation=newest.incarnation, number=newest.number, end=newest.end)
+class FilesTarget(LakeTarget["FilesTarget"]):
+    """The directory of one topic. It needs no creating, so that it is always there."""
 
-    def sweep(self, epoch: Epoch, keep: Sequence[StagedFiles]) -> None:
-        kept = staging.names(keep)
+    def __init__(self, topic: Topic, path: Path, root: Path) -> None:
+        super().__init__(topic, path, root)
+        self._ledgers: dict[str, _Ledger] = {}
 
-        def is_kept(topic: Topic, place: Path) -> bool:
-            # What the ledger names is moved to its place first, so that it is not among the leftovers.
-            self._ledger(epoch.pipeline, topic).finish()
-            return place.name.removesuffix(_SUFFIX) in kept
+    @property
+    def name(self) -> str:
+        return str(self.path)
 
-        staging.sweep(self._targets.root, epoch, is_kept)
+    def load(self) -> FilesTarget:
+        return self
 
-    def is_seeded(self, topic: Topic) -> bool:
-        return (self._targets.claim(topic) / HIDDEN / _SEEDED).exists()
+    def ledger(self, pipeline: str) -> _Ledger:
+        return self._ledgers.setdefault(pipeline, _Ledger(self.path, pipeline, self.topic))
 
-    def mark_seeded(self, topic: Topic) -> None:
-        hidden = self._targets.claim(topic) / HIDDEN
-        durable.make_directory(hidden)
-        durable.write_atomic(hidden / _SEEDED, b"{}")
+    def marker(self, loaded: FilesTarget, pipeline: str) -> Published | None:
+        return self.ledger(pipeline).newest()
 
-    def schema(self, topic: Topic) -> pa.Schema | None:
-        """The columns that the target has; more may come."""
-        with contextlib.suppress(FileNotFoundError):
-            return unpack_schema((self._targets.claim(topic) / HIDDEN / _SCHEMA).read_text())
-        return None
+    def settle(self, loaded: FilesTarget, epoch: Epoch) -> None:
+        self.ledger(epoch.pipeline).finish()
 
-    def _record_schema(self, topic: Topic, ledger: _Ledger) -> None:
+    def attempt(self, commit: Commit, loaded: FilesTarget | None) -> bool:
+        ledger = self.ledger(commit.epoch.pipeline)
+        ledger.finish()  # a crash may have interrupted the last epoch of a run that this one takes over
+        newest = ledger.newest()
+        schema = unpack_schema(newest.columns) if newest else commit.schemas()[0]
+        for rows in commit.schemas():
+            schema = follow(self.topic, schema, rows, sink_widens=lambda old, new: False)
+        marker = commit.marker().model_dump()
+        entry = Published(**marker, topic=self.topic, columns=pack_schema(schema), files=commit.files)
+        failpoints.hit("commit.before")
+        return ledger.append(entry)
+
+    def tidy(self, commit: Commit) -> None:
+        ledger = self.ledger(commit.epoch.pipeline)
+        ledger.finish()
         newest = ledger.newest()
         if newest is not None and ledger.recorded != newest.columns:
-            durable.write_atomic(ledger.target / HIDDEN / _SCHEMA, newest.columns.encode())
+            durable.write_atomic(self.path / HIDDEN / _SCHEMA, newest.columns.encode())
             ledger.recorded = newest.columns
 
-    def _ledger(self, pipeline: str, topic: Topic) -> _Ledger:
-        key = (pipeline, topic)
-        if key not in self._ledgers:
-            self._ledgers[key] = _Ledger(self._targets.claim(topic), pipeline, topic)
-        return self._ledgers[key]
+    def place(self, commit: Commit, file: StagedFile) -> Path:
+        return _staged(self.path, file.path)
+
+    def live_files(self, pipeline: str) -> set[str]:
+        self.ledger(pipeline).finish()  # files that the ledger names are moved to their places, out of a sweep's reach
+        return set()
+
+    def schema(self) -> pa.Schema | None:
+        with contextlib.suppress(FileNotFoundError):
+            return unpack_schema((self.path / HIDDEN / _SCHEMA).read_text())
+        return None
+
+    def is_seeded(self) -> bool:
+        return (self.path / HIDDEN / _SEEDED).exists()
+
+    def mark_seeded(self, now: pa.Schema | None) -> None:
+        durable.make_directory(self.path / HIDDEN)
+        durable.write_atomic(self.path / HIDDEN / _SEEDED, b"{}")
 
 
 def read_published(target: str | os.PathLike[str]) -> pa.Table:
@@ -213,6 +194,7 @@ class _Ledger:
         self._last = 0
         self._newest: Published | None = None
         self._finished = 0
+        self._synced = 0
 
     def newest(self) -> Published | None:
         """The newest entry, looked for after the last one that is known."""
@@ -223,7 +205,7 @@ class _Ledger:
             raise FatalError(
                 f"{self._entry(self._last)} is gone: {self.target} was dropped while the pipeline ran",
                 code="PEN-5010",
-                hint="put it back; or stop, and `penstock offsets reset FILE` to begin anew",
+                hint="restore it; or stop, and start over with `penstock offsets reset FILE`",
             )
         while self._entry(self._last + 1).exists():
             self._last += 1
@@ -234,7 +216,10 @@ class _Ledger:
         """Create the entry after the newest one that was seen; False if somebody else has."""
         durable.make_directory(self.directory)
         text = durable.canonical(entry.model_dump(mode="json"))
-        return durable.publish_once(self._entry(self._last + 1), text.encode())
+        is_ours = durable.publish_once(self._entry(self._last + 1), text.encode())
+        if is_ours and self._synced and self._synced == self._last:
+            self._synced += 1
+        return is_ours
 
     def finish(self) -> None:
         """Move the files of the newest entry to their places; does what is left to do, also after a crash in here."""
@@ -247,7 +232,7 @@ class _Ledger:
         with durable.disk_errors():
             for staged, place in moves:
                 place.parent.mkdir(parents=True, exist_ok=True)
-                # A link never replaces what is there, unlike a rename. A twin of this process may be moving it too.
+                # A link never replaces an existing file, unlike a rename. A twin of this process may be moving it too.
                 with contextlib.suppress(FileExistsError, FileNotFoundError):
                     os.link(staged, place)
         places = [place for _, place in moves]
@@ -257,9 +242,12 @@ class _Ledger:
         self._finished = self._last
 
     def _sync_entry(self) -> None:
-        """Who created the entry, or a directory on the way to it, may have died before the sync."""
-        above = () if self._finished else (self.directory, self.directory.parent)
+        """The process that created the entry, or a directory above it, may have died before its fsync."""
+        if self._synced == self._last:
+            return
+        above = () if self._synced else (self.directory, self.directory.parent)
         durable.fsync(self._entry(self._last), *above)
+        self._synced = self._last
 
     def _entry(self, sequence: int) -> Path:
         return self.directory / f"{sequence:012d}.json"
@@ -293,14 +281,12 @@ class _JsonLines:
         return None
 
 
-_SUFFIX = ".staged"
-"""Keeps a staged file from being taken for a published one by a reader that looks into every directory."""
 _SCHEMA = ".schema"
 _SEEDED = ".seeded"
 
 
 def _staged(target: Path, path: str) -> Path:
-    return target / "_staging" / (os.path.basename(path) + _SUFFIX)
+    return target / "_staging" / (os.path.basename(path) + STAGED)
 
 
 def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:

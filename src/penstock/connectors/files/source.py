@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 import pyarrow as pa
 from pydantic import NonNegativeInt, PositiveInt, field_validator, model_validator
@@ -32,6 +32,7 @@ from penstock.source import (
     ReadLimit,
     Schemas,
     SourceBatch,
+    SourceContext,
     SourceRecord,
 )
 
@@ -141,15 +142,13 @@ class Files(RangeSource[FilesConfig, Inventoried]):
     _behind: int | None = None
     _problem = ""
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
-
     @cached_property
     def _directory(self) -> Directory:
         c = self.config
         return Directory.at(c.path, c.recursive, c.format, c.ignore, c.settle_ms, c.scan_interval_ms)
 
-    def open(self) -> None:
+    def open(self, context: SourceContext = SourceContext()) -> None:
+        super().open(context)
         self.__dict__.pop("_directory", None)
         base = self._directory.base
         if not base.is_dir():
@@ -188,7 +187,9 @@ class Files(RangeSource[FilesConfig, Inventoried]):
         count = len(files) if everything else self._fitting(files)
         behind = [*files[count:], *self._backlog, *(file for file, _ in self._directory.unsettled.values())]
         self._behind = sum(file.size for file in behind)
-        return self._position(inventory, inventory.end_of(start.records, count)) if count else start
+        end = self._position(inventory, inventory.end_of(start.records, count)) if count else start
+        until = limit.until if isinstance(limit.until, Inventoried) else end
+        return until if until.records < end.records and end.listed[: until.records] == until.listed else end
 
     def split(self, start: Inventoried, end: Inventoried) -> Sequence[FileSplit]:
         inventory = self._load(end)
@@ -197,8 +198,9 @@ class Files(RangeSource[FilesConfig, Inventoried]):
         return [piece for file in files for piece in self._pieces(self._split(file, self._schemas))]
 
     def read(self, split: FileSplit) -> Iterator[SourceBatch | Note]:
-        if self.columns is not None and split.schema is not None:
-            few = pa.schema([field for field in split.schema if field.name in self.columns], split.schema.metadata)
+        columns = self.context.columns
+        if columns is not None and split.schema is not None:
+            few = pa.schema([field for field in split.schema if field.name in columns], split.schema.metadata)
             split = replace(split, schema=few, explicit=True)
         bad, schema = BadRows(split.path), split.schema
         try:
@@ -213,7 +215,7 @@ class Files(RangeSource[FilesConfig, Inventoried]):
         if bad.count:
             raise bad.error()
 
-    def advance(self, end: Inventoried, notes: Sequence[Json]) -> Inventoried:
+    def next_start(self, end: Inventoried, notes: Sequence[Json]) -> Inventoried:
         """Remember columns that tasks met and planning did not; they are recorded with the next files."""
         if notes != self._learned[0]:
             learned: dict[str, pa.Schema] = {}
@@ -222,9 +224,6 @@ class Files(RangeSource[FilesConfig, Inventoried]):
                 learned[stream] = merge(learned.get(stream), schema, widen=fixed)
             self._learned = (notes, learned)
         return end
-
-    def earlier(self, a: Inventoried, b: Inventoried) -> Inventoried:
-        return b if b.records < a.records and a.listed[: b.records] == b.listed else a
 
     # -- schemas -------------------------------------------------------------------------------------------------
 
@@ -329,7 +328,7 @@ class Files(RangeSource[FilesConfig, Inventoried]):
 
     def _load(self, position: Inventoried) -> Inventory:
         """The inventory that a position counts in; the beginning has a fresh one, so that a reset reads what is there now."""
-        place = self.config.inventory or self.state_dir
+        place = self.config.inventory or self.context.state_dir
         if position.listed or place is None:
             inventory = Inventory("", position.listed)
         elif (

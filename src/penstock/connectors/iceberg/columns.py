@@ -1,4 +1,4 @@
-"""Arrow's types and Iceberg's, the field ids by which Iceberg knows columns, and the statistics of a data file."""
+"""Arrow's types and Iceberg's, the field ids that identify Iceberg's columns, and the statistics of a data file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pyiceberg.schema import Schema
 
 from penstock import durable
 from penstock.connectors.lake.staging import ParquetPart, StagedFile
-from penstock.errors import DataError, SchemaError
+from penstock.connectors.lake.types import COMMON, LakeTypes
 from penstock.schema.codec import pack_schema, unpack_schema
 from penstock.sink import Topic
 
@@ -42,7 +42,7 @@ class Columns:
     def of(cls, topic: Topic, schema: Schema, last_id: int) -> Columns:
         """The columns of an Iceberg table."""
         stored = schema_to_pyarrow(schema)
-        return cls(pa.schema([_same_ids(each, _iceberg_type(topic, each.name, each.type)) for each in stored]), last_id)
+        return cls(pa.schema([_same_ids(each, TYPES.type(topic, each.name, each.type)) for each in stored]), last_id)
 
     @classmethod
     def from_json(cls, text: str) -> Columns:
@@ -54,10 +54,10 @@ class Columns:
 
     def with_types(self, schema: pa.Schema) -> Columns:
         """
-        These columns with the types of `schema`, and those that it adds or renews, with ids that follow the last one.
+        These columns with the types of `schema`. Columns that it adds or replaces get ids that follow the last one.
 
-        The ids are the ones that the client gives to the columns of a new table, so that files that were staged before
-        there is a table fit it.
+        The client gives the same ids to the columns of a new table, so that files fit it that were staged before it
+        existed.
         """
         ids = itertools.count(self.last_id + 1)
         new = [each for each in schema if each.name not in self.schema.names]
@@ -68,7 +68,7 @@ class Columns:
         return Columns(pa.schema(fields), next(ids) - 1)
 
     def renewed(self, schema: pa.Schema) -> list[str]:
-        """The columns for whose new type Iceberg has no promotion: another column takes the place of each."""
+        """Columns that cannot be promoted to their new type: another column replaces each."""
         return [each.name for each in self.schema if each.name in schema.names and _is_renewed(each, schema)]
 
     def select(self, schema: pa.Schema) -> pa.Schema:
@@ -83,7 +83,7 @@ class Columns:
 
 
 class StatsPart(ParquetPart):
-    """A Parquet file with field ids, and with the statistics that a manifest holds of it."""
+    """A Parquet file with field ids, and its statistics for the manifest."""
 
     def __init__(self, path: Path, schema: pa.Schema, compression: str) -> None:
         super().__init__(path, schema, compression, store_schema=False)
@@ -93,7 +93,7 @@ class StatsPart(ParquetPart):
         super().close()
         try:
             found = self._statistics({})
-        except (OverflowError, ValueError):  # a date or a time that Python has no value for, such as the infinities
+        except (OverflowError, ValueError):  # Python cannot represent such a date or time, e.g. infinity
             found = self._statistics({"write.metadata.metrics.default": "counts"})
         found.update({name: {id: base64.b64encode(b).decode() for id, b in found[name].items()} for name in _BOUNDS})
         return durable.canonical({**found, "ids": dict(ids_of(self._schema))})
@@ -106,7 +106,7 @@ class StatsPart(ParquetPart):
 
 
 def read_stats(file: StagedFile) -> dict[str, Any]:
-    """What `StatsPart` wrote, as the client takes it; `ids` aside."""
+    """The statistics that `StatsPart` wrote, as the client takes them, and `ids`."""
     assert file.stats is not None
     stats: dict[str, Any] = json.loads(file.stats)
     for name, values in stats.items():
@@ -116,7 +116,7 @@ def read_stats(file: StagedFile) -> dict[str, Any]:
 
 
 def ids_of(schema: pa.Schema | pa.DataType, above: str = "") -> Iterator[tuple[str, str]]:
-    """The id of every column and of every part of one, by its path; with its type if that is never promoted."""
+    """The id of every column and every part of a column, by path; with the type if it is never promoted."""
     for field in _fields(schema):
         path, id = f"{above}{field.name}", field.metadata[_ID].decode()
         yield path, f"{id} {field.type}" if types.is_temporal(field.type) else id
@@ -124,20 +124,21 @@ def ids_of(schema: pa.Schema | pa.DataType, above: str = "") -> Iterator[tuple[s
             yield from ids_of(field.type, f"{path}\0")
 
 
-def as_iceberg(topic: Topic, batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch in types that Iceberg has, without loss; columns of type null are left out until they have a value."""
-    nulls = [column.name for column in batch.schema if types.is_null(column.type)]
-    batch = batch.drop_columns(nulls) if nulls else batch
-    schema = iceberg_schema(topic, batch.schema)
-    try:
-        rows = batch.cast(schema) if batch.schema != schema else batch
-    except pa.ArrowInvalid as error:
-        raise DataError(f"a value of {topic} does not fit its column in Iceberg: {error}") from error
-    return pa.RecordBatch.from_arrays(rows.columns, schema=schema)  # types are equal whatever their parts are called
+TYPES = LakeTypes(
+    "Iceberg",
+    (
+        (types.is_int64, None),
+        (types.is_uint32, pa.int64()),
+        (lambda kind: types.is_integer(kind) and not types.is_uint64(kind), pa.int32()),
+        (lambda kind: types.is_time(kind) and kind.unit != "ns", pa.time64("us")),
+        (types.is_fixed_size_binary, None),
+        *COMMON,
+    ),
+)
 
 
 def iceberg_schema(topic: Topic, schema: pa.Schema) -> pa.Schema:
-    return pa.schema([pa.field(column.name, _iceberg_type(topic, column.name, column.type)) for column in schema])
+    return TYPES.schema(topic, schema)
 
 
 def widens(old: pa.DataType, new: pa.DataType) -> bool:
@@ -149,7 +150,7 @@ def widens(old: pa.DataType, new: pa.DataType) -> bool:
 
 _RENEWED = (pa.date32(), pa.timestamp("us"))
 _WIDER = ((pa.int32(), pa.int64()), (pa.float32(), pa.float64()), _RENEWED)
-"""All but the last are promotions that the format knows: files stay as they are."""
+"""All but the last are promotions of the format: files stay as they are."""
 
 
 def _is_renewed(column: pa.Field, schema: pa.Schema) -> bool:
@@ -157,61 +158,10 @@ def _is_renewed(column: pa.Field, schema: pa.Schema) -> bool:
 
 
 def nests_structs(kind: pa.DataType, inside: bool = False) -> bool:
-    """True when there are structs in lists or maps: the client, when it reads them, makes empty ones of those that are null."""
+    """True if there are structs in lists or maps: the client reads null ones as empty ones."""
     if types.is_struct(kind) and inside:
         return True
     return any(nests_structs(each.type, inside or not types.is_struct(kind)) for each in _fields(kind))
-
-
-def _iceberg_type(topic: Topic, name: str, kind: pa.DataType) -> pa.DataType:
-    """The Iceberg type that holds every value of `kind`."""
-
-    def inner(field: pa.Field, name: str) -> pa.Field:
-        return pa.field(name, _iceberg_type(topic, name, field.type))
-
-    if isinstance(kind, pa.BaseExtensionType):
-        return _iceberg_type(topic, name, kind.storage_type)
-    if types.is_dictionary(kind):
-        return _iceberg_type(topic, name, kind.value_type)
-    if types.is_timestamp(kind) and kind.unit != "ns":
-        return pa.timestamp("us", "UTC" if kind.tz else None)
-    if types.is_time(kind) and kind.unit != "ns":
-        return pa.time64("us")
-    if types.is_decimal(kind) and kind.precision <= 38:
-        return pa.decimal128(kind.precision, kind.scale)
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return pa.list_(inner(kind.value_field, "element"))
-    if types.is_map(kind):
-        return pa.map_(inner(kind.key_field, "key").with_nullable(False), inner(kind.item_field, "value"))
-    if types.is_struct(kind):
-        return pa.struct([inner(each, each.name) for each in _fields(kind)])
-    for is_kind, stored in _STORED:
-        if is_kind(kind):
-            return stored or kind
-    raise SchemaError(
-        f"the column {name!r} of {topic} is {kind}, which Iceberg cannot hold without loss",
-        code="PEN-4002",
-        hint="cast it in the route's SQL",
-    )
-
-
-_STORED: list[tuple[Any, pa.DataType | None]] = [
-    (types.is_boolean, None),
-    (types.is_int64, None),
-    (types.is_uint32, pa.int64()),
-    (lambda kind: types.is_integer(kind) and not types.is_uint64(kind), pa.int32()),
-    (types.is_float16, pa.float32()),
-    (types.is_floating, None),
-    (types.is_date, pa.date32()),
-    (types.is_string, None),
-    (types.is_large_string, pa.string()),
-    (types.is_string_view, pa.string()),
-    (types.is_binary, None),
-    (types.is_large_binary, pa.binary()),
-    (types.is_binary_view, pa.binary()),
-    (types.is_fixed_size_binary, None),
-]
-"""Iceberg's type for each simple type of Arrow; None: the same."""
 
 
 def _fields(kind: pa.Schema | pa.DataType) -> list[pa.Field]:
@@ -231,7 +181,7 @@ def _with_fields(kind: pa.DataType, fields: list[pa.Field]) -> pa.DataType:
 
 
 def _with_fresh_ids(fields: list[pa.Field], next_id: Callable[[], int]) -> list[pa.Field]:
-    ids = [next_id() for _ in fields]  # those of one level before those below them, as the client counts
+    ids = [next_id() for _ in fields]  # one level first, then the levels below it, as the client counts
     found = []
     for id, field in zip(ids, fields, strict=True):
         if types.is_nested(field.type):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -16,8 +16,7 @@ from pyiceberg.transforms import DayTransform, IdentityTransform
 from pyiceberg.typedef import Record
 
 from penstock import durable
-from penstock.connectors.lake.partitions import partition_text, split
-from penstock.connectors.lake.staging import Stage
+from penstock.connectors.lake.partitions import Split, partition_text, split
 from penstock.errors import ConfigError, SchemaError
 from penstock.sink import Topic
 
@@ -74,7 +73,32 @@ class Partition:
 
 
 class Layout(tuple[Partition, ...]):
-    """The whole of `partition_by`."""
+    """
+    The whole of `partition_by`. Files keep the columns that they are laid out by: Iceberg's readers look for them there.
+    """
+
+    @property
+    def names(self) -> list[str]:
+        return [each.name for each in self]
+
+    def check(self, topic: Topic, schema: pa.Schema) -> None:
+        for each in self:
+            if each.column not in schema.names:
+                raise SchemaError(
+                    f"{topic} has the columns {', '.join(schema.names)}; `partition_by` needs {each}",
+                    code="PEN-4002",
+                    hint="change `partition_by`, or route this topic to another sink",
+                )
+            each.values(topic, pa.nulls(0, schema.field(each.column).type))
+            if each.transform == "identity":
+                partition_text(each.column, pa.nulls(0, schema.field(each.column).type))
+
+    def split(self, topic: Topic, batch: pa.RecordBatch) -> Split:
+        schema, names = batch.schema, [f"\0{position}" for position in range(len(self))]
+        for name, each in zip(names, self, strict=True):
+            batch = batch.append_column(name, each.values(topic, batch.column(each.column)))
+        for values, rows in split(batch, names):
+            yield values, pa.RecordBatch.from_arrays(rows.columns, schema=schema)
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Layout:
@@ -105,36 +129,3 @@ class Layout(tuple[Partition, ...]):
     def record(self, partition: Mapping[str, str | None], columns: pa.Schema) -> Record:
         """A file's partition as a manifest holds it."""
         return Record(*(each.stored(partition[each.name], columns.field(each.column).type) for each in self))
-
-
-@dataclass
-class IcebergStage(Stage):
-    """A stage whose files keep the columns that they are laid out by, since Iceberg's readers look for them there."""
-
-    layout: Layout = field(default_factory=Layout)
-
-    def write(self, topic: Topic, batch: pa.RecordBatch) -> None:
-        if self._schemas.get(topic) != batch.schema:
-            self._meet(topic, batch.schema)
-        with durable.disk_errors(self.targets.claim(topic)):
-            for values, rows in self._split(topic, batch):
-                self._write(topic, values, rows)
-
-    def _split(self, topic: Topic, batch: pa.RecordBatch) -> Iterator[tuple[tuple[str | None, ...], pa.RecordBatch]]:
-        schema, names = batch.schema, [f"\0{position}" for position in range(len(self.layout))]
-        for name, each in zip(names, self.layout, strict=True):
-            batch = batch.append_column(name, each.values(topic, batch.column(each.column)))
-        for values, rows in split(batch, names):
-            yield values, pa.RecordBatch.from_arrays(rows.columns, schema=schema)
-
-    def _check_partitions(self, topic: Topic, schema: pa.Schema) -> None:
-        for each in self.layout:
-            if each.column not in schema.names:
-                raise SchemaError(
-                    f"{topic} has the columns {', '.join(schema.names)}, and `partition_by` wants {each}",
-                    code="PEN-4002",
-                    hint="change `partition_by`, or route this topic to another sink",
-                )
-            each.values(topic, pa.nulls(0, schema.field(each.column).type))
-            if each.transform == "identity":
-                partition_text(each.column, pa.nulls(0, schema.field(each.column).type))

@@ -1,4 +1,4 @@
-"""An Iceberg table in a SQL catalog: its markers, one commit at a time, what that leaves behind, and making it durable."""
+"""One version of an Iceberg table: its markers, the commit of the next version, and the removal of old snapshots."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlparse
+from urllib.parse import quote
 from uuid import uuid4
 
 import pyarrow as pa
 from pydantic import ValidationError
-from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.exceptions import CommitFailedException, ResolveError
 from pyiceberg.expressions import AlwaysTrue
-from pyiceberg.io import FileIO
 from pyiceberg.io.pyarrow import ArrowScan, _read_all_delete_files
 from pyiceberg.manifest import (
     DataFile,
@@ -29,8 +27,8 @@ from pyiceberg.manifest import (
 )
 from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
-from pyiceberg.table import CommitTableResponse, TableProperties, Transaction
 from pyiceberg.table import Table as IcebergTable
+from pyiceberg.table import TableProperties, Transaction
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.name_mapping import update_mapping
 from pyiceberg.table.refs import MAIN_BRANCH
@@ -51,14 +49,11 @@ from pyiceberg.table.update import (
 from pyiceberg.table.update.snapshot import _FastAppendFiles, _ManifestMergeManager
 from pyiceberg.typedef import EMPTY_DICT
 from pyiceberg.types import NestedField
-from sqlalchemy import create_engine, event
-from sqlalchemy.engine import URL, Engine
-from sqlalchemy.exc import DBAPIError
-from sqlalchemy.pool import NullPool
 
 from penstock import durable, failpoints
+from penstock.connectors.iceberg.catalog import Catalog, local, sync
 from penstock.connectors.iceberg.columns import Columns
-from penstock.errors import FatalError, RetryableError, SchemaError
+from penstock.errors import FatalError, SchemaError
 from penstock.sink import CommittedEpoch, Epoch, Positions, Topic
 
 SEEDED = "penstock.seeded"
@@ -68,46 +63,10 @@ PROPERTIES = {
     "write.metadata.delete-after-commit.enabled": "true",
     "write.metadata.previous-versions-max": "20",
 }
-"""Of tables that are created: metadata files that no reader is likely to hold any more are removed by every commit."""
+"""Properties of tables that are created: every commit removes old metadata files."""
 
 _FAN = 32
-"""Manifests of about one size that are merged into one: planning reads few of them, and a commit rewrites few entries."""
-
-
-class Catalog(SqlCatalog):
-    """A SQL catalog whose commits survive a power cut."""
-
-    def __init__(self, name: str, url: URL) -> None:
-        super().__init__(name, uri=url.render_as_string(hide_password=False))
-        self.engine.dispose()
-        self.engine = _engine(url)
-        self.written = ""
-        """The metadata file that was written last, whether or not the catalog names it."""
-        self._base = ""
-
-    def _write_metadata(self, metadata: TableMetadata, io: FileIO, metadata_path: str) -> None:  # type: ignore[override]
-        super()._write_metadata(metadata, io, metadata_path)
-        self.written = metadata_path
-        sync(metadata_path)  # before the catalog names it
-
-    def commit_table(self, table: IcebergTable, *changes: Any) -> CommitTableResponse:
-        self._base = table.metadata_location
-        return super().commit_table(table, *changes)
-
-    def _update_and_stage_table(self, current_table: IcebergTable | None, *given: Any) -> Any:
-        # The requirements do not speak of all that was looked at: a tag on a snapshot that expires, another sort order.
-        if current_table is None or current_table.metadata_location != self._base:
-            raise CommitFailedException("somebody has changed the table meanwhile")
-        return super()._update_and_stage_table(current_table, *given)
-
-    def sync(self) -> None:
-        """Who made the newest commit may have died before SQLite had synced it."""
-        if self.engine.url.get_backend_name() == "sqlite" and self.engine.url.database:
-            durable.fsync(self.engine.url.database)
-
-    def table(self, topic: Topic, identifier: tuple[str, ...]) -> Table:
-        """The table as it is now; `NoSuchTableError` when there is none."""
-        return Table(topic, self.load_table(identifier), self)
+"""Manifests of about one size that are merged: readers plan with few of them, and a commit rewrites few entries."""
 
 
 @dataclass
@@ -168,12 +127,12 @@ class Table:
         columns: Columns,
         files: Sequence[DataFile],
         keep_snapshots: int,
-        anew: Sequence[DataFile] | None = None,
+        rewritten: Sequence[DataFile] | None = None,
     ) -> None:
         """
         Make the version after this one: columns, files and marker at once; or raise `CommitFailedException`.
 
-        `anew` holds the rows of all files that the table has, which it takes the place of.
+        `rewritten` holds the rows of all files that the table has, and replaces them.
         """
         marker = CommittedEpoch(incarnation=epoch.incarnation, number=epoch.number, end=dict(end))
         text = durable.canonical(marker.model_dump(mode="json"))
@@ -186,7 +145,7 @@ class Table:
             "penstock.epoch": str(epoch.number),
         }
         written: list[str] = []
-        for producer, added in ((_Replace, anew), (_Append, files)):
+        for producer, added in ((_Replace, rewritten), (_Append, files)):
             if added is not None:
                 change = producer(producer.operation, transaction, self.iceberg.io, _Stem(epoch), summary)  # type: ignore[arg-type]
                 for file in added:
@@ -201,11 +160,11 @@ class Table:
             )
         sync(*written)
         failpoints.hit("commit.before")
-        self.catalog.written = ""
+        self.catalog.last.written = ""
         try:
             self.iceberg._do_commit(transaction._updates, transaction._requirements)
         except CommitFailedException:
-            _delete([*written, self.catalog.written])  # nobody will ever name them
+            _delete([*written, self.catalog.last.written])  # no version will ever name them
             raise
         others = local(written[-1]).parent.glob(f"*{epoch.stem()}-*.avro")  # of tries that died
         _delete([*left, *map(str, {*others} - {local(each) for each in written})])
@@ -219,7 +178,7 @@ class Table:
                 yield from scan._record_batches_from_scan_tasks_and_deletes([task], deletes)
         except (ValueError, NotImplementedError, ResolveError) as error:  # deletes by value, files that are not Parquet
             raise FatalError(
-                f"the Iceberg table {self.name} cannot be written anew for a column's wider type: {error}",
+                f"the Iceberg table {self.name} cannot be rewritten for a column's wider type: {error}",
                 code="PEN-5021",
                 hint="rewrite its data files with the engine that wrote to it, and start again",
             ) from error
@@ -232,7 +191,7 @@ class Table:
         return {Path(entry.data_file.file_path).name for entry in entries}
 
     def _unchanged(self) -> tuple[Any, ...]:
-        """What must still hold at the commit: its marker stands in this very snapshot."""
+        """What must still hold at the commit: the marker was read in this very snapshot."""
         main = self.metadata.refs.get(MAIN_BRANCH)
         return (
             AssertRefSnapshotId.model_validate({"ref": MAIN_BRANCH, "snapshot-id": main.snapshot_id if main else None}),
@@ -259,7 +218,7 @@ class Table:
         return AddSchemaUpdate(schema=wider), SetCurrentSchemaUpdate(), *self._sorting(ids), *self._mapping(added)
 
     def _mapping(self, added: list[NestedField]) -> tuple[Any, ...]:
-        """What other engines know the columns of files without field ids by."""
+        """The name mapping, by which other engines find the columns of files without field ids."""
         mapping = self.metadata.name_mapping()
         if mapping is None or not added:
             return ()
@@ -267,7 +226,7 @@ class Table:
         return (SetPropertiesUpdate(updates={TableProperties.DEFAULT_NAME_MAPPING: text}),)
 
     def _sorting(self, ids: Mapping[int, int]) -> tuple[Any, ...]:
-        """What keeps the order of rows that the table asks for, if one of its columns has got another id."""
+        """The table's sort order, if one of its columns has got another id."""
         order = self.metadata.sort_order_by_id(self.metadata.default_sort_order_id)
         fields = order.fields if order else []
         moved = [each.model_copy(update={"source_id": ids.get(each.source_id, each.source_id)}) for each in fields]
@@ -278,10 +237,10 @@ class Table:
 
     def _left_by(self, expired: Sequence[Snapshot]) -> list[str]:
         """
-        The files that nobody needs once these snapshots are gone; data files only if Penstock wrote them anew.
+        Files that no reader needs once these snapshots are gone; data files only if Penstock rewrote them.
 
-        Along one line of appends, what a snapshot has dropped no later one takes up again. Where there are more lines,
-        the files stay.
+        Along one line of appends, no later snapshot uses a file again that an earlier one dropped. Where there are branches
+        or tags, the files stay.
         """
         ids = {each.snapshot_id for each in expired}
         kept = [each for each in _line(self.metadata) if each.snapshot_id not in ids]
@@ -312,7 +271,7 @@ class _Stem:
 
 
 class _Transaction(Transaction):
-    """The client's transaction, which otherwise copies all metadata each time that someone looks at it."""
+    """The client's transaction, which otherwise copies all metadata at each access."""
 
     _seen: tuple[int, TableMetadata] | None = None
 
@@ -324,7 +283,7 @@ class _Transaction(Transaction):
 
 
 class _Replace(_FastAppendFiles):
-    """The same rows in other files: readers of what is new pass over it."""
+    """The same rows in other files: incremental readers skip it."""
 
     operation = Operation.REPLACE
 
@@ -334,7 +293,7 @@ class _Replace(_FastAppendFiles):
     def new_manifest_writer(self, spec: PartitionSpec) -> ManifestWriter:
         if spec == self._transaction.table_metadata.spec():
             return super().new_manifest_writer(spec)
-        return write_manifest(  # of files that are gone: the column that they were laid out by may be as well
+        return write_manifest(  # of dropped files, whose partition column may be dropped too
             format_version=self._transaction.table_metadata.format_version,
             spec=spec,
             schema=self._transaction._table.metadata.schema(),
@@ -350,7 +309,7 @@ class _Replace(_FastAppendFiles):
         for manifest in manifests:
             entries = self.fetch_manifest_entry(manifest)
             for entry in entries:
-                self.delete_data_file(entry.data_file)  # for the totals, those that name deleted rows among them
+                self.delete_data_file(entry.data_file)  # for the totals, delete files included
             found += entries if manifest.content == ManifestContent.DATA else []
         return [
             ManifestEntry.from_args(
@@ -397,7 +356,7 @@ class _Append(_FastAppendFiles):
 
 
 def _retyped(stored: NestedField, wanted: NestedField) -> NestedField:
-    """A column as it was, of the type that is wanted, and in place of it if that has another id."""
+    """The stored column with the wanted type and id."""
     return stored.model_copy(update={"field_id": wanted.field_id, "field_type": wanted.field_type})
 
 
@@ -412,37 +371,6 @@ def _delete(locations: Sequence[str]) -> None:
     for each in filter(None, locations):
         with contextlib.suppress(FileNotFoundError, PermissionError):  # others may have written data files
             local(each).unlink()
-
-
-def sync(*locations: str) -> None:
-    durable.fsync(*(local(each) for each in locations))
-
-
-def local(location: str) -> Path:
-    """A location as a path: other engines write it as an address."""
-    return Path(urlparse(location).path) if location.startswith("file:") else Path(location)
-
-
-@contextlib.contextmanager
-def catalog_errors(topic: Topic) -> Iterator[None]:
-    """A catalog that fails: whether it has done what it was told, the next look at it tells."""
-    try:
-        yield
-    except DBAPIError as error:
-        raise RetryableError(f"the catalog failed at the table of {topic}: {error.orig}", code="PEN-2001") from error
-
-
-def _engine(url: URL) -> Engine:
-    if url.get_backend_name() != "sqlite":
-        return create_engine(url, pool_pre_ping=True, pool_size=1)
-    engine = create_engine(url, poolclass=NullPool, connect_args={"timeout": 30})  # no connection survives a fork
-
-    @event.listens_for(engine, "connect")
-    def durable_commits(connection: Any, _: Any) -> None:
-        # FULL, the default, does not sync the directory after the journal is dropped: a power cut would undo the commit.
-        connection.execute("PRAGMA synchronous = EXTRA")
-
-    return engine
 
 
 def _expired(metadata: TableMetadata, keep: int) -> list[Snapshot]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 from urllib.parse import quote
 
 import numpy as np
@@ -11,11 +13,49 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from penstock.errors import SchemaError
+from penstock.sink import Topic
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 
+Split = Iterator[tuple[tuple[str | None, ...], pa.RecordBatch]]
+"""Rows of one batch by partition: the partition's values as text, and its rows."""
 
-def split(batch: pa.RecordBatch, columns: Sequence[str]) -> Iterator[tuple[tuple[str | None, ...], pa.RecordBatch]]:
+
+class Layout(Protocol):
+    """How a topic's rows are spread over partitions."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """What the partitions are named after, in this order."""
+
+    def check(self, topic: Topic, schema: pa.Schema) -> None:
+        """Refuse rows that cannot be laid out so."""
+
+    def split(self, topic: Topic, batch: pa.RecordBatch) -> Split:
+        """The rows of each partition, as they stand in its files."""
+
+
+@dataclass(frozen=True)
+class Directories:
+    """Partitions by the values of columns, which stand in the names of directories and not in the files."""
+
+    names: tuple[str, ...] = ()
+
+    def check(self, topic: Topic, schema: pa.Schema) -> None:
+        missing = [name for name in self.names if name not in schema.names]
+        if missing or len(schema.names) == len(self.names):
+            raise SchemaError(
+                f"{topic} has the columns {', '.join(schema.names)}; `partition_by` needs {', '.join(self.names)}"
+                " and at least one more",
+                code="PEN-4002",
+                hint="change `partition_by`, or route this topic to another sink",
+            )
+
+    def split(self, topic: Topic, batch: pa.RecordBatch) -> Split:
+        return split(batch, self.names)
+
+
+def split(batch: pa.RecordBatch, columns: Sequence[str]) -> Split:
     """The batch's rows by the values of `columns`, as text and without them; order within a partition is kept."""
     if not columns:
         if batch.num_rows:

@@ -28,6 +28,7 @@ from penstock.sink import (
     Positions,
     SinkConnector,
     SinkConnectorCapabilities,
+    SinkContext,
     Task,
     Topic,
     WriteResult,
@@ -51,13 +52,6 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
 
     def __init__(self, config: PostgresSinkConfig) -> None:
         super().__init__(config)
-        self.__setstate__(self.__getstate__())
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config, "evolution": dict(self.evolution)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
         self._session: Session | None = None
         self._task: TaskSide | None = None
         self._committed: set[Topic] = set()
@@ -68,8 +62,9 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
 
     # -- open and close ------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
+    def open(self, context: SinkContext = SinkContext()) -> None:
         self.close()
+        super().open(context)
         upsert.check_options(self.config)
         self._session = Session(self.config)
         self._session.make_own_tables()
@@ -86,7 +81,7 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
         return self._session
 
     def _source_schema(self, topic: Topic) -> pa.Schema | None:
-        return self.current.get(topic)
+        return self.context.topic(topic).source_schema
 
     def _whose(self, epoch: Epoch) -> str:
         """How the names of all staging tables begin, and of no other pipeline's or sink's."""

@@ -28,7 +28,16 @@ from penstock.connectors.postgresql.types import TypeCatalog, table_schema
 from penstock.durable import Json, canonical, make_directory, write_atomic
 from penstock.errors import ConfigError, DataError, RetryableError
 from penstock.schema import key_of
-from penstock.source import ConnectorMetrics, Finding, HealthStatus, Note, ReadLimit, Schemas, SourceBatch
+from penstock.source import (
+    ConnectorMetrics,
+    Finding,
+    HealthStatus,
+    Note,
+    ReadLimit,
+    Schemas,
+    SourceBatch,
+    SourceContext,
+)
 
 CAPPED = ReadLimit(rows=1)
 """Any number of rows will do: that there is one makes `max_wal_bytes` count."""
@@ -68,7 +77,6 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
     """
 
     name = "postgres_capture"
-    checks_refused = True
 
     def __init__(self, config: PostgresCaptureConfig) -> None:
         super().__init__(config)
@@ -84,15 +92,9 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
         self._server = ("", 0)
         self._skipped = 0
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config, "routed": self.routed, "state_dir": self.state_dir}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["config"])  # type: ignore[misc]
-        self.__dict__.update(state)
-
-    def open(self) -> None:
+    def open(self, context: SourceContext = SourceContext()) -> None:
         self.close()
+        super().open(context)
         self._log.open()
         with self._connected() as connection:
             self._look(connection)
@@ -179,7 +181,7 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
             else:
                 notes: list[Json] = []
                 yield from self._changes(position, end, notes)
-                position = self._log.advance(end, notes)
+                position = self._log.next_start(end, notes)
             self._tell()
 
     def _begin(self) -> LogPosition:
@@ -291,7 +293,7 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
             write_atomic(path, canonical({"lsn": lsn, "system": system, "timeline": timeline}).encode())
 
     def _mark_file(self) -> Path | None:
-        return self.state_dir / "slot.json" if self.state_dir else None
+        return self.context.state_dir / "slot.json" if self.context.state_dir else None
 
     # -- what is there -------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -36,6 +35,7 @@ from penstock.connectors.postgresql.types import (
 from penstock.durable import Json
 from penstock.errors import ConnectorError, DataError, SchemaError
 from penstock.source import Note, SourceBatch
+from penstock.tables import Refused
 
 RETRY_SECS = 10.0
 """How long a table that failed is left alone; twice as long after each failure in a row."""
@@ -57,8 +57,6 @@ WHERE c.oid = %s AND attname = %s AND NOT inherited AND n_distinct = -1 AND hist
 """Keys at equal distances, the rows that ANALYZE has found, and how many came since, by the pages."""
 _OF_TABLE = ("0A", "22", "42", "XX")
 _LOCKED, _CANCELLED = "55P03", "57014"
-_MOST_TEXT = 500
-
 Key = tuple[str, ...]
 """The values of a key as the server's text."""
 
@@ -226,8 +224,7 @@ def _grant(table: Table, refusal: str) -> str:
 
 def failed(stream: str, error: ConnectorError) -> Json:
     """The note that sets a table aside."""
-    what = {"code": error.code, "message": error.message[:_MOST_TEXT], "hint": error.hint[:_MOST_TEXT]}
-    return {"failed": {"stream": stream, "at": time.time(), **what}}
+    return Refused.because(stream, error).note()
 
 
 # -- planning --------------------------------------------------------------------------------------------------------

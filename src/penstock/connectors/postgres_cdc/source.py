@@ -14,8 +14,7 @@ from typing import Any, Literal, TypeVar
 import psycopg
 import pyarrow as pa
 
-from penstock import commands, durable
-from penstock.commands import Request
+from penstock import durable
 from penstock.connectors.postgres_cdc import seed, setup, tree, wal
 from penstock.connectors.postgres_cdc.config import PostgresCdcConfig
 from penstock.connectors.postgres_cdc.decode import Decoder, Rows
@@ -36,18 +35,18 @@ from penstock.connectors.postgres_cdc.tree import Log, Part, Seen, Tree
 from penstock.connectors.postgresql import connections, failures
 from penstock.connectors.postgresql.types import TypeCatalog
 from penstock.durable import Json
-from penstock.errors import ConfigError, ConnectorError, DataError, SchemaError
+from penstock.errors import ConfigError, ConnectorError, DataError, FatalError, RangeGone, RetryableError, SchemaError
 from penstock.source import (
     ConnectorMetrics,
     Finding,
     HealthStatus,
     Note,
-    RangeSource,
     ReadLimit,
     Schemas,
     SourceBatch,
-    StreamState,
+    SourceContext,
 )
+from penstock.tables import Request, Requests, TableSource, TableState
 
 T = TypeVar("T")
 
@@ -88,7 +87,7 @@ Why = Literal["", "changed", "resync"]
 Split = LogRange | Chunk | Pages | Unreadable
 
 
-class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
+class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
     """
     A range is a stretch of the log (one split, in commit order) or chunks of tables (one split each).
 
@@ -102,8 +101,6 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
     """
 
     name = "postgres_cdc"
-    has_tables = True
-    checks_refused = True
 
     def __init__(self, config: PostgresCdcConfig) -> None:
         super().__init__(config)
@@ -121,20 +118,15 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         self._since = (0, 0.0)
         self._probed = (0, 0)
         self._began: LogPosition | None = None
-        self._unreadable: int | None = None
         self._run = ""
         self._at: LogPosition | None = None
-        self._in_task = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        kept = {"routed": self.routed, "state_dir": self.state_dir, "_in_task": True}
-        return {**type(self)(self.config).__dict__, **kept}
 
     # -- open and close ------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
+    def open(self, context: SourceContext = SourceContext()) -> None:
         """Connect and see that this server can be captured from; makes nothing."""
         self.close()
+        super().open(context)
         try:
             self._ask(self._verify_server)
         except BaseException:
@@ -143,13 +135,13 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         self._run = f"{time.time_ns():x}"
 
     def close(self) -> None:
-        if self._connection is not None and self._in_task:
+        if self._connection is not None and self.context.in_task:
             connections.hand_on(self.config, self._connection, self._arrow)
             self._connection = self._arrow = None
         for connection in (self._connection, self._exporter, self._arrow):
             if connection is not None:
                 connection.close()
-        self.__dict__.update({**type(self)(self.config).__dict__, "_in_task": self._in_task})
+        self.__dict__.update(type(self)(self.config).__dict__)
 
     def _verify_server(self, connection: psycopg.Connection[Any]) -> None:
         here = wal.server(connection)
@@ -184,7 +176,9 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         """Put a question over the driver's connection, which is made again after it broke."""
         with failures.errors(failures.NO_ANSWER):
             if self._connection is None or self._connection.closed:
-                self._connection = connections.take(self.config) if self._in_task else connections.connect(self.config)
+                self._connection = (
+                    connections.take(self.config) if self.context.in_task else connections.connect(self.config)
+                )
                 # Nobody's lock on one table keeps the others waiting for long.
                 self._connection.execute(f"SET lock_timeout = '{seed.LOCK_SECS}s'")
             return question(self._connection)
@@ -283,23 +277,20 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             counts[f"tables_{_STATES[progress.state]}"] += 1
         return ConnectorMetrics(custom=counts)
 
-    def streams(self, position: LogPosition) -> Sequence[StreamState]:
-        return [
-            StreamState(
-                stream,
+    def tables(self, position: LogPosition) -> Mapping[str, TableState]:
+        return {
+            stream: TableState(
                 _STATES[progress.state],
-                progress.rows,
-                progress.estimate,
+                copy=max(0, progress.copies - (progress.state == "waiting")),
+                complete=progress.state == "seeded" and self.config.snapshot != "never",
+                refreshes=progress.refresh,
+                rows=progress.rows,
+                estimate=progress.estimate,
                 **(progress.failure.model_dump(exclude={"message"}) if progress.failure else {}),
                 error=progress.failure.message if progress.failure else "",
             )
             for stream, progress in sorted(position.tables.items())
-        ]
-
-    def seeded(self, position: LogPosition) -> frozenset[str]:
-        if self.config.snapshot == "never":
-            return frozenset()
-        return frozenset(stream for stream, progress in position.tables.items() if progress.state == "seeded")
+        }
 
     # -- planning ------------------------------------------------------------------------------------------------
 
@@ -329,19 +320,23 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         # A slot that is older than this state has kept every published change since the targets were filled.
         kept = kept and self.config.snapshot in ("initial", "when_needed")
         unbroken = {stream for stream, table in tables.captured.items() if kept and table.published}
-        full = {stream for stream in published if stream in unbroken and (held := self.held(stream)) and all(held)}
+        full = {
+            stream
+            for stream in published
+            if stream in unbroken and (held := self.context.copies_of(stream)) and all(held)
+        }
         start = self._following(start, {stream: published[stream] for stream in full})
         return self._copying(connection, start, {s: t for s, t in published.items() if s not in full})
 
     @property
     def _made_here(self) -> bool:
-        return self.state_dir is not None and (self.state_dir / "slot").exists()
+        return self.context.state_dir is not None and (self.context.state_dir / "slot").exists()
 
     def _remember_making(self) -> None:
         """Before a slot is made: it begins now, so whatever the targets hold is not what it leads on from."""
-        if self.state_dir is not None:
-            durable.make_directory(self.state_dir)
-            durable.write_atomic(self.state_dir / "slot", self.config.slot.encode())
+        if self.context.state_dir is not None:
+            durable.make_directory(self.context.state_dir)
+            durable.write_atomic(self.context.state_dir / "slot", self.config.slot.encode())
 
     def _following(self, start: LogPosition, tables: Mapping[str, Table]) -> LogPosition:
         """The position with these tables followed from here on, without a copy."""
@@ -375,7 +370,7 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         for stream, table in tables.items():
             before = start.tables.get(stream)
             refresh = why == "changed" and before is not None and _unbroken(table, before, stream in behind)
-            copies = max(before.copies, 1) + 1 if before else 1 + any(self.held(stream))
+            copies = max(before.copies, 1) + 1 if before else 1 + any(self.context.copies_of(stream))
             new[stream] = Progress(
                 oid=table.oid,
                 state="waiting",
@@ -398,19 +393,32 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         self._let_go()  # the epoch that read under its snapshot is over
         self._at = start
         asked = (start, limit)
-        if self._planned is None or self._planned[0] != asked:
-            try:
-                if self._unreadable == start.lsn:
-                    raise failures.PublicationLost("a range could not be read")
-                end = self._ask(lambda connection: self._next(connection, start, limit))
-            except failures.PublicationLost:
-                if self.config.snapshot == "never":
-                    raise
-                end = self._ask(lambda connection: self._pass_over(connection, start))
-            if end == start:
-                return start
-            self._planned = (asked, end)
-        return self._planned[1]
+        planned = self._planned[1] if self._planned is not None and self._planned[0] == asked else None
+        try:
+            if planned is not None and self._is_readable(start, planned):
+                return planned
+            end = self._ask(lambda connection: self._next(connection, start, limit))
+        except failures.PublicationLost:
+            if self.config.snapshot == "never":
+                raise
+            end = self._ask(lambda connection: self._pass_over(connection, start))
+        if end == start:
+            return start
+        end = self._bounded(end, limit)
+        self._planned = (asked, end)
+        return end
+
+    def _is_readable(self, start: LogPosition, planned: LogPosition) -> bool:
+        """Of a range that is asked for again, since its epoch was given up: True if the slot still holds it."""
+        if planned.slots != start.slots or planned.lsn <= start.lsn:
+            return True
+        names = setup.publications(self.config)
+        try:
+            self._ask(lambda connection: wal.verify_decoded(connection, self.config.slot, names, planned.lsn))
+            self._ask(lambda connection: self._verify(connection, wal.server(connection), start))
+        except (failures.SlotLost, ConfigError):
+            return False
+        return True
 
     def _next(self, connection: psycopg.Connection[Any], start: LogPosition, limit: ReadLimit) -> LogPosition:
         here = wal.server(connection)
@@ -490,10 +498,10 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
 
     def _with_requests(self, connection: psycopg.Connection[Any], start: LogPosition, here: wal.Server) -> LogPosition:
         """Apply what was asked for; a request's file goes once a durable position names it."""
-        if self.state_dir is None or not (requests := commands.asked(self.state_dir)):
-            return start
-        commands.forget(self.state_dir, [each.name for each in requests if each.name in start.applied])
-        new = [each for each in requests if each.name not in start.applied]
+        requests = Requests(self.context.state_dir)
+        pending = requests.pending()
+        requests.done(each.name for each in pending if each.name in start.applied)
+        new = [each for each in pending if each.name not in start.applied]
         if not new:
             return start
         captured, end = self._look(connection, here).captured, start
@@ -799,15 +807,15 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         self._pace = (rows, None)
         return rows
 
-    def earlier(self, a: LogPosition, b: LogPosition) -> LogPosition:
+    def _bounded(self, end: LogPosition, limit: ReadLimit) -> LogPosition:
         """
         While tables are copied there is no end; afterwards the log is read at least as far as the copies reach into it.
 
-        Never behind where the range starts, or the slot, if `b` is of one that was lost: `settled` is not.
+        Never before where the range starts, nor before the slot, if `until` is of one that was lost: `settled` is not.
         """
-        if a.copying:
-            return a
-        return a.model_copy(update={"lsn": min(a.lsn, max(b.lsn, a.settled))})
+        if not isinstance(limit.until, LogPosition) or end.copying:
+            return end
+        return end.model_copy(update={"lsn": min(end.lsn, max(limit.until.lsn, end.settled))})
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -832,16 +840,6 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         return [
             part for stream, table in tables.items() for part in self._parts(table, *moving[stream], held, start.lsn)
         ]
-
-    def cleared(self, start: LogPosition, end: LogPosition) -> frozenset[str]:
-        if end.slots != start.slots or end.lsn > start.lsn:
-            return frozenset()
-        return frozenset(
-            stream
-            for stream, after in end.tables.items()
-            if after.state in ("seeding", "seeded") and after.copies > 1 and not after.refresh
-            if (was := start.tables.get(stream)) is None or was.copies != after.copies or was.state == "waiting"
-        )
 
     def _parts(self, table: Table, before: Progress, after: Progress, held: wal.Held, lsn: int) -> Sequence[Split]:
         _, catalog = self._known()
@@ -882,7 +880,12 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
 
     def read(self, split: Split) -> Iterator[SourceBatch | Note]:
         if isinstance(split, LogRange):
-            yield from self._read_log(split)
+            try:
+                yield from self._read_log(split)
+            except FatalError as error:
+                if self._is_gone(split, error):
+                    raise RangeGone(error.message, hint=error.hint) from error
+                raise
             return
         if isinstance(split, Unreadable):
             yield Note(split.note)
@@ -905,9 +908,6 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
             if not done and self._arrow is not None:  # its transaction is still open
                 self._arrow.close()
                 self._arrow = None
-
-    def set_aside(self, stream: str, error: ConnectorError) -> Json | None:
-        return seed.failed(stream, error)
 
     def _read_log(self, split: LogRange) -> Iterator[SourceBatch | Note]:
         start = split.start
@@ -960,40 +960,34 @@ class PostgresCdc(RangeSource[PostgresCdcConfig, LogPosition]):
         for note in rules.bad.values():
             yield Note(note)
 
-    def advance(self, end: LogPosition, notes: Sequence[Json]) -> LogPosition:
+    def next_start(self, end: LogPosition, notes: Sequence[Json]) -> LogPosition:
         return end.after(notes, retried=self.config.snapshot != "never")
 
-    def reread(self, notes: Sequence[Json], again: Sequence[Json], streams: frozenset[str]) -> Sequence[Json]:
-        """Tables that two sinks now hold in different snapshots are copied again, from a clear on: for both the same."""
-        chunks = {note["copied"]["stream"] for note in again if "copied" in note} & streams
-        failed = [note for note in again if "failed" in note and note["failed"]["stream"] in streams]
-        return [*notes, *([{"again": sorted(chunks)}] if chunks else []), *failed]
-
-    def withdraw(self, start: LogPosition, end: LogPosition) -> bool:
-        """A range of log that went with its slot or its publication, when everything is copied again anyway."""
-        if end.slots != start.slots or end.lsn <= start.lsn or self.config.snapshot == "never":
+    def _is_gone(self, split: LogRange, error: FatalError) -> bool:
+        """True for log that went with its slot or its publication, when everything is copied again anyway."""
+        if self.config.snapshot == "never":
             return False
+        if isinstance(error, failures.PublicationLost):
+            return True
+        if isinstance(error, failures.SlotLost):
+            return self._may_begin_again
         try:
             names = setup.publications(self.config)
-            self._ask(lambda connection: wal.verify_decoded(connection, self.config.slot, names, end.lsn))
+            self._ask(lambda connection: wal.verify_decoded(connection, self.config.slot, names, split.end))
+            self._ask(lambda connection: self._verify(connection, wal.server(connection), split.start))
         except failures.PublicationLost:
-            self._unreadable, self._planned = start.lsn, None
             return True
-        except (failures.SlotLost, ConfigError):
-            pass
-        if not self._may_begin_again:
-            return False
-        try:
-            self._ask(lambda connection: self._verify(connection, wal.server(connection), start))
         except failures.SlotLost:
-            return True
+            return self._may_begin_again
+        except (ConfigError, RetryableError):
+            return False  # the server does not answer: the error that is at hand is told
         return False
 
     def ack(self, end: LogPosition) -> None:
         self._ask(lambda connection: wal.acknowledge(connection, self.config.slot, end.lsn))
 
 
-_STATES = {
+_STATES: Mapping[str, Literal["active", "seeding", "paused", "skipped", "failed", "gone"]] = {
     "waiting": "seeding",
     "seeding": "seeding",
     "seeded": "active",

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import pyarrow as pa
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
@@ -28,7 +28,7 @@ from penstock.connectors.sql_poll.database import (
 from penstock.durable import Json, canonical, make_directory, write_atomic
 from penstock.errors import ConfigError, FatalError
 from penstock.schema import key_of
-from penstock.source import Finding, Schemas
+from penstock.source import Finding, Schemas, SourceContext
 
 MOST_COUNTED = 1_000_000
 """A lag of more rows than this is shown as so many."""
@@ -99,11 +99,9 @@ class SqlPoll(ChangeCapture[SqlPollConfig]):
         self._schemas: dict[str, pa.Schema] = {}
         self._places: Places = {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**type(self)(self.config).__dict__, "routed": self.routed, "state_dir": self.state_dir}
-
-    def open(self) -> None:
+    def open(self, context: SourceContext = SourceContext()) -> None:
         self.close()
+        super().open(context)
         self._database = self._connect()
         with closing_on_error(self._database):
             self._schemas = {stream: self._describe(self._database, stream).schema for stream in self.config.tables}
@@ -208,7 +206,7 @@ class SqlPoll(ChangeCapture[SqlPollConfig]):
             ) from error
 
     def _file(self) -> Path | None:
-        return self.state_dir / "places.json" if self.state_dir else None
+        return self.context.state_dir / "places.json" if self.context.state_dir else None
 
     # -- the database --------------------------------------------------------------------------------------------
 

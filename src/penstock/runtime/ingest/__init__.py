@@ -29,6 +29,7 @@ from penstock.source import (
     SourceBatch,
     SourceCheckpoint,
     SourceConnector,
+    SourceContext,
     SourceEnvelope,
     StreamingSource,
 )
@@ -101,7 +102,12 @@ class Ingest:
         self._after_ack: deque[tuple[int, SourceCheckpoint]] = deque()  # wait until direct rows are committed
         self._ack_lock = threading.Lock()
 
-    def open(self, committed: JournalPosition | None = None, planned: JournalPosition | None = None) -> None:
+    def open(
+        self,
+        committed: JournalPosition | None = None,
+        planned: JournalPosition | None = None,
+        context: SourceContext = SourceContext(),
+    ) -> None:
         """
         Recover the journal and open the source, which is not retried.
 
@@ -131,7 +137,7 @@ class Ingest:
         self._range_source = JournalSource(config).bind(
             self._journal, self._direct, self.source, self.ready, self._on_ack
         )
-        self._first(self.source.open)
+        self._first(lambda: self.source.open(context))
 
     def start(self) -> None:
         """Hand the source its last durable checkpoint and begin to read; opens first if that was not done."""

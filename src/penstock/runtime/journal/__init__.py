@@ -507,9 +507,6 @@ class JournalSource(RangeSource[JournalConfig, JournalPosition]):
         self._bound = _Bound(journal, direct, origin, ready, on_ack)
         return self
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_bound": None}
-
     def schema(self) -> Schemas:
         """The last schema of each stream seen so far."""
         if self._bound is not None:
@@ -529,7 +526,7 @@ class JournalSource(RangeSource[JournalConfig, JournalPosition]):
             # Each side gets half, and what the other leaves: neither may starve.
             direct_rows = min(direct_rows, max(limit.rows // 2, limit.rows - rows))
             rows = min(rows, limit.rows - direct_rows)
-        return JournalPosition(row=start.row + rows, direct=start.direct + direct_rows)
+        return limit.bounded(JournalPosition(row=start.row + rows, direct=start.direct + direct_rows))
 
     def split(self, start: JournalPosition, end: JournalPosition) -> Sequence[JournalSplit]:
         splits = [JournalSplit(self.config.directory, a, b) for a, b in self._parts(start.row, end.row)]

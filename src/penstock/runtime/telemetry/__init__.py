@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from penstock.source import Connector, ConnectorMetrics, HealthState, HealthStat
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
+    from penstock.runtime.epochs import EpochReport
 
 log = logging.getLogger("penstock")
 
@@ -34,22 +35,6 @@ ENDED = ("stopped", "failed", "dead")
 HISTORY_SECS = 60
 _RATE_SECS = 10.0
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-
-
-@dataclass(frozen=True)
-class EpochReport:
-    """What one committed epoch did."""
-
-    number: int
-    rows_in: Mapping[str, int] = field(default_factory=dict)
-    """Rows read, per source."""
-    rows_out: Mapping[tuple[str, Topic], WriteResult] = field(default_factory=dict)
-    """Rows written, per sink and topic."""
-    skipped: int = 0
-    """Rows left out by `on_error = "skip"` and `unrouted = "skip"`."""
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """Time spent in plan, stage, prepare, commit, finish (the committed manifest) and ack."""
-    recovered: bool = False
 
 
 @dataclass

@@ -1,0 +1,51 @@
+"""The options of the delta sink."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt
+
+from penstock.config import Secret
+from penstock.connectors.lake.sink import LakeConfig
+
+
+class DeltaConfig(LakeConfig):
+    identity = LakeConfig.identity | {"key"}
+
+    mode: Literal["append", "upsert", "changes"] = "append"
+    """How rows are applied: `append` adds them; `upsert` keeps one row per key, as the changes leave it; `changes` adds
+    every change with the columns that describe it."""
+
+    key: tuple[str, ...] = ()
+    """Columns that make the key of a row, for `upsert`; by default those that the topic's schema names."""
+
+    soft_delete: bool = False
+    """For `upsert`: keep deleted rows and mark them in the column `_deleted`. A row that comes again is unmarked. A
+    truncate marks, and so rewrites, the whole table."""
+
+    partition_by: tuple[str, ...] = ()
+    """Partition columns of tables that are created; an existing table must have the same."""
+
+    compression: Literal["zstd", "snappy", "gzip", "none"] = "zstd"
+    """Compression of the Parquet files."""
+
+    optimize_every_epochs: NonNegativeInt = 50
+    """Join small files of a topic's table after this many of its epochs, so that commits stay cheap; 0: never."""
+
+    vacuum_every_secs: NonNegativeInt = 3600
+    """How often to delete files that the table no longer uses, once they are older than its
+    `delta.deletedFileRetentionDuration` (a week by default); 0: never."""
+
+    storage_options: dict[str, str | Secret] = Field(default_factory=dict)
+    """Options for the Delta client. Only local directories can be written yet, also as `file://`."""
+
+    @property
+    def upserts(self) -> bool:
+        return self.mode == "upsert"
+
+    @property
+    def client_options(self) -> dict[str, str] | None:
+        """`storage_options` as the client takes them."""
+        options = self.storage_options.items()
+        return {name: value if isinstance(value, str) else value.reveal() for name, value in options} or None

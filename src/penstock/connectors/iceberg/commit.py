@@ -1,0 +1,278 @@
+"""The driver's side of an Iceberg table: create it, commit to it, and leave a note of its columns for tasks."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyiceberg.exceptions import (
+    CommitFailedException,
+    NamespaceAlreadyExistsError,
+    NoSuchNamespaceError,
+    NoSuchTableError,
+    TableAlreadyExistsError,
+)
+from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
+
+from penstock import durable
+from penstock.connectors.iceberg.catalog import Catalog, catalog_errors
+from penstock.connectors.iceberg.columns import Columns, iceberg_schema, ids_of, nests_structs, read_stats, widens
+from penstock.connectors.iceberg.layout import Layout
+from penstock.connectors.iceberg.table import PROPERTIES, SEEDED, Table
+from penstock.connectors.lake import commit as loop
+from penstock.connectors.lake import lists
+from penstock.connectors.lake.commit import Commit, LakeTarget
+from penstock.connectors.lake.staging import ROW_GROUP_ROWS, Stage, StagedFile
+from penstock.connectors.lake.targets import HIDDEN
+from penstock.errors import FatalError, RetryableError, SchemaError
+from penstock.schema.evolution import Policy, follow, refusal, widened
+from penstock.sink import CommittedEpoch, Epoch, Task, Topic
+
+if TYPE_CHECKING:
+    from penstock.connectors.iceberg.sink import Iceberg
+
+REWRITER = Task(99_999)
+"""Task number in the names of files that the driver writes."""
+
+NO_COLUMNS = Columns(pa.schema([]))
+
+
+class IcebergTarget(LakeTarget[Table]):
+    """One topic's table."""
+
+    conflicts = (CommitFailedException, TableAlreadyExistsError, NoSuchTableError, FileNotFoundError)
+
+    def __init__(self, sink: Iceberg, topic: Topic) -> None:
+        super().__init__(topic, sink.targets.claim(topic), sink.targets.root)
+        self.sink = sink
+        self.layout = sink.layout
+        self.identifier = sink.names.claim(topic)
+        self._noted = ""
+
+    @property
+    def name(self) -> str:
+        return f"the Iceberg table of {self.topic}"
+
+    @property
+    def catalog(self) -> Catalog:
+        return self.sink.catalogs.here()
+
+    # -- the commit ------------------------------------------------------------------------------------------------
+
+    def load(self) -> Table | None:
+        with catalog_errors(self.topic):
+            try:
+                table = Table(self.topic, self.catalog.load_table(self.identifier), self.catalog)
+            except NoSuchTableError:
+                return None
+        self.layout.refuse_another(self.topic, table.metadata.schema(), table.metadata.spec())
+        return table
+
+    def marker(self, loaded: Table, pipeline: str) -> CommittedEpoch | None:
+        return loaded.marker(pipeline)
+
+    def saw(self, loaded: Table | None) -> None:
+        self._leave_note(loaded.columns() if loaded else NO_COLUMNS)
+
+    def settle(self, loaded: Table, epoch: Epoch) -> None:
+        self.catalog.sync()
+
+    def place(self, commit: Commit, file: StagedFile) -> Path:
+        return data_file(self.path, file.path)
+
+    def attempt(self, commit: Commit, loaded: Table | None) -> bool:
+        with catalog_errors(self.topic):
+            if loaded is None:
+                self._create(commit.schemas())
+                return False
+            self._commit(commit, loaded)
+            return True
+
+    def tidy(self, commit: Commit) -> None:
+        """Drop staged files that were rewritten, and files that dead tries have written for them."""
+        stem = f"{commit.epoch.stem()}-{REWRITER.partition:05d}-"
+        if lists.has(self.root, commit.epoch, stem, self.topic):
+            live = self.live_files(commit.epoch.pipeline)
+            for place in (self.place(commit, file) for file in commit.files):
+                if place.name not in live:
+                    place.unlink(missing_ok=True)
+            lists.sweep(self.root, commit.epoch, lambda _, place: place.name in live, stem, only=self.topic)
+
+    def _commit(self, commit: Commit, table: Table) -> None:
+        columns = known = table.columns()
+        for each in commit.schemas():
+            columns = wider_columns(self.topic, self.layout, columns, each)
+        ids = dict(ids_of(columns.schema))
+        # Tasks that add columns at the same time may give one id to two of them.
+        mixed_up = [file for file in commit.files if not read_stats(file)["ids"].items() <= ids.items()]
+        as_data = partial(self._data_file, table, columns)
+        stages = [Stage(commit.epoch, REWRITER, self.sink.targets, self.sink.spec()) for _ in range(2)]
+        is_written, rewritten = False, None
+        try:
+            rows = _batches([self.place(commit, file) for file in mixed_up])
+            files = [file for file in commit.files if file not in mixed_up]
+            files += _rewrite(stages[0], self.topic, rows, columns)
+            if known.renewed(columns.schema) and table.metadata.current_snapshot() is not None:
+                rewritten = list(map(as_data, _rewrite(stages[1], self.topic, table.batches(), columns)))
+            added = list(map(as_data, files))
+            is_written = True
+            table.commit(commit.epoch, commit.end, columns, added, self.sink.config.keep_snapshots, rewritten)
+        except BaseException as error:
+            may_be_committed = is_written and not isinstance(error, CommitFailedException)
+            for stage in () if may_be_committed else stages:
+                stage.abandon()
+                lists.sweep(self.root, commit.epoch, lambda *_: False, stage.stem, only=self.topic)
+            raise
+        self._leave_note(table.columns())
+
+    def _data_file(self, table: Table, columns: Columns, file: StagedFile) -> DataFile:
+        stats = read_stats(file)
+        del stats["ids"]
+        return DataFile.from_args(
+            content=DataFileContent.DATA,
+            file_path=str(data_file(self.path, file.path)),
+            file_format=FileFormat.PARQUET,
+            partition=self.layout.record(file.partition, columns.schema),
+            file_size_in_bytes=file.bytes,
+            sort_order_id=None,
+            spec_id=table.metadata.default_spec_id,
+            equality_ids=None,
+            key_metadata=None,
+            **stats,
+        )
+
+    def _create(self, schemas: Sequence[pa.Schema]) -> None:
+        columns = NO_COLUMNS
+        for each in schemas:
+            columns = wider_columns(self.topic, self.layout, columns, each)
+        schema = columns.iceberg()
+        self._make_namespace()
+        durable.make_directory(self.path / "metadata")
+        seeded = self._is_noted_seeded()
+        self.catalog.create_table(
+            self.identifier,
+            schema,
+            location=str(self.path),
+            partition_spec=self.layout.spec(schema),
+            properties={**PROPERTIES, **({SEEDED: "true"} if seeded else {})},
+        )
+        if seeded:
+            self.catalog.update_namespace_properties(self.identifier[0], removals={self._seeded_key})
+
+    def _make_namespace(self) -> None:
+        with contextlib.suppress(NamespaceAlreadyExistsError):
+            self.catalog.create_namespace(self.identifier[0])
+
+    # -- seeding and columns ---------------------------------------------------------------------------------------
+
+    def is_seeded(self) -> bool:
+        table = self.load()
+        return table.is_seeded() if table else self._is_noted_seeded()
+
+    def mark_seeded(self, now: pa.Schema | None) -> None:
+        conflict: Exception | None = None
+        for _ in range(loop.TRIES):
+            try:
+                with durable.disk_errors(), catalog_errors(self.topic):
+                    self._mark_seeded(now, self.load())
+                return
+            except self.conflicts as error:
+                conflict = error
+        raise RetryableError(f"{self.name} refused {loop.TRIES} changes: {conflict}", code="PEN-2005")
+
+    def _mark_seeded(self, now: pa.Schema | None, table: Table | None) -> None:
+        if table is None and now is not None:  # no rows came: readers find an empty table, not a missing one
+            # If the table cannot hold such columns, the first row will say so.
+            with contextlib.suppress(SchemaError, ValueError):
+                self._create([iceberg_schema(self.topic, now)])
+            table = self.load()
+        if table is None:
+            self._make_namespace()
+            self.catalog.update_namespace_properties(self.identifier[0], updates={self._seeded_key: "true"})
+        elif not table.is_seeded():
+            table.mark_seeded()
+
+    def _is_noted_seeded(self) -> bool:
+        """What the namespace says about a topic that has no table, because no row of it has come."""
+        with catalog_errors(self.topic):
+            try:
+                properties = self.catalog.load_namespace_properties(self.identifier[0])
+            except NoSuchNamespaceError:
+                return False
+        return properties.get(self._seeded_key) == "true"
+
+    @property
+    def _seeded_key(self) -> str:
+        return f"{SEEDED}.{hashlib.sha256(self.identifier[1].encode()).hexdigest()[:32]}"
+
+    def schema(self) -> pa.Schema | None:
+        table = self.load()
+        return table and iceberg_schema(self.topic, table.columns().schema)
+
+    def live_files(self, pipeline: str) -> set[str]:
+        table = self.load()
+        return table.live_files() if table else set()
+
+    def _leave_note(self, columns: Columns) -> None:
+        """Write the table's columns down for the tasks of the next epoch, so that they need not ask the catalog."""
+        text = columns.to_json()
+        if self._noted != text:
+            path = hint_of(self.path)
+            durable.make_directory(path.parent)
+            durable.write_atomic(path, text.encode())
+            self._noted = text
+
+
+def hint_of(target: Path) -> Path:
+    """The note of a table's columns."""
+    return target / HIDDEN / ".columns"
+
+
+def data_file(target: Path, path: str) -> Path:
+    return target / "data" / path
+
+
+def wider_columns(
+    topic: Topic, layout: Layout, columns: Columns, rows: pa.Schema, policy: Policy = Policy.EVOLVE
+) -> Columns:
+    """
+    The columns once rows of a schema are in the table.
+
+    The commit always evolves: staged rows have passed the policy, and can only go forward.
+    """
+    if not len(columns.schema):
+        return columns.with_types(rows)
+    stored = iceberg_schema(topic, columns.schema)
+    wider = follow(topic, stored, rows, policy, widens)
+    laid_out_by, nested = [each.column for each in layout], any(nests_structs(each.type) for each in stored)
+    for name in columns.renewed(wider):
+        if name in laid_out_by or nested:
+            raise refusal(topic, name, stored.field(name).type, wider.field(name).type, policy, is_wider=True)
+    return columns.with_types(wider)
+
+
+def _rewrite(stage: Stage, topic: Topic, batches: Iterable[pa.RecordBatch], columns: Columns) -> list[StagedFile]:
+    """Write rows again with the types and the field ids of the columns; nothing of it is visible."""
+    for batch in batches:
+        schema = pa.schema([columns.schema.field(name) for name in batch.schema.names])
+        try:
+            values = [widened(each, field.type) for each, field in zip(batch.columns, schema, strict=True)]
+        except pa.ArrowInvalid as error:
+            raise FatalError(
+                f"a value of {topic} does not fit the wider type of its column: {error}",
+                code="PEN-5021",
+                hint="a date may lie beyond the last timestamp: correct or delete its row in the table, and start again",
+            ) from error
+        stage.write(topic, pa.RecordBatch.from_arrays(values, schema=schema))
+    return [file for part in stage.finish().values() for file in part.files]
+
+
+def _batches(places: Sequence[Path]) -> Iterator[pa.RecordBatch]:
+    for place in places:
+        yield from pq.ParquetFile(place).iter_batches(batch_size=ROW_GROUP_ROWS)

@@ -1,0 +1,44 @@
+"""The options of the iceberg sink."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from penstock.config import Secret
+from penstock.connectors.lake.sink import LakeConfig
+
+
+class IcebergConfig(LakeConfig):
+    identity = LakeConfig.identity | {"catalog", "namespace"}
+
+    mode: Literal["append", "upsert", "changes"] = "append"
+    """How rows are applied: `append` adds them; `changes` adds every change with the columns that describe it; `upsert`
+    is not supported yet."""
+
+    catalog_uri: str = ""
+    """The catalog's database: `sqlite:////data/lake/catalog.db` or `postgresql://user@host/database`, without a password;
+    by default the SQLite file `catalog.db` in the directory above all tables."""
+
+    catalog_password: Secret | None = None
+    """The password of the catalog's database."""
+
+    catalog: str = "default"
+    """Name of the catalog in its database, which may hold several."""
+
+    table: str = "{topic}"
+    """Name of a topic's table, e.g. `lake.{topic}`. Slashes become dots; the part before the last dot is the namespace."""
+
+    namespace: str = "default"
+    """Namespace of tables whose name has none."""
+
+    partition_by: tuple[str, ...] = ()
+    """Partitions of tables that are created: columns, or the days of one: `["country", "day(ts)"]`. An existing table must
+    have the same."""
+
+    compression: Literal["zstd", "snappy", "gzip", "none"] = "zstd"
+    """Compression of the Parquet files."""
+
+    keep_snapshots: PositiveInt = 20
+    """How many snapshots of a table to keep for readers; each commit expires older ones."""

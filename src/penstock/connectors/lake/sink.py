@@ -1,0 +1,156 @@
+"""What sinks have in common whose tasks write files and whose driver commits them topic by topic."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import pyarrow as pa
+from pydantic import PositiveInt
+
+from penstock import durable
+from penstock.config import FilePath
+from penstock.connectors.lake import lists
+from penstock.connectors.lake.commit import Commit, LakeTarget
+from penstock.connectors.lake.staging import STAGED, FileSpec, StagedFiles
+from penstock.connectors.lake.targets import Targets
+from penstock.connectors.lake.task import LakeTask
+from penstock.schema.evolution import EvolutionConfig
+from penstock.sink import (
+    CommittedEpoch,
+    Epoch,
+    Positions,
+    SinkConnectorCapabilities,
+    SinkContext,
+    Task,
+    Topic,
+    TopicSink,
+    WriteResult,
+)
+from penstock.source import HealthStatus
+
+
+class LakeConfig(EvolutionConfig):
+    path: FilePath
+    """Directory of a topic, e.g. `lake/{topic}`, where `{topic}` is the topic without its leading slash."""
+
+    partition_by: tuple[str, ...] = ()
+    """Columns whose values become directories (`day=2026-01-01`) and are left out of the files."""
+
+    target_file_rows: PositiveInt = 5_000_000
+    """A file ends at about this many rows. Every epoch begins new files."""
+
+    max_open_files: PositiveInt = 64
+    """Files that a task writes at the same time, one per partition. When rows of another partition come, the file ends that
+    has waited longest for rows."""
+
+
+S = TypeVar("S", bound=LakeConfig)
+
+
+class LakeSink(TopicSink[S, StagedFiles]):
+    """
+    Tasks write files (`LakeTask`); the driver commits the files of each topic (`LakeTarget`). A sink says which classes these
+    are, and how a file is written.
+    """
+
+    capabilities = (
+        SinkConnectorCapabilities()
+        .with_exactly_once()
+        .with_two_phase_commit()
+        .with_schema_evolution()
+        .with_partitioned()
+    )
+
+    def __init__(self, config: S) -> None:
+        super().__init__(config)
+        path = config.path.removeprefix("file://") if config.path.startswith("file:///") else config.path
+        # Here and not in `open`: the working directory of an executor may be another one.
+        self._path = path if "://" in path else os.path.abspath(path)
+        self._task: LakeTask | None = None
+        self._known: dict[Topic, LakeTarget[Any]] = {}
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+        return type(self), (self.config.model_copy(update={"path": self._path}),)
+
+    def open(self, context: SinkContext = SinkContext()) -> None:
+        super().open(context)
+        self.targets = Targets(self._path)
+        durable.make_directory(self.targets.root)
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.stage.abandon()
+            self._task = None
+        self._known.clear()
+
+    def spec(self) -> FileSpec:
+        """How the sink's files are named, laid out and written."""
+        raise NotImplementedError
+
+    def task(self, epoch: Epoch, task: Task) -> LakeTask:
+        """What writes the rows of one task."""
+        raise NotImplementedError
+
+    def make_target(self, topic: Topic) -> LakeTarget[Any]:
+        raise NotImplementedError
+
+    # -- in tasks --------------------------------------------------------------------------------------------------
+
+    def begin_epoch(self, epoch: Epoch, task: Task) -> None:
+        self._task = self.task(epoch, task)
+
+    def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
+        assert self._task is not None
+        return self._task.write(topic, batch)
+
+    def flush(self) -> None:
+        assert self._task is not None
+        self._task.stage.flush()
+
+    def pre_commit(self, epoch: Epoch) -> StagedFiles:
+        assert self._task is not None
+        receipt = self._task.finish()
+        self._task = None
+        return receipt
+
+    # -- on the driver ---------------------------------------------------------------------------------------------
+
+    def target(self, topic: Topic) -> LakeTarget[Any]:
+        """The topic's target; one object per topic for as long as the sink is open."""
+        found = self._known.get(topic)
+        return found if found is not None else self._known.setdefault(topic, self.make_target(topic))
+
+    def commit_topic(self, epoch: Epoch, topic: Topic, receipts: Sequence[StagedFiles], end: Positions) -> None:
+        self.target(topic).commit(Commit(epoch, [receipt.staged[topic] for receipt in receipts], end))
+
+    def committed_epoch(self, pipeline: str, topic: Topic) -> CommittedEpoch | None:
+        return self.target(topic).committed(pipeline)
+
+    def sweep(self, epoch: Epoch, keep: Sequence[StagedFiles]) -> None:
+        kept = set().union(*(receipt.names() for receipt in keep))
+        live: dict[Topic, set[str]] = {}
+
+        def is_kept(topic: Topic, place: Path) -> bool:
+            if topic not in live:  # whoever asks: a file of the target is never a leftover
+                live[topic] = self.target(topic).live_files(epoch.pipeline)
+            name = place.name.removesuffix(STAGED)
+            return name in kept or name in live[topic]
+
+        lists.sweep(self.targets.root, epoch, is_kept)
+
+    def schema(self, topic: Topic) -> pa.Schema | None:
+        """The columns of the target; more may come."""
+        return self.target(topic).schema()
+
+    def is_seeded(self, topic: Topic) -> bool:
+        return self.target(topic).is_seeded()
+
+    def mark_seeded(self, topic: Topic) -> None:
+        self.target(topic).mark_seeded(self.context.topic(topic).source_schema)
+
+    def health_check(self) -> HealthStatus:
+        root = self.targets.root
+        return HealthStatus.healthy() if os.access(root, os.W_OK) else HealthStatus.unhealthy(f"cannot write to {root}")

@@ -1,0 +1,93 @@
+"""Arrow's types as a lake format stores them: one walk over nested types, and a table of simple ones per format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+import pyarrow as pa
+from pyarrow import types
+
+from penstock.errors import DataError, SchemaError
+from penstock.sink import Topic
+
+Rule = tuple[Callable[[pa.DataType], bool], pa.DataType | None]
+"""Which types it is about, and the type that holds all their values; None: the type itself."""
+
+COMMON: tuple[Rule, ...] = (
+    (types.is_boolean, None),
+    (types.is_float16, pa.float32()),
+    (types.is_floating, None),
+    (types.is_date, pa.date32()),
+    (types.is_string, None),
+    (types.is_large_string, pa.string()),
+    (types.is_string_view, pa.string()),
+    (types.is_binary, None),
+    (types.is_large_binary, pa.binary()),
+    (types.is_binary_view, pa.binary()),
+)
+"""What every lake format has in common."""
+
+
+@dataclass(frozen=True)
+class LakeTypes:
+    """The types of one lake format."""
+
+    lake: str
+    simple: tuple[Rule, ...]
+    """The first rule that applies counts."""
+
+    def schema(self, topic: Topic, schema: Iterable[pa.Field]) -> pa.Schema:
+        """The columns in types of the lake that hold every value; refused if a type has none."""
+        return pa.schema([pa.field(each.name, self.type(topic, each.name, each.type)) for each in schema])
+
+    def batch(self, topic: Topic, batch: pa.RecordBatch, without: Collection[str] = ()) -> pa.RecordBatch:
+        """
+        The rows in types of the lake, without loss, and without some columns.
+
+        Columns of type null are left out until a value tells their type.
+        """
+        kept = [
+            (field, column)
+            for field, column in zip(batch.schema, batch.columns, strict=True)
+            if not types.is_null(field.type) and field.name not in without
+        ]
+        schema = self.schema(topic, [field for field, _ in kept])
+        try:
+            columns = [
+                column if column.type == field.type else column.cast(field.type)
+                for field, (_, column) in zip(schema, kept, strict=True)
+            ]
+        except pa.ArrowInvalid as error:
+            raise DataError(f"a value of {topic} does not fit its column in {self.lake}: {error}") from error
+        return pa.RecordBatch.from_arrays(columns, schema=schema)  # types are equal whatever their parts are called
+
+    def type(self, topic: Topic, name: str, kind: pa.DataType) -> pa.DataType:
+        """The type that holds every value of `kind`."""
+
+        def inner(kind: pa.DataType, part: str = "") -> pa.DataType:
+            return self.type(topic, f"{name}.{part}" if part else name, kind)
+
+        if isinstance(kind, pa.BaseExtensionType):
+            return inner(kind.storage_type)
+        if types.is_dictionary(kind):
+            return inner(kind.value_type)
+        if types.is_timestamp(kind) and kind.unit != "ns":
+            return pa.timestamp("us", "UTC" if kind.tz else None)
+        if types.is_decimal(kind) and kind.precision <= 38:
+            return pa.decimal128(kind.precision, kind.scale)
+        if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+            return pa.list_(pa.field("element", inner(kind.value_type)))
+        if types.is_map(kind):
+            return pa.map_(inner(kind.key_type), inner(kind.item_type))
+        if types.is_struct(kind):
+            fields = [kind.field(position) for position in range(kind.num_fields)]
+            return pa.struct([pa.field(each.name, inner(each.type, each.name)) for each in fields])
+        for is_kind, stored in self.simple:
+            if is_kind(kind):
+                return stored or kind
+        raise SchemaError(
+            f"the column {name!r} of {topic} is {kind}, which {self.lake} cannot hold without loss",
+            code="PEN-4002",
+            hint="cast it in the route's SQL",
+        )

@@ -1,0 +1,59 @@
+"""What connectors are told when they are opened."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+
+import pyarrow as pa
+
+from penstock.pipeline.routing import Target
+from penstock.runtime.epochs.first_copies import FirstCopies
+from penstock.runtime.epochs.state import State
+from penstock.runtime.epochs.wiring import Pair, Wiring
+from penstock.sink import SinkContext, Topic, TopicContext
+from penstock.source import ProducerConfig, SourceContext
+
+
+class Contexts:
+    """The contexts of a pipeline's connectors. Those of sinks are views of what is learned while epochs go by."""
+
+    def __init__(self, state: State, wiring: Wiring) -> None:
+        self.wiring = wiring
+        self.copies = FirstCopies(state, wiring)
+        self._sources = state.directory / "sources"
+        self._topics: dict[str, dict[Topic, TopicContext]] = {name: {} for name in wiring.sinks}
+
+    def open(self) -> None:
+        """Open every connector; sinks first, since a source may ask what they hold."""
+        for name, sink in self.wiring.sinks.items():
+            sink.open(self.sink(name))
+        for name, source in self.wiring.sources.items():
+            source.open(self.source(name))
+
+    def source(self, name: str) -> SourceContext:
+        """For a source, on the driver."""
+        produces = tuple(
+            ProducerConfig(route.to, route.partitions, route.reliable_dispatch)
+            for route in self.wiring.router.effective
+            if route.source in (None, name)
+        )
+        return SourceContext(self._sources / name, produces, partial(self.copies.held, name))
+
+    def sink(self, name: str) -> SinkContext:
+        """For a sink, on the driver: it shows what is learned later, too."""
+        return SinkContext(MappingProxyType(self._topics[name]))
+
+    def learn(self, sink: str, target: Target, schema: pa.Schema) -> None:
+        """Take over what a route says of a topic, and the schema that its stream has now."""
+        topics = self._topics[sink]
+        topics[target.topic] = target.context(topics.get(target.topic, TopicContext()), schema)
+
+    def in_tasks(self, refilled: Collection[Pair] = ()) -> dict[str, SinkContext]:
+        """For the sinks of one job. `refilled`: targets that are cleared and take the types of their rows."""
+        return {
+            name: SinkContext({t: replace(known, refilled=(name, t) in refilled) for t, known in topics.items()})
+            for name, topics in self._topics.items()
+        }

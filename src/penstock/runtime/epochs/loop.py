@@ -1,0 +1,321 @@
+"""The epoch protocol, step by step: plan, stage, prepare, commit, finish, ack. `docs/spec/epochs.md` has the crash matrix."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from penstock import failpoints
+from penstock.errors import ConnectorError, DataError, FatalError, RangeGone, StagingLost
+from penstock.pipeline.routing import Router
+from penstock.runtime.epochs.commit import THREADS, Commits, has_second_stage
+from penstock.runtime.epochs.contexts import Contexts
+from penstock.runtime.epochs.lost_state import Markers, OnLost
+from penstock.runtime.epochs.manifest import Manifest, Range
+from penstock.runtime.epochs.stage import Staged, Stager
+from penstock.runtime.epochs.state import State
+from penstock.runtime.epochs.sweep import Sweeper
+from penstock.runtime.epochs.wiring import Pair, Wiring
+from penstock.runtime.job import Engine
+from penstock.sink import Epoch, SinkConnector, Topic, WriteResult
+from penstock.source import RangeSource, ReadLimit
+
+
+@dataclass(frozen=True)
+class EpochReport:
+    """What one committed epoch did."""
+
+    number: int
+    rows_in: Mapping[str, int] = field(default_factory=dict)
+    """Rows read, per source."""
+    rows_out: Mapping[tuple[str, Topic], WriteResult] = field(default_factory=dict)
+    """Rows written, per sink and topic."""
+    skipped: int = 0
+    """Rows left out by `on_error = "skip"` and `unrouted = "skip"`."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Time spent in plan, stage, commit and ack."""
+    recovered: bool = False
+
+
+class EpochLoop:
+    """
+    Drives one epoch after another. `step` finishes the epoch in hand or plans the next, so calling it again after any
+    failure, in this process or in the next, is the recovery.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        sources: Mapping[str, RangeSource[Any, Any]],
+        sinks: Mapping[str, SinkConnector[Any, Any]],
+        router: Router,
+        engine: Engine,
+        *,
+        max_epoch_rows: int = 10_000_000,
+        skip_bad: bool = False,
+        max_error_rate: float = 1.0,
+        threads: int = THREADS,
+        on_phase: Callable[[int, str], None] = lambda number, phase: None,
+        on_ack_failed: Callable[[str, ConnectorError], None] = lambda source, error: None,
+        contexts: Contexts | None = None,
+    ) -> None:
+        self.state = state
+        self.sources = sources
+        self.sinks = sinks
+        self.engine = engine
+        self.max_epoch_rows = max_epoch_rows
+        self.frozen: dict[str, Any] | None = None
+        """Ends beyond which nothing is planned (`--drain`); None: no such ends."""
+        self._max_error_rate = max_error_rate
+        self._on_phase = on_phase
+        self._on_ack_failed = on_ack_failed
+        self.contexts = contexts or Contexts(state, Wiring(sources, sinks, router))
+        """What the connectors are to be opened with."""
+        wiring = self.contexts.wiring.pack()
+        self._markers = Markers(state, wiring)
+        self._stager = Stager(self.contexts, engine, skip_bad)
+        self._commits = Commits(state, self.contexts, engine, threads)
+        self._sweeper = Sweeper(state, wiring, self._epoch)
+        self.copies = self.contexts.copies
+        self._unacked: dict[str, Any] = {}
+
+    def start(self, pairs: Iterable[Pair], on_lost: OnLost = "stop") -> None:
+        """Compare the state with what the targets say; after the sources and sinks are open, before the first step."""
+        newest = self.state.newest
+        if newest is not None and newest.state != "committed":
+            unswept = sorted({*newest.unswept, newest.number})
+            self.state.newest = newest.model_copy(update={"unswept": unswept})
+        self._markers.start(pairs, on_lost)
+        newest = self.state.newest
+        if newest is not None and newest.state == "committed":
+            self._unacked = self._ends(newest)
+        self.copies.mark()  # the last run may have died between a commit and this
+
+    def pending(self) -> bool:
+        """True while an epoch is in hand that is not committed."""
+        return self.state.newest is not None and self.state.newest.state != "committed"
+
+    def freeze(self) -> None:
+        """Plan nothing beyond what the sources hold now."""
+        limit = ReadLimit(parallelism=self.engine.parallelism)
+        self.frozen = {name: source.latest(self.position(name), limit) for name, source in self.sources.items()}
+
+    def step(self) -> EpochReport | None:
+        """Carry one epoch through to its acks; None when the sources have nothing new."""
+        seconds: dict[str, float] = {}
+        recovered = self.pending()
+        again = self.state.newest is not None and self.state.newest.state == "prepared"
+        with _timed(seconds, "plan"):
+            manifest = self.state.newest if recovered else self._plan()
+        if manifest is None:
+            return None
+        if manifest.state == "planned":
+            try:
+                with _timed(seconds, "stage"):
+                    manifest = self._prepare(*self._stage(manifest, again=recovered))
+            except RangeGone:
+                if manifest.only is not None:
+                    raise
+                self._withdraw()
+                return EpochReport(manifest.number, {}, {}, 0, seconds, recovered)
+        with _timed(seconds, "commit"):
+            manifest = self._finish(self._commit(manifest, again))
+        with _timed(seconds, "ack"):
+            self.ack()
+        self.copies.mark()
+        self._sweeper.sweep()
+        return EpochReport(
+            number=manifest.number,
+            rows_in=manifest.rows_in,
+            rows_out=manifest.written(),
+            skipped=manifest.skipped,
+            seconds=seconds,
+            recovered=recovered,
+        )
+
+    # -- the steps -----------------------------------------------------------------------------------------------
+
+    def _plan(self) -> Manifest | None:
+        newest = self.state.newest
+        ranges: dict[str, Range] = {}
+        moved = False
+        for name, source in self.sources.items():
+            start = self.position(name)
+            until = self.frozen[name] if self.frozen is not None else None
+            end = source.latest(start, ReadLimit(self.max_epoch_rows, self.engine.parallelism, until))
+            moved = moved or end != start
+            ranges[name] = Range(start=start.model_dump(mode="json"), end=end.model_dump(mode="json"))
+        if not moved:
+            return None
+        manifest = Manifest(
+            pipeline=self.state.pipeline,
+            incarnation=self.state.identity.incarnation,
+            number=newest.number + 1 if newest else 1,
+            ranges=ranges,
+            attempts=[uuid4().hex[:8]],
+            unswept=newest.unswept if newest else [],
+        )
+        self._on_phase(manifest.number, "plan")
+        failpoints.hit("plan.before")
+        self.state.save(manifest)
+        failpoints.hit("plan.after")
+        return manifest
+
+    def _stage(self, manifest: Manifest, again: bool) -> tuple[Manifest, Staged]:
+        if again:
+            manifest = self._roll_back(manifest)
+        self._on_phase(manifest.number, "stage")
+        staged = self._stager.run(manifest, self._epoch(manifest), list(self.sinks), manifest.only)
+        failpoints.hit("stage.after")
+        return manifest, staged
+
+    def _prepare(self, manifest: Manifest, staged: Staged) -> Manifest:
+        read = staged.bad + sum(staged.rows_in.values())
+        if staged.bad > self._max_error_rate * read:
+            raise DataError(
+                f"{staged.bad} of {read} records of epoch {manifest.number} had to be skipped",
+                code="PEN-3002",
+                hint="mend the data, or raise `max_error_rate`",
+            )
+        notes = staged.notes if manifest.only is None else self._stager.reread(manifest, staged, manifest.only)
+        self._markers.check(staged.rows_out)
+        update = {
+            "state": "prepared",
+            "receipts": staged.receipts,
+            "notes": {source: found for source, found in notes.items() if found},
+            "rows_in": {**dict.fromkeys(self.sources, 0), **staged.rows_in},
+            "rows_out": staged.rows_out,
+            "discarded": staged.discarded,
+            "skipped": staged.skipped,
+            "applies": [uuid4().hex[:8]] if any(map(has_second_stage, self.sinks.values())) else [],
+            "unswept": sorted({*manifest.unswept, manifest.number}) if staged.retried else manifest.unswept,
+        }
+        manifest = self.state.save(manifest.model_copy(update=update))
+        failpoints.hit("prepare.after")
+        return manifest
+
+    def _commit(self, manifest: Manifest, again: bool) -> Manifest:
+        self._on_phase(manifest.number, "commit")
+        if again:
+            self._sweeper.abandon()
+        manifest, lost = self._commits.run(manifest, sorted(manifest.receipts), self._epoch, again=again)
+        for name in lost:
+            manifest = self._stage_again(manifest, name)
+        if lost:
+            manifest, still = self._commits.run(manifest, lost, self._epoch, again=False)
+            if still:
+                raise StagingLost(f"what {', '.join(still)} had staged was gone twice")
+        failpoints.hit("commit.after")
+        return manifest
+
+    def _finish(self, manifest: Manifest) -> Manifest:
+        self._markers.remember(manifest)
+        applied = manifest.applied if manifest.number in manifest.unswept else {}
+        manifest = self.state.save(manifest.model_copy(update={"state": "committed", "applied": applied}))
+        failpoints.hit("committed.after")
+        self._unacked = self._ends(manifest)
+        return manifest
+
+    def ack(self) -> None:
+        """Tell the sources what is committed; what fails stays to be told again and never fails an epoch."""
+        for name, end in list(self._unacked.items()):
+            try:
+                self.sources[name].ack(end)
+            except ConnectorError as error:
+                self._on_ack_failed(name, error)
+            else:
+                del self._unacked[name]
+        failpoints.hit("ack.after")
+
+    @property
+    def unacked(self) -> bool:
+        return bool(self._unacked)
+
+    # -- parts of steps ------------------------------------------------------------------------------------------
+
+    def _roll_back(self, manifest: Manifest) -> Manifest:
+        """Remove what earlier tries staged, and name the next one before it begins."""
+        self._sweeper.abandon()
+        for name, topic in sorted(self._markers.checked):
+            if self._markers.holds(name, topic, manifest):
+                raise FatalError(
+                    f"{topic} in sink {name!r} holds epoch {manifest.number}, but its manifest says that nothing is committed",
+                    code="PEN-5007",
+                    hint=f"{self.state.directory} was put back from an older copy: move it away to be asked where to go on",
+                )
+        for attempt in manifest.attempts:
+            for sink in self.sinks.values():
+                sink.rollback_epoch(self._epoch(manifest, attempt), ())
+        return self._name_try(manifest)
+
+    def _name_try(self, manifest: Manifest) -> Manifest:
+        unswept = sorted({*manifest.unswept, manifest.number})
+        attempts = [*manifest.attempts, uuid4().hex[:8]]
+        return self.state.save(manifest.model_copy(update={"attempts": attempts, "unswept": unswept}))
+
+    def _stage_again(self, manifest: Manifest, name: str) -> Manifest:
+        """One sink lost what it had staged: stage the topics that it has not committed, from the range."""
+        self._sweeper.abandon()
+        known = manifest.rows_out.get(name, {})
+        lost = [(name, topic) for topic in known if not self._markers.holds(name, topic, manifest)]
+        manifest = self._name_try(manifest)
+        self._on_phase(manifest.number, "stage")
+        staged = self._stager.run(manifest, self._epoch(manifest), [name], lost)
+        gone = {topic for _, topic in lost} - staged.rows_out.get(
+            name, {}
+        ).keys()  # this time their streams were set aside
+        update = {
+            "rows_out": {**manifest.rows_out, name: {topic: n for topic, n in known.items() if topic not in gone}},
+            "receipts": {**manifest.receipts, name: staged.receipts.get(name, [])},
+            "notes": self._stager.reread(manifest, staged, lost),
+            "replaced": {**manifest.replaced, name: [*manifest.replaced.get(name, []), *manifest.receipts[name]]},
+        }
+        return self.state.save(manifest.model_copy(update=update))
+
+    def _withdraw(self) -> None:
+        """Close a planned epoch that can never be staged: its number stays bound, to an empty range."""
+        assert self.state.newest is not None
+        manifest = self._roll_back(self.state.newest)
+        ranges = {name: Range(start=span.start, end=span.start) for name, span in manifest.ranges.items()}
+        self.state.save(manifest.model_copy(update={"state": "committed", "ranges": ranges}))
+
+    def _epoch(self, manifest: Manifest, attempt: str | None = None) -> Epoch:
+        adopts = frozenset((incarnation, number) for incarnation, number in self.state.identity.adopts)
+        if manifest.only is not None:
+            # Topics that missed the epoch which this one completes: if they have it by now, another run is alive.
+            adopts -= {tuple(self.state.identity.replaces[-1])}
+        return Epoch(
+            manifest.pipeline,
+            manifest.incarnation,
+            manifest.number,
+            attempt or manifest.attempts[-1],
+            adopts=adopts,
+            start={source: span.start for source, span in manifest.ranges.items()},
+            end={source: span.end for source, span in manifest.ranges.items()},
+        )
+
+    def position(self, name: str) -> Any:
+        """Where the next range of a source starts."""
+        source, newest = self.sources[name], self.state.newest
+        if newest is None or name not in newest.ranges:
+            return source.initial()
+        end = source.position_type.model_validate(newest.ranges[name].end)
+        return source.next_start(end, newest.notes.get(name, ()))
+
+    def _ends(self, manifest: Manifest) -> dict[str, Any]:
+        return {
+            name: self.sources[name].position_type.model_validate(span.end)
+            for name, span in manifest.ranges.items()
+            if name in self.sources
+        }
+
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    seconds[phase] = time.perf_counter() - began

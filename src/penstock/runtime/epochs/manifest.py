@@ -1,0 +1,83 @@
+"""The durable records of the protocol: what an epoch is bound to, and whose state a directory holds."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from penstock.durable import Json
+from penstock.sink import Topic, WriteResult
+
+
+class Range(BaseModel):
+    """From one position (included by the source's own rule) to a later one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    start: Json
+    end: Json
+
+
+class Manifest(BaseModel):
+    """The durable record of one epoch."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    pipeline: str
+    incarnation: str
+    number: int
+    state: Literal["planned", "prepared", "committed"] = "planned"
+    ranges: dict[str, Range]
+    attempts: list[str]
+    """Every try at staging this epoch, the newest last."""
+    only: list[tuple[str, Topic]] | None = None
+    """The sinks and topics this epoch is for; None: all. Set for the epoch that completes another incarnation's."""
+    receipts: dict[str, list[Json]] = {}
+    applies: list[str] = []
+    """Every try at the work that the commits of this epoch need, the newest last."""
+    kept: dict[str, dict[Topic, str]] = {}
+    """Per sink and topic the try whose files its commit names."""
+    applied: dict[str, list[Json]] = {}
+    """Per sink what those tries gave; only if there may be other files beside them."""
+    replaced: dict[str, list[Json]] = {}
+    """Receipts of a sink that lost some topics: what they name of the other topics is committed and must not be swept."""
+    notes: dict[str, list[Json]] = {}
+    rows_in: dict[str, int] = {}
+    rows_out: dict[str, dict[Topic, tuple[int, int]]] = {}
+    discarded: dict[str, dict[Topic, int]] = {}
+    """Rows that `schema_evolution` left out or took a value from, per sink and topic."""
+    skipped: int = 0
+    unswept: list[int] = []
+    """Epochs whose failed tries may have left staged data."""
+
+    def written(self) -> dict[tuple[str, Topic], WriteResult]:
+        """What the epoch wrote, per sink and topic."""
+        written = {
+            (sink, topic): WriteResult(rows, size)
+            for sink, topics in self.rows_out.items()
+            for topic, (rows, size) in topics.items()
+        }
+        for sink, topics in self.discarded.items():
+            for topic, rows in topics.items():
+                written[sink, topic] = written.get((sink, topic), WriteResult()) + WriteResult(records_discarded=rows)
+        return written
+
+
+class Identity(BaseModel):
+    """`pipeline.json`: whose state this is."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    pipeline: str
+    incarnation: str
+    adopts: list[tuple[str, int]] = []
+    """Markers in targets that this incarnation was told to take over."""
+    replaces: list[tuple[str, int]] = []
+    """Incarnations that this one follows, each with its last epoch: their markers are adopted when they are met."""
+    resumes: Manifest | None = None
+    """The first epoch of an incarnation that goes on from a lost state, until it is in a file of its own."""
+    topics: dict[str, list[Topic]] = {}
+    """What each sink has held at least once; a target that holds nothing of it any more was dropped."""
+    shape: Json = None
+    """What the pipeline looked like, to tell which changes of its file are safe."""

@@ -1,0 +1,145 @@
+"""Step 2: one job of the engine that stages an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock import tables
+from penstock.durable import Json
+from penstock.runtime.epochs.contexts import Contexts
+from penstock.runtime.epochs.evolve import Followers
+from penstock.runtime.epochs.manifest import Manifest, Range
+from penstock.runtime.epochs.wiring import Pair
+from penstock.runtime.job import Engine, Job, Part, Tally, TaskResult
+from penstock.sink import Epoch, Topic, WriteResult
+from penstock.source import Schemas
+from penstock.tables import CopyAgain, Refused, TableSource
+
+
+@dataclass
+class Staged:
+    """The sum of the tasks' results, as a manifest keeps it."""
+
+    receipts: dict[str, list[Json]] = field(default_factory=dict)
+    notes: dict[str, list[Json]] = field(default_factory=dict)
+    """In the order of the parts; of a part that several topics read, what each of them has to say."""
+    rows_in: dict[str, int] = field(default_factory=dict)
+    rows_out: dict[str, dict[Topic, tuple[int, int]]] = field(default_factory=dict)
+    """What reached each sink and topic: rows and bytes; one that nothing reached has no epoch to check."""
+    discarded: dict[str, dict[Topic, int]] = field(default_factory=dict)
+    skipped: int = 0
+    bad: int = 0
+    """How many of those skipped were not good rows without a route."""
+    retried: bool = False
+    """A task was tried again: its first try may have left files."""
+
+    @classmethod
+    def of(cls, results: Sequence[TaskResult], skipped: Mapping[tuple[str, str], Json]) -> Staged:
+        """`skipped`: streams that no task has read, with their notes."""
+        staged = cls(retried=any(result.attempt for result in results))
+        staged._count({number: tally for result in results for number, tally in result.tallies.items()})
+        staged._note(results, skipped)
+        total: dict[tuple[str, Topic], WriteResult] = {}
+        for result in results:
+            for name, receipt in result.receipts.items():
+                staged.receipts.setdefault(name, []).append(receipt.model_dump(mode="json"))
+            for pair, one in result.written.items():
+                total[pair] = total.get(pair, WriteResult()) + one
+        for (sink, topic), one in total.items():
+            if one.records_written:
+                staged.rows_out.setdefault(sink, {})[topic] = (one.records_written, one.bytes_written)
+            if one.records_discarded:
+                staged.discarded.setdefault(sink, {})[topic] = one.records_discarded
+        return staged
+
+    def _count(self, tallies: Mapping[int, Tally]) -> None:
+        for tally in tallies.values():
+            self.rows_in[tally.source] = self.rows_in.get(tally.source, 0) + tally.rows
+            self.skipped += tally.skipped
+            self.bad += tally.skipped - tally.unrouted
+
+    def _note(self, results: Sequence[TaskResult], skipped: Mapping[tuple[str, str], Json]) -> None:
+        parts: dict[int, tuple[str, list[Json]]] = {}
+        for result in results:
+            for number, tally in result.tallies.items():
+                _, found = parts.setdefault(number, (tally.source, []))
+                found += [note for note in tally.notes if note not in found]
+        for (source, _), note in skipped.items():
+            self.notes.setdefault(source, []).append(note)
+        for _, (source, found) in sorted(parts.items()):
+            self.notes.setdefault(source, []).extend(found)
+        for result in results:
+            for source, note in result.notes:
+                if note not in self.notes.setdefault(source, []):
+                    self.notes[source].append(note)
+
+
+class Stager:
+    """Runs the jobs that stage."""
+
+    def __init__(self, contexts: Contexts, engine: Engine, skip_bad: bool) -> None:
+        self._wiring = contexts.wiring
+        self._contexts = contexts
+        self._engine = engine
+        self._skip_bad = skip_bad
+        self._followers = Followers(contexts)
+
+    def run(self, manifest: Manifest, epoch: Epoch, sinks: Sequence[str], only: Sequence[Pair] | None) -> Staged:
+        """Stage the epoch for these sinks; with `only`, for these of their topics."""
+        parts: list[Part] = []
+        schemas: dict[str, Schemas] = {}
+        cleared: set[tuple[str, str]] = set()
+        for name, span in manifest.ranges.items():
+            source = self._wiring.sources[name]
+            start, end = (source.position_type.model_validate(edge) for edge in (span.start, span.end))
+            if start != end:
+                parts += [Part(len(parts) + i, name, split) for i, split in enumerate(source.split(start, end))]
+                schemas[name] = source.schema()
+                if isinstance(source, TableSource):
+                    refilled = tables.refilled(source.tables(start), source.tables(end))
+                    cleared |= {(name, stream) for stream in refilled}
+        following = self._followers.follow(schemas, manifest, cleared)
+        skipped = following.skipped
+        job = Job(
+            epoch=epoch,
+            parts=parts,
+            sources={name: self._wiring.fresh_source(name) for name in schemas},
+            sinks={name: self._wiring.fresh_sink(name) for name in sinks},
+            router=self._wiring.router,
+            schemas={
+                n: {s: each for s, each in found.items() if (n, s) not in skipped} for n, found in schemas.items()
+            },
+            skip_bad=self._skip_bad,
+            only=None if only is None else frozenset((sink, topic) for sink, topic in only),
+            aside=frozenset(skipped),
+            contexts=self._contexts.in_tasks(following.renewed),
+        )
+        return Staged.of(self._engine.run(job) if parts else (), skipped)
+
+    def reread(self, manifest: Manifest, staged: Staged, pairs: Sequence[Pair]) -> dict[str, list[Json]]:
+        """The notes of an epoch whose range was read again for these sinks and topics alone."""
+        counted = dict(manifest.notes)
+        for name, again in staged.notes.items():
+            first, source = manifest.notes.get(name, []), self._wiring.sources[name]
+            if isinstance(source, TableSource):
+                streams = {s for s in source.schema() if not set(pairs).isdisjoint(self._wiring.pairs(name, s))}
+                counted[name] = [*first, *_differing(source, manifest.ranges[name], again, streams)]
+            else:
+                counted[name] = list(first or again)
+        return counted
+
+
+def _differing(source: TableSource[Any, Any], span: Range, again: Sequence[Json], streams: set[str]) -> Iterator[Json]:
+    """
+    What is to be noted of tables that were staged a second time, for some sinks alone.
+
+    A copy that is read twice may hold other rows the second time: so that all sinks get the same, it is made once more. A
+    table that was refused this time is missing in one sink.
+    """
+    start, end = (source.position_type.model_validate(edge) for edge in (span.start, span.end))
+    copied = tables.copied(source.tables(start), source.tables(source.next_start(end, again))) & streams
+    if copied:
+        yield CopyAgain(streams=tuple(sorted(copied))).note()
+    yield from (note for note in again if (refused := Refused.read(note)) and refused.stream in streams)

@@ -1,0 +1,200 @@
+"""The state directory: its lock, its identity, its manifests."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeVar
+from uuid import uuid4
+
+from pydantic import BaseModel, ValidationError
+
+from penstock.durable import Json, canonical, disk_errors, make_directory, write_atomic
+from penstock.errors import FatalError
+from penstock.runtime.epochs.manifest import Identity, Manifest
+
+FORMAT = 1
+"""Version of everything in the state directory; a newer one is refused."""
+
+KEPT = 100
+"""Committed manifests that stay for people to look at."""
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class State:
+    """The state directory: one lock, one identity, one manifest per epoch. `open` it before use."""
+
+    def __init__(self, directory: Path, pipeline: str) -> None:
+        self.directory = directory
+        self.pipeline = pipeline
+        self.newest: Manifest | None = None
+        self.fresh = False
+        self.identity = Identity(pipeline=pipeline, incarnation=str(uuid4()))
+        self._lock: int | None = None
+
+    def open(self) -> None:
+        """Take the lock and read everything; refuses what is corrupt, newer, another pipeline's or in use."""
+        make_directory(self.directory)
+        self._lock = _take_lock(self.directory / "lock", self.pipeline)
+        try:
+            make_directory(self._epochs)
+            self._read()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)  # the lock goes with its descriptor; the file stays, so that nobody locks a dead name
+            self._lock = None
+
+    def peek(self) -> State:
+        """Read without the lock, for `status` and `offsets show`."""
+        self._read()
+        return self
+
+    def save_identity(self, **changes: Json) -> None:
+        self.identity = self.identity.model_copy(update=changes)
+        _store(self.directory / "pipeline.json", self.identity)
+
+    def save(self, manifest: Manifest) -> Manifest:
+        """Make the manifest durable; it replaces the one of the same epoch."""
+        _store(self._epochs / f"{manifest.number:012d}.json", manifest)
+        self.newest = manifest
+        if manifest.state == "committed" and manifest.number % KEPT == 0:
+            self._retire(manifest.number - KEPT, keep=manifest.unswept)
+        return manifest
+
+    def load(self, number: int) -> Manifest | None:
+        path = self._epochs / f"{number:012d}.json"
+        return _load(path, Manifest) if path.exists() else None
+
+    def edges(self, source: str) -> dict[str, Json]:
+        """Up to where a source is `committed`, and up to where it is `planned`; None where nothing is."""
+        newest = self.newest
+        span = newest.ranges.get(source) if newest else None
+        if newest is None or span is None:
+            return {"committed": None, "planned": None}
+        return {"committed": span.end if newest.state == "committed" else span.start, "planned": span.end}
+
+    def renew(self) -> None:
+        """Begin a new incarnation; its first epoch is number 1. The old manifests are kept aside."""
+        old, last = self.identity.incarnation, self.newest.number if self.newest else 0
+        replaces = [*self.identity.replaces, (old, last)]
+        # Identity first: after a crash in between, the manifests of another incarnation are set aside when read.
+        self.save_identity(incarnation=str(uuid4()), replaces=replaces, adopts=[], resumes=None, topics={}, shape=None)
+        self._set_aside(old)
+        self.newest = None
+
+    @property
+    def _epochs(self) -> Path:
+        return self.directory / "epochs"
+
+    def _read(self) -> None:
+        identity = self.directory / "pipeline.json"
+        files = sorted(self._epochs.glob("[0-9]*.json")) if self._epochs.exists() else []
+        if not identity.exists():
+            if files:
+                raise FatalError(
+                    f"{identity} is missing, but there are manifests beside it",
+                    code="PEN-5004",
+                    hint=f"restore it from a copy; or move {self.directory} away to be asked where to go on",
+                )
+            self.fresh = True
+            if self._lock is not None:
+                self.save_identity()
+            return
+        self.identity = _load(identity, Identity)
+        if self.identity.pipeline != self.pipeline:
+            raise FatalError(
+                f"{self.directory} belongs to the pipeline {self.identity.pipeline!r}, not to {self.pipeline!r}",
+                code="PEN-5003",
+                hint="give each pipeline a `state_dir` of its own",
+            )
+        if files:
+            newest = _load(files[-1], Manifest)
+            if newest.incarnation == self.identity.incarnation:
+                self.newest = newest
+            elif self._lock is not None:
+                self._set_aside(newest.incarnation)
+        if self.newest is None:
+            self.newest = self.identity.resumes
+
+    def _set_aside(self, incarnation: str) -> None:
+        with disk_errors():
+            if self._epochs.exists():
+                os.replace(self._epochs, self.directory / f"epochs-{incarnation}")
+        make_directory(self._epochs)
+
+    def _retire(self, below: int, keep: Iterable[int]) -> None:
+        kept = {f"{number:012d}.json" for number in keep}
+        for file in self._epochs.glob("[0-9]*.json"):
+            if file.name < f"{below:012d}.json" and file.name not in kept:
+                file.unlink(missing_ok=True)
+
+
+def reset(directory: Path, pipeline: str) -> None:
+    """`offsets reset`: the next run reads every source from its beginning, in a new incarnation."""
+    state = State(directory, pipeline)
+    state.open()
+    try:
+        state.renew()
+    finally:
+        state.close()
+
+
+def _store(path: Path, value: BaseModel) -> None:
+    body = canonical(value.model_dump(mode="json"))
+    write_atomic(path, canonical({"format": FORMAT, "crc32": zlib.crc32(body.encode()), "body": body}).encode())
+
+
+def _load(path: Path, kind: type[M]) -> M:
+    try:
+        stored = json.loads(path.read_bytes())
+        version, checksum, body = stored["format"], stored["crc32"], stored["body"]
+        if version <= FORMAT:
+            if zlib.crc32(body.encode()) != checksum:
+                raise ValueError("its checksum does not match")
+            return kind.model_validate_json(body)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # ValidationError is a ValueError
+        reason = "it does not hold what it should" if isinstance(error, ValidationError | KeyError) else str(error)
+        raise FatalError(
+            f"{path} is corrupt: {reason}",
+            code="PEN-5004",
+            hint="restore it from a copy; or move the state directory away to be asked where to go on",
+        ) from error
+    raise FatalError(
+        f"{path} has format {version}, and this Penstock knows {FORMAT}", code="PEN-5006", hint="run the newer version"
+    )
+
+
+def _take_lock(path: Path, pipeline: str) -> int:
+    with disk_errors():
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(descriptor, 4096).decode(errors="replace") or "another process"
+        os.close(descriptor)
+        raise FatalError(
+            f"{path.parent} is in use by {holder}",
+            code="PEN-5002",
+            hint="wait until it has ended or stop it; two runs of one pipeline never share a state directory",
+        ) from None
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    holder = f"process {os.getpid()} on {socket.gethostname()} ({pipeline}, since {since})"
+    try:
+        with disk_errors(path):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, holder.encode(), 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -1,0 +1,222 @@
+"""What a source of tables implements: it copies each table once, follows its changes, and takes requests for single tables."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from uuid import uuid4
+
+from pydantic import BaseModel, ConfigDict
+
+from penstock import durable
+from penstock.durable import Json
+from penstock.errors import ConnectorError
+from penstock.source import C, P, RangeSource
+
+MOST_TEXT = 500
+"""Characters of an error that a note keeps: notes are part of the manifest."""
+
+
+@dataclass(frozen=True)
+class TableState:
+    """What a source does with one table, at a position. `penstock tables` shows it, and the runtime acts on it."""
+
+    state: Literal["active", "seeding", "paused", "skipped", "failed", "gone"]
+    """
+    `seeding`: it is being copied, or waits for that. `active`: its changes are followed. Of the others nothing is read:
+    somebody paused or skipped it, it failed and says why, or it is not in the outside system any more.
+    """
+
+    copy: int = 0
+    """
+    How many copies of the table have begun; a copy counts from the range that brings its first rows.
+
+    The first rows of copy 2, and of each later one, MUST follow a truncate (`t`) in the same range, unless the copy
+    `refreshes`: the runtime lets the target take other types there.
+    """
+
+    complete: bool = False
+    """The copy is complete: once this position is committed, the sinks are told so (`mark_seeded`)."""
+
+    refreshes: bool = False
+    """The copy goes over the rows that are there: no change was missed, so that nothing need be cleared."""
+
+    rows: int = 0
+    """Rows that the copy in hand, or the last one, has brought so far."""
+
+    estimate: int | None = None
+    """About how many rows the copy will bring."""
+
+    code: str = ""
+    """Of the last failure: its code, what went wrong, and what to do."""
+    error: str = ""
+    hint: str = ""
+
+    since: float | None = None
+    """When it failed first, in seconds since 1970."""
+
+    tries: int = 0
+    """How often it has failed in a row."""
+
+    next_try: float | None = None
+    """When it is tried again, in seconds since 1970; None: when somebody asks for it."""
+
+    @property
+    def is_read(self) -> bool:
+        """True if rows of it are read, now or once its copy begins."""
+        return self.state in ("active", "seeding")
+
+
+class TableSource(RangeSource[C, P]):
+    """
+    A range source whose streams are tables, each with a life of its own: copied, followed, paused, failed, copied again.
+
+    Everything that decides which rows of a table count MUST be part of the position, never beside it: recovery knows
+    nothing else. Two laws of range sources are wider here. A range that copies rows may hold newer ones when it is read
+    again. And `next_start` MUST understand the notes that the runtime writes:
+
+    - `Refused`: a sink cannot take the table's rows. Rows of it that came before stay where they are. Set the table aside,
+      state `failed`, and copy it again later; the others go on.
+    - `CopyAgain`: two sinks hold different versions of a copy. Copy these tables once more, from a truncate on.
+
+    It takes up what `Requests(context.state_dir).pending()` gives in `latest`, and names in the end that it returns the
+    requests that this end obeys. Once a range *starts* with those names the effect is durable, and the request is `done`.
+    """
+
+    def tables(self, position: P) -> Mapping[str, TableState]:
+        """Every table that the position knows, by stream; from the position alone, also before `open`."""
+        raise NotImplementedError
+
+
+# -- what the runtime reads off two states -------------------------------------------------------------------------------
+
+
+def seeded(tables: Mapping[str, TableState]) -> frozenset[str]:
+    """The tables whose copy is complete."""
+    return frozenset(stream for stream, table in tables.items() if table.complete)
+
+
+def refilled(before: Mapping[str, TableState], after: Mapping[str, TableState]) -> frozenset[str]:
+    """The tables whose rows in the range between two positions follow a clear."""
+    return frozenset(
+        stream
+        for stream, table in after.items()
+        if table.is_read and not table.refreshes and table.copy > max(1, _copy(before.get(stream)))
+    )
+
+
+def copied(before: Mapping[str, TableState], after: Mapping[str, TableState]) -> frozenset[str]:
+    """The tables of which the range between two positions copies rows."""
+    none = TableState("gone")
+    return frozenset(
+        stream
+        for stream, table in after.items()
+        if table.is_read and _progress(table) != _progress(before.get(stream, none))
+    )
+
+
+def _copy(table: TableState | None) -> int:
+    return table.copy if table else 0
+
+
+def _progress(table: TableState) -> tuple[int, bool, int]:
+    return table.copy, table.complete, table.rows
+
+
+# -- notes that the runtime writes, and that a table source may write as well -------------------------------------------------
+
+
+class Refused(BaseModel):
+    """The note that sets a table aside: its rows cannot be read or cannot be written."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    stream: str
+    at: float
+    """When, in seconds since 1970."""
+    code: str
+    message: str
+    hint: str = ""
+
+    @classmethod
+    def because(cls, stream: str, error: ConnectorError) -> Refused:
+        texts = {"message": error.message[:MOST_TEXT], "hint": error.hint[:MOST_TEXT]}
+        return cls(stream=stream, at=time.time(), code=error.code, **texts)
+
+    @classmethod
+    def read(cls, note: Json) -> Refused | None:
+        """The refusal that a note is; None: it is another note."""
+        return cls.model_validate(note["failed"]) if "failed" in note else None
+
+    def note(self) -> Json:
+        return {"failed": self.model_dump(mode="json")}
+
+
+class CopyAgain(BaseModel):
+    """The note that has tables copied once more, from a truncate on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    streams: tuple[str, ...]
+
+    @classmethod
+    def read(cls, note: Json) -> CopyAgain | None:
+        """The tables that a note names; None: it is another note."""
+        return cls(streams=tuple(note["again"])) if "again" in note else None
+
+    def note(self) -> Json:
+        return {"again": list(self.streams)}
+
+
+# -- requests -------------------------------------------------------------------------------------------------------------
+
+Verb = Literal["pause", "resume", "skip", "resync"]
+
+
+class Request(BaseModel):
+    """What somebody asks for with `penstock tables`; `name` tells it from every other, and sorts by when it was made."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    verb: Verb
+    streams: tuple[str, ...]
+
+
+class Requests:
+    """The requests that wait for a source, as files in its `state_dir`: made while it runs or not, obeyed in their order."""
+
+    def __init__(self, state_dir: Path | None) -> None:
+        self._place = None if state_dir is None else state_dir / "requests"
+
+    def add(self, verb: Verb, streams: Sequence[str]) -> Request:
+        """Leave a request; it is on disk when this returns."""
+        assert self._place is not None, "a source without a state directory takes no requests"
+        durable.make_directory(self._place)
+        # After all that wait, also when the clock was set back.
+        last = max((int(each.name.partition("-")[0]) for each in self.pending()), default=0)
+        name = f"{max(time.time_ns(), last + 1):020d}-{uuid4().hex[:8]}"
+        request = Request(name=name, verb=verb, streams=tuple(streams))
+        durable.write_atomic(self._place / f"{name}.json", request.model_dump_json().encode())
+        return request
+
+    def pending(self) -> list[Request]:
+        """The requests that wait, in order."""
+        found = []
+        for file in sorted(self._place.glob("[0-9]*.json")) if self._place is not None else ():
+            with contextlib.suppress(FileNotFoundError):  # the running pipeline is done with it
+                found.append(Request.model_validate_json(file.read_bytes()))
+        return found
+
+    def done(self, names: Iterable[str]) -> None:
+        """Remove requests whose effect is durable; a second time does nothing."""
+        place = self._place
+        removed = [] if place is None else [file for name in names if (file := place / f"{name}.json").exists()]
+        for file in removed:
+            file.unlink(missing_ok=True)
+        if place is not None and removed:
+            durable.fsync(place)

@@ -11,34 +11,39 @@ import random
 from collections import Counter
 
 import psycopg
+import pyarrow as pa
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from mirrored import Lake, database_on
+from penstock.changes.keys import Equality, codes_of
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.postgres import Postgres, PostgresSinkConfig
+from penstock.connectors.postgresql.types import SESSION, Column, TypeCatalog, parse_text, select_text, table_schema
 from penstock.testing.memory import MemorySink, MemorySinkConfig
 from penstock.testing.postgres import PostgresServer, binaries
 
-CASELESS = """
-    CREATE TYPE caseless;
-    CREATE FUNCTION caseless_in(cstring) RETURNS caseless AS 'textin' LANGUAGE internal IMMUTABLE STRICT;
-    CREATE FUNCTION caseless_out(caseless) RETURNS cstring AS 'textout' LANGUAGE internal IMMUTABLE STRICT;
-    CREATE TYPE caseless (INPUT = caseless_in, OUTPUT = caseless_out, LIKE = text);
-    CREATE CAST (caseless AS text) WITHOUT FUNCTION AS IMPLICIT;
-    CREATE CAST (text AS caseless) WITHOUT FUNCTION AS ASSIGNMENT;
-    CREATE FUNCTION caseless_cmp(caseless, caseless) RETURNS int IMMUTABLE STRICT LANGUAGE sql
+CITEXT = """
+    CREATE TYPE citext;
+    CREATE FUNCTION citext_in(cstring) RETURNS citext AS 'textin' LANGUAGE internal IMMUTABLE STRICT;
+    CREATE FUNCTION citext_out(citext) RETURNS cstring AS 'textout' LANGUAGE internal IMMUTABLE STRICT;
+    CREATE TYPE citext (INPUT = citext_in, OUTPUT = citext_out, LIKE = text);
+    CREATE CAST (citext AS text) WITHOUT FUNCTION AS IMPLICIT;
+    CREATE CAST (text AS citext) WITHOUT FUNCTION AS ASSIGNMENT;
+    CREATE FUNCTION citext_cmp(citext, citext) RETURNS int IMMUTABLE STRICT LANGUAGE sql
         AS $$ SELECT bttextcmp(lower($1::text), lower($2::text)) $$;
 """
-"""A type whose equality is its own, as that of citext is."""
+"""The type of the extension citext, which not every server has."""
 
 for name, sign in {"lt": "<", "le": "<=", "eq": "=", "ge": ">=", "gt": ">"}.items():
-    CASELESS += f"""
-        CREATE FUNCTION caseless_{name}(caseless, caseless) RETURNS bool IMMUTABLE STRICT LANGUAGE sql
+    CITEXT += f"""
+        CREATE FUNCTION citext_{name}(citext, citext) RETURNS bool IMMUTABLE STRICT LANGUAGE sql
             AS $$ SELECT lower($1::text) {sign} lower($2::text) $$;
-        CREATE OPERATOR {sign} (LEFTARG = caseless, RIGHTARG = caseless, FUNCTION = caseless_{name});"""
-CASELESS += """
-    CREATE OPERATOR CLASS caseless_ops DEFAULT FOR TYPE caseless USING btree AS
-        OPERATOR 1 <, OPERATOR 2 <=, OPERATOR 3 =, OPERATOR 4 >=, OPERATOR 5 >, FUNCTION 1 caseless_cmp(caseless, caseless);
+        CREATE OPERATOR {sign} (LEFTARG = citext, RIGHTARG = citext, FUNCTION = citext_{name});"""
+CITEXT += """
+    CREATE OPERATOR CLASS citext_ops DEFAULT FOR TYPE citext USING btree AS
+        OPERATOR 1 <, OPERATOR 2 <=, OPERATOR 3 =, OPERATOR 4 >=, OPERATOR 5 >, FUNCTION 1 citext_cmp(citext, citext);
     CREATE DOMAIN code AS char(4);
     CREATE DOMAIN amount AS numeric;
     CREATE TYPE mood AS ENUM ('sad', 'it''s ok', 'happy, very');
@@ -62,7 +67,7 @@ KEYS = {
     "bpchar": ["", "a", "a ", "a  ", "ab", "A"],
     '"char"': ["x", "y", "z"],
     "name": ["n", "N", "m"],
-    "caseless": ["a", "A", "b", "B", "Cd", "cD"],
+    "citext": ["a", "A", "b", "B", "Cd", "cD"],
     "bytea": ["\\x00ff", "", "\\xdeadbeef"],
     "uuid": ["A0EEBC99-9C0B-4EF8-BB6D-6BB9BD380A11", "a0eebc99-9c0b-4ef8-bb6d-6bb9bd380a12"],
     "jsonb": ["1", "1.0", "1.00", '{"b": 1, "a": 2.0}', '{"a": 2.00, "b": 1}', '"1"', "[1, [2.50]]", "[1, [2.5]]"],
@@ -105,7 +110,7 @@ def server(need):
 @pytest.fixture
 def database(server):
     with database_on(server, "keys") as database:
-        database.run(CASELESS)
+        database.run(CITEXT)
         yield database
 
 
@@ -181,6 +186,59 @@ def test_rows_are_the_same_ones_for_a_sink_as_for_the_server_that_they_come_from
     assert set(writer.done) == {"insert", "update", "write", "move", "delete"}
 
 
+SPELLED = {
+    "numeric": st.tuples(
+        st.sampled_from(["", "-"]), st.sampled_from(["0", "1", "10", "100", "2" * 30]),
+        st.sampled_from(["", ".", ".0", ".10", ".1", ".001", ".0010", ".000"]),
+    ).map("".join) | st.just("NaN") | st.sampled_from(["Infinity", "-Infinity"]),
+    "bpchar": st.tuples(st.sampled_from(["", "a", "A", "a b"]), st.sampled_from(["", " ", "  "])).map("".join),
+    "interval": st.tuples(
+        st.sampled_from(["", "1 year", "-1 year"]), st.sampled_from(["", "12 mons", "1 mon", "-1 mon"]),
+        st.sampled_from(["", "30 days", "-30 days", "1 day", "360 days"]),
+        st.sampled_from(["0:00", "24:00:00", "-24:00:00", "00:00:01.5", "-00:00:01.5", "720:00:00"]),
+    ).map(" ".join) | st.sampled_from(["infinity", "-infinity", "178000000 years"]),
+    "jsonb": st.recursive(
+        st.sampled_from(["1", "1.0", "1.00", "-0.0", "0", '"1"', '"a"', "null", "true", "1e2", "100"]),
+        lambda inner: st.lists(inner, max_size=2).map(lambda each: f"[{', '.join(each)}]")
+        | inner.map(lambda each: f'{{"a": {each}}}'), max_leaves=4,
+    ),
+    "float8": st.sampled_from(["0", "-0", "1.5", "NaN", "Infinity", "-Infinity"]),
+}  # fmt: skip
+"""Types of which two texts may be one value, and texts of them."""
+
+
+@pytest.mark.parametrize("kind", SPELLED)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_two_keys_have_one_canonical_form_exactly_if_the_server_calls_them_equal(typed, kind, data):
+    texts = data.draw(st.lists(SPELLED[kind], min_size=2, max_size=12))
+    connection, catalog = typed()
+    oid = connection.execute("SELECT %s::regtype::oid::int8", [kind]).fetchone()[0]
+    column = Column("k", oid)
+    values = f"(SELECT k::{kind} AS k, n FROM unnest(%s::text[]) WITH ORDINALITY AS v(k, n)) v"
+    printed = connection.execute(f"SELECT {select_text(column, catalog)} FROM {values} ORDER BY n", [texts]).fetchall()
+    keys = pa.Table.from_arrays(
+        [parse_text(pa.array([text for (text,) in printed]), oid, -1, catalog)], schema=table_schema([column], catalog)
+    )
+    codes, _ = codes_of(Equality.of([keys.schema], ["k"]).canonical(keys))
+    pairs = f"SELECT v.n, w.n FROM {values} CROSS JOIN {values.removesuffix('v')}w WHERE v.k = w.k"
+    same = connection.execute(pairs, [texts, texts]).fetchall()
+    assert {(a + 1, b + 1) for a in range(len(texts)) for b in range(len(texts)) if codes[a] == codes[b]} == set(same)
+
+
+@pytest.fixture(scope="module")
+def typed(server):
+    with (
+        database_on(server, "typed") as database,
+        psycopg.connect(database.dsn, autocommit=True) as connection,
+    ):
+        connection.execute(CITEXT)
+        for name, value in SESSION.items():
+            connection.execute("SELECT set_config(%s, %s, false)", [name, value])
+        catalog = TypeCatalog.from_rows(connection.execute(TypeCatalog.SQL).fetchall())
+        yield lambda: (connection, catalog)  # which Hypothesis does not print in full
+
+
 # -- what went wrong once, one by one --------------------------------------------------------------------------------
 
 
@@ -221,7 +279,7 @@ def test_keys_shorter_than_their_type_are_found_when_they_are_deleted_moved_and_
     [
         ("numeric", "2.0", "2.00", "3", "9"),
         ("interval", "30 days", "1 mon", "3 days", "9 days"),
-        ("caseless", "a", "A", "b", "c"),
+        ("citext", "a", "A", "b", "c"),
         ("jsonb", '{"a": 1.0}', '{"a": 1.00}', "2", "3"),
         ("float8", "0", "-0", "1", "2"),
     ],

@@ -332,6 +332,9 @@ class TopicSink(SinkConnector[C, R]):
     applied_type: ClassVar[type[Applied]] = Applied
     """What `apply` gives."""
 
+    needs_apply: bool = True
+    """False if the sink has `plan_apply` and, with its options, no use for it."""
+
     def commit_topic(self, epoch: Epoch, topic: Topic, receipts: Sequence[R], end: Positions) -> None:
         """Driver: the compare-and-set of one topic. Ask `is_committed` on the snapshot that you commit from."""
         raise NotImplementedError

@@ -382,6 +382,7 @@ def test_a_schema_changes_in_the_middle_of_a_run(make, tmp_path, policy):
     state.open()
     router = Router((Route(to=ORDERS, schema_evolution=policy),), ("lake",))
     loop = EpochLoop(state, {"memory": source}, {"lake": sink}, router, InlineEngine(), max_epoch_rows=1)
+    loop.contexts.open()
     loop.start([("lake", ORDERS)])
     reports = []
     while (report := loop.step()) is not None:

@@ -22,6 +22,7 @@ from sink_protocol import END, ORDERS, SinkProtocol, commit_in_a_process, epoch,
 from penstock.changes import CHANGE_FIELDS
 from penstock.changes.streamed import collapse_parts
 from penstock.connectors.delta import Delta, DeltaConfig
+from penstock.connectors.delta import files as table_files
 from penstock.connectors.delta import rewrite as rewriting
 from penstock.connectors.delta.commit import DeltaTarget
 from penstock.errors import ConfigError, DataError, Fenced, RetryableError, SchemaError, StagingLost
@@ -118,7 +119,7 @@ def opened(monkeypatch):
                 seen.append(os.path.basename(source))
             super().__init__(source, **options)
 
-    monkeypatch.setattr(rewriting.pq, "ParquetFile", Recording)
+    monkeypatch.setattr(table_files.pq, "ParquetFile", Recording)
     return seen
 
 
@@ -208,9 +209,9 @@ def test_random_changes_leave_what_a_dict_of_them_holds(make, target, monkeypatc
     """With files and chunks so small that every way through the rewriting is taken."""
     monkeypatch.setattr("penstock.changes.streamed.HELD_ROWS", held_rows)
     monkeypatch.setattr("penstock.changes.streamed.BUCKET_ROWS", 7)
-    monkeypatch.setattr(rewriting, "RANKED_ROWS", 5)
-    monkeypatch.setattr(rewriting, "SMALL_FILE_ROWS", 8)
-    monkeypatch.setattr(rewriting, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(table_files, "RANKED_ROWS", 5)
+    monkeypatch.setattr(table_files, "SMALL_FILE_ROWS", 8)
+    monkeypatch.setattr(table_files, "CHUNK_ROWS", 4)
     monkeypatch.setattr("penstock.connectors.lake.staging.ROW_GROUP_ROWS", 3)
     monkeypatch.setattr(rewriting, "ROW_GROUP_ROWS", 5)
     dice, model, sink, place = random.Random(7), {}, make(target_file_rows=25), 0
@@ -495,7 +496,7 @@ def test_of_many_changes_only_the_keys_are_held_while_their_rows_are_written(tmp
     rows, wide = 40_000, "x" * 500
     monkeypatch.setattr("penstock.changes.streamed.HELD_ROWS", 1000)
     monkeypatch.setattr("penstock.changes.streamed.BUCKET_ROWS", 1000)
-    monkeypatch.setattr(rewriting, "CHUNK_ROWS", 2000)
+    monkeypatch.setattr(table_files, "CHUNK_ROWS", 2000)
     path = tmp_path / "changes.parquet"
     with pq.ParquetWriter(path, changes().schema) as writer:
         for first in range(0, rows, 2000):
@@ -504,7 +505,7 @@ def test_of_many_changes_only_the_keys_are_held_while_their_rows_are_written(tmp
             )
             writer.write_batch(changes(*events))
     before = pa.total_allocated_bytes()
-    collapsed = collapse_parts([rewriting.StagedChanges(path, lambda rows: rows)], ["id"], PLAIN)
+    collapsed = collapse_parts([table_files.StagedChanges(path, lambda rows: rows)], ["id"], PLAIN)
     held, seen = [], 0
     for piece in collapsed.rows(None)(0, rows):
         held.append(pa.total_allocated_bytes() - before)

@@ -17,6 +17,7 @@ class TestMemoryApplySinkCrash(CrashContract):
     """Work in tasks of its own."""
 
     ordered = True
+    commits_without_work = False
 
     def make_sink(self, path):
         return MemoryApplySink(MemorySinkConfig(path=path))

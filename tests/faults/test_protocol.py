@@ -10,13 +10,14 @@ import pyarrow as pa
 import pytest
 
 from penstock import failpoints
-from penstock.errors import ConnectorError, FatalError, Fenced, RetryableError
+from penstock.errors import ConnectorError, FatalError, Fenced, RetryableError, SchemaError
 from penstock.pipeline.routing import Router
 from penstock.runtime.epochs import EpochLoop, State, reset
 from penstock.runtime.epochs import sweep as protocol
 from penstock.runtime.job import run_task, run_work
 from penstock.sink import SinkConnectorCapabilities, Task
 from penstock.source import Note, SourceBatch
+from penstock.tables import TableSource, TableState
 from penstock.testing import MemorySink, MemorySinkConfig, MemorySource
 
 TOPICS = [("lake", "/a"), ("lake", "/b")]
@@ -46,7 +47,7 @@ class Run:
     source_type: type = MemorySource
     sink_type: type = MemorySink
 
-    def loop(self, on_lost="stop", sinks=("lake",)):
+    def loop(self, on_lost="stop", sinks=("lake",), state="state"):
         (self.path / "source").mkdir(exist_ok=True)
         source = self.source_type.of(
             self.path / "source",
@@ -58,7 +59,7 @@ class Run:
             ),
         )
         made = {name: self.sink_type(MemorySinkConfig(path=self.path / name)) for name in sinks}
-        state = State(self.path / "state", "orders")
+        state = State(self.path / state, "orders")
         state.open()
         try:
             loop = EpochLoop(
@@ -359,3 +360,89 @@ def test_after_a_reset_a_target_may_be_empty(run):
     reset(run.path / "state", "orders")
     assert run.step(count=2) is None
     assert run.ids("/a") == [0, 1]
+
+
+def put_back(run, topic, entries):
+    """The target as it was some epochs ago."""
+    log = sorted((run.path / "lake" / topic / "log").iterdir())
+    for entry in log[entries:]:
+        entry.unlink()
+
+
+@pytest.mark.parametrize("failpoint", [None, "plan.after=fail", "prepare.after=fail"])
+def test_a_target_that_the_newest_epoch_did_not_touch_is_missed_when_it_is_put_back(tmp_path, failpoint):
+    run = Run(tmp_path, items=6, items_of_b=2)  # the epochs after the second have nothing for /b
+    run.step(count=3)
+    if failpoint is not None:
+        run.step(failpoint)
+    put_back(run, "b", 1)
+    for _ in range(2):
+        with pytest.raises(FatalError, match="PEN-5010 epoch 2 of /b is committed, and sink 'lake' holds epoch 1"):
+            run.step()
+
+
+def test_a_target_of_before_a_resume_is_missed_when_it_is_put_back(run):
+    run.step(count=3)
+    run.lose_state()
+    assert run.step(on_lost="resume", count=2) is None
+    put_back(run, "a", 3)
+    with pytest.raises(FatalError, match=r"PEN-5010.*of an earlier incarnation"):
+        run.step()
+
+
+def test_each_target_is_asked_once_at_a_start(tmp_path, monkeypatch):
+    run = Run(tmp_path)
+    run.step(count=2)
+    asked = []
+    real = MemorySink.committed_epoch
+    monkeypatch.setattr(
+        MemorySink, "committed_epoch", lambda self, pipeline, topic: asked.append(topic) or real(self, pipeline, topic)
+    )
+    run.loop().state.close()
+    assert sorted(asked) == ["/a", "/b"]
+
+
+def test_a_run_on_a_copy_of_the_state_that_reached_the_same_number_with_another_end_is_fenced(tmp_path):
+    run = Run(tmp_path)
+    run.step(count=1)
+    shutil.copytree(run.path / "state", run.path / "copy")
+    copy = run.loop(state="copy")
+    copy.max_epoch_rows = 4  # its epoch 2 has two rows of each topic, that of the other run has one
+    failpoints.arm("prepare.after=fail")
+    with pytest.raises(RetryableError):
+        copy.step()
+    failpoints.arm(None)
+    run.step(count=1)
+    with pytest.raises(Fenced, match="other ranges"):
+        copy.step()
+    copy.state.close()
+    assert run.ids("/a") == run.ids("/b") == [0, 1]
+
+
+class TwoTables(MemorySource, TableSource):
+    """Its streams are tables: one that a sink refuses is left out, and the others go on."""
+
+    def tables(self, position):
+        return {stream: TableState("active") for stream in ("a", "b")}
+
+
+class Choosy(MemorySink):
+    """`other` takes the first row of `/b`, and refuses the second one."""
+
+    def write_batch(self, topic, batch):
+        if topic == "/b" and self.config.path.name == "other" and batch["id"][0].as_py() > 0:
+            raise SchemaError("no place for this row")
+        return super().write_batch(topic, batch)
+
+
+def test_a_table_that_one_sink_refuses_is_in_no_sink_of_that_epoch(tmp_path):
+    run = Run(tmp_path, items=2, source_type=TwoTables, sink_type=Choosy)
+    loop = run.loop(sinks=("lake", "other"))
+    loop.max_epoch_rows = 4
+    report = loop.step()
+    loop.state.close()
+    assert run.ids("/a") == run.ids("/a", "other") == [0, 1]
+    assert run.ids("/b") == run.ids("/b", "other") == []
+    (note,) = State(run.path / "state", "orders").peek().newest.notes["memory"]
+    assert (note["failed"]["stream"], note["failed"]["code"]) == ("b", "PEN-4000")
+    assert ("lake", "/b") not in report.rows_out

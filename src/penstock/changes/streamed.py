@@ -42,23 +42,25 @@ class Part(Protocol):
         """The pieces with these numbers, or all."""
 
 
-def collapse_parts(parts: Sequence[Part], key: Sequence[str], columns: pa.Schema) -> Collapsed:
+def collapse_parts(
+    parts: Sequence[Part], key: Sequence[str], columns: pa.Schema, share: tuple[int, int] = (0, 1)
+) -> Collapsed:
     """
     As `collapse`; of many changes only keys, ops and numbers are held, and the rows that are left are read when wanted.
 
-    Of values that a later change of the epoch leaves as they are, those that it needs are held as well.
+    Of values that a later change of the epoch leaves as they are, those that it needs are held as well. `share` (2, 5)
+    is the third of five shares of the keys: only so many shares are possible as `shares` says.
     """
-    says_all = all(set(columns.names) <= set(part.schema.names) for part in parts)
     logs = {is_changelog(part.schema) for part in parts}
     count = sum(sum(part.sizes) for part in parts)
-    if not says_all or len(logs) > 1 or count <= HELD_ROWS:
+    if share[1] == 1 and (not _say_all(parts, columns) or len(logs) > 1 or count <= HELD_ROWS):
         return collapse([pa.concat_tables(part.read(part.schema.names)) for part in parts], key, columns)
     unchanged, moves = _said(parts)
     traced = [name for name in columns.names if name in unchanged and name not in key]
     # Values of a row that has moved stand under another key.
-    several = 1 if traced and moves else min(-(-count // BUCKET_ROWS), MAX_BUCKETS)
+    several = 1 if traced and moves else min(-(-count // (BUCKET_ROWS * share[1])), MAX_BUCKETS)
     equality = Equality.of([part.schema for part in parts], key)
-    buckets = _buckets(parts, key, several, bool(traced), equality)
+    buckets = _buckets(parts, key, several, bool(traced), equality, share)
     found = []
     while buckets:
         bucket = pa.concat_tables(buckets.pop())
@@ -68,6 +70,20 @@ def collapse_parts(parts: Sequence[Part], key: Sequence[str], columns: pa.Schema
             bucket = bucket.append_column(name, bucket.column(_NUMBER))
         found.append(collapse(bucket, key, equality=equality))
     return _joined(found, parts, columns.names, traced)
+
+
+def shares(parts: Sequence[Part], key: Sequence[str], columns: pa.Schema, most: int) -> int:
+    """How many processes can collapse a share of the keys each; 0 if changes leave values out, so that only one can."""
+    if not _say_all(parts, columns) or len({is_changelog(part.schema) for part in parts}) > 1:
+        return 0
+    unchanged, _ = _said(parts)
+    if unchanged.intersection(columns.names).difference(key):
+        return 0
+    return max(1, min(most, -(-sum(sum(part.sizes) for part in parts) // BUCKET_ROWS)))
+
+
+def _say_all(parts: Sequence[Part], columns: pa.Schema) -> bool:
+    return all(set(columns.names) <= set(part.schema.names) for part in parts)
 
 
 def _said(parts: Sequence[Part]) -> tuple[set[str], bool]:
@@ -168,7 +184,7 @@ def _are_in_order(parts: Sequence[Part]) -> bool:
 
 
 def _buckets(
-    parts: Sequence[Part], key: Sequence[str], count: int, traces: bool, equality: Equality
+    parts: Sequence[Part], key: Sequence[str], count: int, traces: bool, equality: Equality, share: tuple[int, int]
 ) -> list[list[pa.Table]]:
     """
     What tells the last change of every key, in lists of pieces: all of one key in one list, and in their order.
@@ -190,10 +206,10 @@ def _buckets(
             events = piece.append_column(_NUMBER, pa.array(number))
             events = events.cast(nullable(events.schema))
             events = _with_leavings(events, key) if "_old_key" in said and not traces else events
-            bucket = mix(hashes_of(equality.canonical(events.select(list(key))))) % np.uint64(count)
+            bucket = mix(hashes_of(equality.canonical(events.select(list(key))))) % np.uint64(count * share[1])
             truncates = has_op(events.column("_op"), Op.TRUNCATE) if is_log else np.zeros(len(bucket), bool)
             for place, pieces in enumerate(buckets):
-                pieces.append(events.filter(pa.array((bucket == place) | truncates)))
+                pieces.append(events.filter(pa.array((bucket == place * share[1] + share[0]) | truncates)))
     return buckets
 
 

@@ -57,6 +57,8 @@ class Job:
     """Leave bad records out and count them (`on_error = "skip"`)."""
     only: frozenset[tuple[str, Topic]] | None = None
     """Stage for these sinks and topics alone; None: for all."""
+    without: frozenset[tuple[str, Topic]] = frozenset()
+    """Sinks and topics for which nothing is staged."""
     aside: frozenset[tuple[str, str]] = frozenset()
     """Sources and streams that are left out, each with a note that says so."""
 
@@ -64,7 +66,8 @@ class Job:
     """What the sinks are opened with."""
 
     def wants(self, sink: str, topic: Topic) -> bool:
-        return sink in self.sinks and (self.only is None or (sink, topic) in self.only)
+        pair = (sink, topic)
+        return sink in self.sinks and (self.only is None or pair in self.only) and pair not in self.without
 
     def groups(self, count: int) -> list[list[Part]]:
         """The parts in at most `count` runs of neighbours: one task each, so that order within a task is the source's."""
@@ -85,8 +88,8 @@ class Tally:
     notes: list[Json] = field(default_factory=list)
     stream: str = ""
     """The stream in hand."""
-    aside: set[str] = field(default_factory=set)
-    """Streams that a sink refused, and whose rows are left out from there on."""
+    refused: dict[str, Json] = field(default_factory=dict)
+    """Streams that a sink refused, with the notes that say so; their rows are left out from there on."""
 
 
 @dataclass
@@ -96,8 +99,8 @@ class TaskResult:
     receipts: dict[str, Receipt] = field(default_factory=dict)
     written: dict[tuple[str, Topic], WriteResult] = field(default_factory=dict)
     tallies: dict[int, Tally] = field(default_factory=dict)
-    notes: list[tuple[str, Json]] = field(default_factory=list)
-    """Sources and what they have to say, where no part of theirs was being read."""
+    refused: dict[tuple[str, str], Json] = field(default_factory=dict)
+    """Sources and streams that a sink refused where no part of theirs was being read, with the notes that say so."""
     attempt: int = 0
     """Which try of the task this was; more than 0 means that an earlier one may have left staged data."""
 
@@ -194,7 +197,7 @@ def read_parts(
                     if isinstance(item, Note):
                         tally.notes.append(item.value)
                         continue
-                    if item.stream in tally.aside or (part.source, item.stream) in job.aside:
+                    if item.stream in tally.refused or (part.source, item.stream) in job.aside:
                         continue
                     tally.stream = item.stream
                     tally.rows += item.num_rows
@@ -272,8 +275,7 @@ def leaving_out(tally: Tally, job: Job) -> Iterator[None]:
     except ConnectorError as error:
         if not (isinstance(job.sources[tally.source], TableSource) and is_of_stream(error)):
             raise
-        tally.aside.add(tally.stream)
-        tally.notes.append(Refused.because(tally.stream, error).note())
+        tally.refused[tally.stream] = Refused.because(tally.stream, error).note()
 
 
 def run_task(

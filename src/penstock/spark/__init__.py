@@ -455,12 +455,14 @@ def _gather_task(packed: bytes, offset: int) -> Callable[[int, Iterable[tuple[Ke
                 tally = told.setdefault(source, Tally(source))
                 tally.stream = stream
                 for batch in pa.ipc.open_stream(rows):
-                    if stream not in tally.aside:
+                    if stream not in tally.refused:
                         write(writer, target, batch, tally, job)
             result = writer.finish()
         finally:
             writer.close()
-        result.notes = [(source, note) for source, tally in told.items() for note in tally.notes]
+        result.refused = {
+            (source, each): note for source, tally in told.items() for each, note in tally.refused.items()
+        }
         yield _pack(result)
 
     return task
@@ -865,8 +867,7 @@ def _without(job: Job, target: Target, error: ConnectorError) -> TaskResult:
             if target in job.router.targets(source, stream):
                 if not isinstance(job.sources[source], TableSource):
                     raise error
-                note = Refused.because(stream, error).note()
-                result.notes.append((source, note))
+                result.refused[source, stream] = Refused.because(stream, error).note()
     return result
 
 

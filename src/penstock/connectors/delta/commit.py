@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
 import pyarrow as pa
 from deltalake import DeltaTable
 from deltalake.exceptions import CommitFailedError, DeltaError, DeltaProtocolError, TableNotFoundError
 
 from penstock import durable
-from penstock.changes.streamed import collapse_parts
+from penstock.connectors.delta.apply import NO_TABLE, Applying, DeltaWork, Upsert, changes_of
 from penstock.connectors.delta.columns import MARK, delta_schema, follow_rows, refuse_partitions, stored_columns
-from penstock.connectors.delta.rewrite import StagedChanges, as_stored, rewrite
+from penstock.connectors.delta.files import Log
 from penstock.connectors.delta.table import Table, claim, delta_errors, unknown_feature
 from penstock.connectors.delta.upkeep import Due, join_small_files, remove_dead_files
 from penstock.connectors.lake import lists
@@ -27,7 +26,7 @@ from penstock.connectors.lake.commit import Commit, LakeTarget
 from penstock.connectors.lake.staging import Stage, StagedFile
 from penstock.connectors.lake.targets import HIDDEN
 from penstock.connectors.upsert import gone_columns, one_key
-from penstock.errors import ConnectorError, SchemaError
+from penstock.errors import ConnectorError, PlanStale, SchemaError
 from penstock.schema import SchemaChange, key_of
 from penstock.schema.evolution import Policy, diff, follow
 from penstock.sink import CommittedEpoch, Epoch, Task, Topic
@@ -89,12 +88,16 @@ class DeltaTarget(LakeTarget[Table]):
 
     def attempt(self, commit: Commit, loaded: Table | None) -> bool:
         try:
+            if commit.applied:
+                self._refuse_stale(commit, loaded)
             if loaded is None:
                 self._create(commit.schemas())
                 return False
             renewed = self._renewed(loaded, commit)
             is_ready = loaded.may_hold(commit.schemas()) if renewed else self._evolve(loaded, commit.schemas())
-            if is_ready and self.config.upserts:
+            if is_ready and commit.applied:
+                self._commit_applied(commit, loaded)
+            elif is_ready and self.config.upserts:
                 self._upsert(commit, loaded, renewed)
             elif is_ready:
                 loaded.commit(commit.epoch, commit.end, commit.files)
@@ -106,32 +109,81 @@ class DeltaTarget(LakeTarget[Table]):
         if self.config.upserts:  # the changes are applied
             for file in commit.files:
                 self.place(commit, file).unlink(missing_ok=True)
+            lists.drop(self.root, commit.epoch.pipeline, [name for each in commit.applied for name in each.listed])
             self._sweep_rewritten(commit.epoch)
 
     def commit(self, commit: Commit) -> None:
         super().commit(commit)
         self._keep_up(commit.epoch)
 
-    def _upsert(self, commit: Commit, table: Table, renewed: pa.Schema | None) -> None:
-        """Rewrite the files that hold a key of the changes, and commit; `renewed` are the new columns of a cleared table."""
-        schema = renewed or delta_schema(self.topic, table.columns())
-        marker = table.marker(commit.epoch.pipeline)
-        sent = {name for each in commit.schemas() for name in stored_columns(self.config, each).names}
-        sent.update(marker.columns if marker else ())
-        stored = partial(
-            as_stored, schema=schema, gone=gone_columns(sent, self.sink.context.topic(self.topic).source_schema)
+    # -- upserts ---------------------------------------------------------------------------------------------------
+
+    def plan(self, commit: Commit) -> list[DeltaWork]:
+        """
+        The work that the commit of an epoch needs, from the table as it is now.
+
+        None if there is little of it, if the table must be altered first, or if it gets other types: then the commit does
+        it all.
+        """
+        table = self.load()
+        if self.is_done(commit.epoch, table) or self.lost(commit) is not None or any(p.renews for p in commit.parts):
+            return []
+        if table is None:
+            schema = self._joined(commit.schemas())
+        elif any(self._evolution(table, commit.schemas())):
+            return []
+        else:
+            schema = delta_schema(self.topic, table.columns())
+        log = Log(table) if table is not None else None
+        return self._applying(commit, table, schema).plan(log, self.sink.small_rows)
+
+    def _applying(self, commit: Commit, table: Table | None, schema: pa.Schema) -> Applying:
+        upsert = Upsert.of(
+            schema,
+            topic=self.topic,
+            pipeline=commit.epoch.pipeline,
+            version=table.delta.version() if table is not None else NO_TABLE,
+            changes=[file.path for file in commit.files],
+            required=[each.name for each in table.columns() if not each.nullable] if table is not None else (),
+            gone=gone_columns(self._sent(commit, table), self.sink.context.topic(self.topic).source_schema),
+            key=one_key(self.topic, [key_of(each) for each in commit.schemas()]),
+            soft_delete=self.config.soft_delete,
         )
-        changes = [StagedChanges(self.place(commit, file), stored) for file in commit.files]
-        own = pa.schema([each for each in schema if not self.config.soft_delete or each.name != MARK.name])
-        key = one_key(self.topic, [key_of(each) for each in commit.schemas()])
-        collapsed = collapse_parts(changes, key, own)
-        if renewed and not collapsed.truncated:  # the part that clears has failed, and the source starts it again
-            table.commit(commit.epoch, commit.end, [], columns=sorted(sent))
+        return Applying(upsert, self.path)
+
+    def _sent(self, commit: Commit, table: Table | None) -> list[str]:
+        """Every column of the topic that ever came, this epoch's included."""
+        marker = table.marker(commit.epoch.pipeline) if table is not None else None
+        now = {name for each in commit.schemas() for name in stored_columns(self.config, each).names}
+        return sorted(now.union(marker.columns if marker else ()))
+
+    def _upsert(self, commit: Commit, table: Table, renewed: pa.Schema | None) -> None:
+        """Do all the work here, and commit; `renewed` are the new columns of a cleared table."""
+        applying = self._applying(commit, table, renewed or delta_schema(self.topic, table.columns()))
+        changes, log, sent = applying.whole(), Log(table), self._sent(commit, table)
+        if renewed and not changes.truncated:  # the part that clears has failed, and the source starts it again
+            table.commit(commit.epoch, commit.end, [], columns=sent)
             return
-        begin = partial(self._begin, commit.epoch)
-        files = rewrite(self.topic, table, schema, collapsed, begin, MARK.name if self.config.soft_delete else None)
-        table.commit(commit.epoch, commit.end, files.adds, files.removes, columns=sorted(sent), schema=renewed)
-        lists.drop(self.root, commit.epoch.pipeline, [each.listed for each in files.staged])
+        files = applying.all_at_once(changes, log, partial(self._begin, commit.epoch))
+        table.commit(commit.epoch, commit.end, files.adds, files.removes, columns=sent, schema=renewed)
+        lists.drop(self.root, commit.epoch.pipeline, files.listed)
+
+    def _refuse_stale(self, commit: Commit, table: Table | None) -> None:
+        """The applied files fit only the version that the plan saw; for a table that was missing then, an empty one."""
+        planned, version = commit.applied[0].version, table.delta.version() if table is not None else NO_TABLE
+        if planned == NO_TABLE and table is not None:
+            is_stale = version > 0 or bool(table.delta.file_uris())
+        else:
+            is_stale = version != planned
+        if is_stale or (table is not None and any(self._evolution(table, commit.schemas()))):
+            raise PlanStale(f"{self.name} is at version {version}, and the work was planned for {planned}")
+
+    def _commit_applied(self, commit: Commit, table: Table) -> None:
+        adds = [file for each in commit.applied for file in each.adds]
+        removes = [file for each in commit.applied for file in each.removes]
+        if any(each.clears for each in commit.applied):
+            removes = [file.removed() for file in Log(table).files()]
+        table.commit(commit.epoch, commit.end, adds, removes, columns=self._sent(commit, table))
 
     def _begin(self, epoch: Epoch) -> Stage:
         """A stage for files that the driver writes itself."""
@@ -171,22 +223,26 @@ class DeltaTarget(LakeTarget[Table]):
         kept = [new.field(each.name) if each.name in new.names else each for each in old]
         return pa.schema([*kept, *(each for each in new if each.name not in old.names)])
 
-    def _create(self, schemas: Sequence[pa.Schema]) -> None:
+    def _joined(self, schemas: Sequence[pa.Schema]) -> pa.Schema:
+        """The columns of a table that is created for such rows."""
         schema = stored_columns(self.config, schemas[0])
         for each in schemas:
             schema = follow_rows(self.topic, self.config, schema, stored_columns(self.config, each))
+        return schema.append(MARK) if self.config.soft_delete else schema
+
+    def _create(self, schemas: Sequence[pa.Schema]) -> None:
         durable.make_directory(self.path)
         DeltaTable.create(
             self._uri,
-            schema.append(MARK) if self.config.soft_delete else schema,
+            self._joined(schemas),
             mode="ignore",
             partition_by=list(self.config.partition_by),
             storage_options=self.config.client_options,
         )
         durable.fsync(self.path / "_delta_log" / f"{0:020d}.json", self.path / "_delta_log")
 
-    def _evolve(self, table: Table, schemas: Sequence[pa.Schema]) -> bool:
-        """True if the table can hold such rows; False if it was altered, and its marker must be read again."""
+    def _evolution(self, table: Table, schemas: Sequence[pa.Schema]) -> tuple[list[pa.Field], list[pa.Field]]:
+        """The columns that the table lacks for such rows, and those that need a wider type."""
         refuse_partitions(self.topic, self.config, table.partition_by())
         columns = wider = delta_schema(self.topic, table.columns())
         # Tasks have discarded what the table lacked then: what it lacks only now is for a person to decide.
@@ -195,8 +251,13 @@ class DeltaTarget(LakeTarget[Table]):
             wider = follow_rows(self.topic, self.config, wider, stored_columns(self.config, each), policy)
         if self.config.soft_delete:
             wider = follow(self.topic, wider, pa.schema([MARK]))
+        known = [each for each in wider if each.name in columns.names]
         added = [each for each in wider if each.name not in columns.names]
-        retyped = [each for each in wider if each.name in columns.names and each.type != columns.field(each.name).type]
+        return added, [each for each in known if each.type != columns.field(each.name).type]
+
+    def _evolve(self, table: Table, schemas: Sequence[pa.Schema]) -> bool:
+        """True if the table can hold such rows; False if it was altered, and its marker must be read again."""
+        added, retyped = self._evolution(table, schemas)
         if added:
             table.add_columns(pa.schema(added))
         elif retyped:
@@ -266,8 +327,3 @@ class DeltaTarget(LakeTarget[Table]):
             return place.name in live
 
         lists.sweep(self.root, epoch, is_kept, f"{epoch.stem()}-{REWRITER.partition:05d}-", only=self.topic)
-
-
-def changes_of(target: Path, pipeline: str) -> Path:
-    """Where the changes of a pipeline are until they are applied."""
-    return target / HIDDEN / quote(pipeline, safe="") / "changes"

@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pyarrow as pa
 
+from penstock.connectors.delta.apply import Applying, DeltaApplied, DeltaWork, changes_of
 from penstock.connectors.delta.columns import StatsPart, can_widen, delta_schema, stored_columns
-from penstock.connectors.delta.commit import DeltaTarget, changes_of
+from penstock.connectors.delta.commit import DeltaTarget
 from penstock.connectors.delta.config import DeltaConfig
-from penstock.connectors.delta.table import MISREAD
+from penstock.connectors.delta.table import MISREAD, claim
 from penstock.connectors.delta.task import DeltaTask
+from penstock.connectors.lake.commit import Commit
 from penstock.connectors.lake.partitions import Directories
 from penstock.connectors.lake.sink import LakeSink
-from penstock.connectors.lake.staging import FileSpec, ParquetPart, Part, Stage
+from penstock.connectors.lake.staging import FileSpec, ParquetPart, Part, Stage, StagedFiles
 from penstock.connectors.upsert import check_options
 from penstock.errors import ConfigError
 from penstock.schema import ChangeKind, SchemaChange
 from penstock.schema.evolution import diff, widens
-from penstock.sink import Epoch, SinkContext, Task, Topic
+from penstock.sink import Applied, Epoch, Positions, SinkContext, Task, Topic, Work
 
 
 class Delta(LakeSink[DeltaConfig]):
@@ -43,9 +46,14 @@ class Delta(LakeSink[DeltaConfig]):
     """
 
     name = "delta"
+    applied_type = DeltaApplied
+    small_rows: ClassVar[int] = 1_000_000
+    """Up to this many rows of changes, and of files that may hold their keys, an upsert is done on the driver: about a second."""
 
     def __init__(self, config: DeltaConfig) -> None:
         super().__init__(config)
+        self._applying: Applying | None = None
+        self.needs_apply = config.upserts
         if self.config.mode != "append":
             self.capabilities = self.capabilities.with_changelog()
         if self.config.upserts:
@@ -84,6 +92,30 @@ class Delta(LakeSink[DeltaConfig]):
 
     def _begin_file(self, path: Path, schema: pa.Schema) -> Part:
         return StatsPart(path, schema, self.config.compression, store_schema=False)
+
+    # -- the second stage of upserts -------------------------------------------------------------------------------
+
+    def plan_apply(self, epoch: Epoch, topic: Topic, receipts: Sequence[StagedFiles]) -> Sequence[Work]:
+        parts = [receipt.staged[topic] for receipt in receipts]
+        return self._delta(topic).plan(Commit(epoch, parts)) if self.config.upserts else ()
+
+    def apply(self, epoch: Epoch, work: Work, task: Task) -> DeltaApplied:
+        assert isinstance(work, DeltaWork)
+        applying = self._applying
+        if applying is None or applying.upsert != work.upsert:  # else a piece of the same plan, which shares its keys
+            applying = self._applying = Applying(work.upsert, claim(self.targets, work.topic))
+        return applying.do(work, lambda: Stage(epoch, task, self.targets, self.spec()))
+
+    def commit_applied(
+        self,
+        epoch: Epoch,
+        topic: Topic,
+        receipts: Sequence[StagedFiles],
+        end: Positions,
+        applied: Sequence[Applied],
+    ) -> None:
+        self._applying = None
+        self._delta(topic).commit(Commit(epoch, [receipt.staged[topic] for receipt in receipts], end, applied))
 
     # -- schemas ---------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from penstock.connectors.delta.config import DeltaConfig
-from penstock.connectors.delta.rewrite import File, Rewrite, file_of, write
+from penstock.connectors.delta.files import Log, TableFile
+from penstock.connectors.delta.rewrite import Rewrite, write
 from penstock.connectors.delta.table import Table
 from penstock.connectors.lake.staging import Stage
 from penstock.connectors.lake.targets import HIDDEN
@@ -55,21 +56,22 @@ class Due:
 def join_small_files(topic: Topic, table: Table, schema: pa.Schema, begin: Callable[[], Stage]) -> Rewrite:
     """Write files that can replace many small ones of the loaded version; nothing of it is visible."""
     result, deadline = Rewrite(), time.monotonic() + RUN_SECS
-    actions = pa.table(table.delta.get_add_actions(flatten=True))
-    for group in _groups([file_of(table, actions, row) for row in range(actions.num_rows)]):
-        if time.monotonic() > deadline:
-            break
-        stage = begin()
-        try:
+    stages: list[Stage] = []
+    try:
+        for group in _groups(Log(table).files()):
+            if time.monotonic() > deadline:
+                break
+            stages.append(begin())
             for file in group:
-                for rows in file.read(schema):
-                    write(stage, topic, rows)
-            result.take(stage.finish(), topic)
-        except BaseException:
+                for rows in file.read(table.path, schema):
+                    write(stages[-1], topic, rows)
+            stages[-1].end(topic)
+            result.removes += [file.removed() for file in group]
+        return result.take(stages)
+    except BaseException:
+        for stage in stages:
             stage.abandon()
-            raise
-        result.removes += [file.removed() for file in group]
-    return result
+        raise
 
 
 def remove_dead_files(table: Table) -> int:
@@ -90,9 +92,9 @@ def remove_dead_files(table: Table) -> int:
     return removed
 
 
-def _groups(files: Sequence[File]) -> Iterator[list[File]]:
+def _groups(files: Sequence[TableFile]) -> Iterator[list[TableFile]]:
     """Files to be joined, the smallest first: of one partition, of about one size, and not more rows than `JOINED_ROWS`."""
-    alike: dict[tuple[int, str], list[File]] = defaultdict(list)
+    alike: dict[tuple[int, str], list[TableFile]] = defaultdict(list)
     for file in files:
         if file.records is not None and file.records < SMALL_ROWS:
             size = max(file.records, 1).bit_length() // 3  # eightfold
@@ -100,7 +102,7 @@ def _groups(files: Sequence[File]) -> Iterator[list[File]]:
     for _, found in sorted(alike.items(), key=lambda item: item[0]):
         if len(found) < FAN:
             continue
-        group: list[File] = []
+        group: list[TableFile] = []
         for file in found:
             if sum(each.rows for each in group) + file.rows > JOINED_ROWS:
                 yield from [group] if len(group) > 1 else []

@@ -67,6 +67,7 @@ class FilesSink(LakeSink[FilesSinkConfig]):
     """
 
     name = "files"
+    concurrent = True
 
     def spec(self) -> FileSpec:
         config = self.config

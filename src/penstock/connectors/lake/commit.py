@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import pyarrow as pa
 
@@ -36,7 +36,9 @@ class Commit:
 
     epoch: Epoch
     parts: Sequence[StagedTopic]
-    end: Positions
+    end: Positions = field(default_factory=dict)
+    applied: Sequence[Any] = ()
+    """What the second stage has done for it, if there was work."""
 
     @property
     def files(self) -> list[StagedFile]:

@@ -56,6 +56,8 @@ class LakeSink(TopicSink[S, StagedFiles]):
     are, and how a file is written.
     """
 
+    concurrent = True
+
     capabilities = (
         SinkConnectorCapabilities()
         .with_exactly_once()
@@ -129,8 +131,8 @@ class LakeSink(TopicSink[S, StagedFiles]):
     def committed_epoch(self, pipeline: str, topic: Topic) -> CommittedEpoch | None:
         return self.target(topic).committed(pipeline)
 
-    def sweep(self, epoch: Epoch, keep: Sequence[StagedFiles]) -> None:
-        kept = set().union(*(receipt.names() for receipt in keep))
+    def sweep(self, epoch: Epoch, keep: Sequence[Any]) -> None:
+        kept: set[str] = set().union(*(receipt.names() for receipt in keep))
         live: dict[Topic, set[str]] = {}
 
         def is_kept(topic: Topic, place: Path) -> bool:

@@ -55,6 +55,24 @@ class _Commit:
     def has_second_stage(self) -> bool:
         return has_second_stage(self.sink)
 
+    def plan(self, epoch: Epoch) -> None:
+        """Ask the sink for the work that this commit needs."""
+        assert isinstance(self.sink, TopicSink)
+        assert self.topic is not None
+        failpoints.hit("plan_apply.before")
+        try:
+            self.work = self.sink.plan_apply(epoch, self.topic, self.receipts)
+        except StagingLost as error:
+            self.error = error
+
+    def apply(self, epoch: Epoch) -> None:
+        """Do the work here, on the driver."""
+        assert isinstance(self.sink, TopicSink)
+        job = ApplyJob(epoch, {self.name: self.sink}, [(self.name, work) for work in self.work])
+        result = do_work(job, range(len(self.work)), Task(0))
+        self.applied = result.applied
+        self.error = _lost() if result.lost else None
+
     def run(self, epoch: Epoch, end: Mapping[str, Json]) -> None:
         """The compare-and-set; what it raises is kept."""
         if not self.is_first:
@@ -162,61 +180,71 @@ class Commits:
 
     def _plan(self, epoch: Epoch, commits: Iterable[_Commit]) -> None:
         planned = [commit for commit in commits if commit.has_second_stage]
-        for commit in planned:
-            assert isinstance(commit.sink, TopicSink)
-            assert commit.topic is not None
-            failpoints.hit("plan_apply.before")
-            try:
-                commit.work = commit.sink.plan_apply(epoch, commit.topic, commit.receipts)
-            except StagingLost as error:
-                commit.error = error
+        self._each(planned, lambda commit: commit.plan(epoch))
         if any(commit.work for commit in planned):
             failpoints.hit("plan_apply.after")
 
     def _apply(self, epoch: Epoch, commits: Iterable[_Commit]) -> bool:
         """Do the planned work; True if a task was tried more than once, so that one try may have left files."""
-        items = [(commit, number, work) for commit in commits for number, work in enumerate(commit.work)]
-        if not items:
+        working = [commit for commit in commits if commit.work]
+        if not working:
             return False
-        names = {commit.name for commit, _, _ in items}
-        small = sum(work.bytes for _, _, work in items) <= SMALL_WORK_BYTES
-        sinks = {name: self._wiring.sinks[name] if small else self._wiring.fresh_sink(name) for name in names}
-        work = [(commit.name, work) for commit, _, work in items]
-        job = ApplyJob(epoch, sinks, work, self._contexts.in_tasks())  # type: ignore[arg-type]
-        results = [do_work(job, range(len(items)), Task(0))] if small else self._engine.apply(job)
-        for result in results:
-            for number, applied in result.applied.items():
-                items[number][0].applied[items[number][1]] = applied
-            for number in result.lost:
-                items[number][0].error = StagingLost("staged data was gone when the commit's work was done")
+        if sum(work.bytes for commit in working for work in commit.work) <= SMALL_WORK_BYTES:
+            self._each(working, lambda commit: commit.apply(epoch))
+            retried = False
+        else:
+            retried = self._apply_in_tasks(epoch, working)
         failpoints.hit("apply.after")
+        return retried
+
+    def _apply_in_tasks(self, epoch: Epoch, working: Sequence[_Commit]) -> bool:
+        items = [(commit, number) for commit in working for number in range(len(commit.work))]
+        sinks = {commit.name: self._wiring.fresh_sink(commit.name) for commit in working}
+        work = [(commit.name, commit.work[number]) for commit, number in items]
+        results = self._engine.apply(ApplyJob(epoch, sinks, work, self._contexts.in_tasks()))  # type: ignore[arg-type]
+        for result in results:
+            for place, applied in result.applied.items():
+                commit, number = items[place]
+                commit.applied[number] = applied
+            for place in result.lost:
+                items[place][0].error = _lost()
         return any(result.attempt for result in results)
 
     def _commit(
         self, manifest: Manifest, commits: Sequence[_Commit], epoch: Callable[[Manifest, str | None], Epoch]
     ) -> None:
-        """All at the same time where the sinks allow it; raises what is neither lost nor stale once all have ended."""
+        """Raises what is neither lost nor stale, once all commits have ended."""
         ends = {False: (epoch(manifest, None), self._end(manifest))}
         if any(commit.work for commit in commits):
             ends[True] = (epoch(manifest, manifest.applies[-1]), self._end(manifest, applied=manifest.applies[-1]))
-        beside = [commit for commit in commits if commit.sink.concurrent] if self._threads > 1 else []
-        if len(beside) < 2:
-            beside = []
-        with contextlib.ExitStack() as ending:  # no thread outlives the commit: an engine may fork
-            if beside:
-                pool = ending.enter_context(ThreadPoolExecutor(min(self._threads, len(beside)), "penstock-commit"))
-                waiting = [pool.submit(commit.run, *ends[bool(commit.work)]) for commit in beside]
-            for place, commit in enumerate(commits):
-                if commit not in beside:
-                    commit.run(*ends[bool(commit.work)])
-                    if commit.error is None and [c.name for c in commits[place + 1 : place + 2]] != [commit.name]:
-                        failpoints.hit("commit.sink")
-            for each in waiting if beside else ():
-                each.result()
+        last = {commit.name: commit for commit in commits}
+
+        def run(commit: _Commit) -> None:
+            commit.run(*ends[bool(commit.work)])
+            if commit.error is None and commit is last[commit.name]:
+                failpoints.hit("commit.sink")
+
+        self._each(commits, run)
         errors = [commit.error for commit in commits if commit.error is not None]
         for error in sorted(errors, key=lambda error: not isinstance(error, FatalError)):
             if not isinstance(error, StagingLost | PlanStale):
                 raise error
+
+    def _each(self, commits: Sequence[_Commit], do: Callable[[_Commit], None]) -> None:
+        """Call `do` for each: in threads where the sinks allow it, and for the others one after the other meanwhile."""
+        beside = [commit for commit in commits if commit.sink.concurrent]
+        if self._threads < 2 or len(beside) < 2:
+            beside = []
+        alone = [commit for commit in commits if commit not in beside]
+        with contextlib.ExitStack() as ending:  # no thread outlives the step: an engine may fork
+            waiting = []
+            if beside:
+                pool = ending.enter_context(ThreadPoolExecutor(min(self._threads, len(beside)), "penstock-commit"))
+                waiting = [pool.submit(do, commit) for commit in beside]
+            for commit in alone:
+                do(commit)
+            for each in waiting:
+                each.result()
 
     def _end(self, manifest: Manifest, **more: Json) -> dict[str, Json]:
         """What the markers keep."""
@@ -233,7 +261,7 @@ class Commits:
 
 def has_second_stage(sink: SinkConnector[Any, Any]) -> bool:
     """True if commits of the sink may need work first."""
-    return isinstance(sink, TopicSink) and type(sink).plan_apply is not TopicSink.plan_apply
+    return isinstance(sink, TopicSink) and sink.needs_apply and sink.__class__.plan_apply is not TopicSink.plan_apply
 
 
 def _recorded(manifest: Manifest, commits: Iterable[_Commit], retried: bool) -> Manifest:
@@ -247,6 +275,10 @@ def _recorded(manifest: Manifest, commits: Iterable[_Commit], retried: bool) -> 
             applied[commit.name] = [*applied.get(commit.name, []), *files]
     unswept = sorted({*manifest.unswept, manifest.number}) if retried else manifest.unswept
     return manifest.model_copy(update={"kept": kept, "applied": applied, "unswept": unswept})
+
+
+def _lost() -> StagingLost:
+    return StagingLost("staged data was gone when the work of the commit was done")
 
 
 def _fresh(commit: _Commit) -> _Commit:

@@ -16,7 +16,7 @@ from penstock.runtime.epochs.commit import THREADS, Commits, has_second_stage
 from penstock.runtime.epochs.contexts import Contexts
 from penstock.runtime.epochs.lost_state import Markers, OnLost
 from penstock.runtime.epochs.manifest import Manifest, Range
-from penstock.runtime.epochs.stage import Staged, Stager
+from penstock.runtime.epochs.stage import Staged, Stager, Wanted
 from penstock.runtime.epochs.state import State
 from penstock.runtime.epochs.sweep import Sweeper
 from penstock.runtime.epochs.wiring import Pair, Wiring
@@ -158,6 +158,7 @@ class EpochLoop:
             ranges=ranges,
             attempts=[uuid4().hex[:8]],
             unswept=newest.unswept if newest else [],
+            held=newest.held if newest else {},
         )
         self._on_phase(manifest.number, "plan")
         failpoints.hit("plan.before")
@@ -168,8 +169,7 @@ class EpochLoop:
     def _stage(self, manifest: Manifest, again: bool) -> tuple[Manifest, Staged]:
         if again:
             manifest = self._roll_back(manifest)
-        self._on_phase(manifest.number, "stage")
-        staged = self._stager.run(manifest, self._epoch(manifest), list(self.sinks), manifest.only)
+        manifest, staged = self._run(manifest, Wanted(list(self.sinks), manifest.only))
         failpoints.hit("stage.after")
         return manifest, staged
 
@@ -202,6 +202,8 @@ class EpochLoop:
         self._on_phase(manifest.number, "commit")
         if again:
             self._sweeper.abandon()
+        if manifest.restage is not None:
+            manifest = self._stage_anew(manifest)
         manifest, lost = self._commits.run(manifest, sorted(manifest.receipts), self._epoch, again=again)
         for name in lost:
             manifest = self._stage_again(manifest, name)
@@ -213,9 +215,12 @@ class EpochLoop:
         return manifest
 
     def _finish(self, manifest: Manifest) -> Manifest:
-        self._markers.remember(manifest)
-        applied = manifest.applied if manifest.number in manifest.unswept else {}
-        manifest = self.state.save(manifest.model_copy(update={"state": "committed", "applied": applied}))
+        update = {
+            "state": "committed",
+            "held": self._markers.after(manifest),
+            "applied": manifest.applied if manifest.number in manifest.unswept else {},
+        }
+        manifest = self.state.save(manifest.model_copy(update=update))
         failpoints.hit("committed.after")
         self._unacked = self._ends(manifest)
         return manifest
@@ -263,11 +268,9 @@ class EpochLoop:
         known = manifest.rows_out.get(name, {})
         lost = [(name, topic) for topic in known if not self._markers.holds(name, topic, manifest)]
         manifest = self._name_try(manifest)
-        self._on_phase(manifest.number, "stage")
-        staged = self._stager.run(manifest, self._epoch(manifest), [name], lost)
-        gone = {topic for _, topic in lost} - staged.rows_out.get(
-            name, {}
-        ).keys()  # this time their streams were set aside
+        manifest, staged = self._run(manifest, Wanted([name], lost))
+        # Topics of which nothing was staged this time: their streams were refused.
+        gone = {topic for _, topic in lost} - staged.rows_out.get(name, {}).keys()
         update = {
             "rows_out": {**manifest.rows_out, name: {topic: n for topic, n in known.items() if topic not in gone}},
             "receipts": {**manifest.receipts, name: staged.receipts.get(name, [])},
@@ -275,6 +278,47 @@ class EpochLoop:
             "replaced": {**manifest.replaced, name: [*manifest.replaced.get(name, []), *manifest.receipts[name]]},
         }
         return self.state.save(manifest.model_copy(update=update))
+
+    def _stage_anew(self, manifest: Manifest) -> Manifest:
+        """Stage what no target holds yet from the range, by the routes and sinks as they are now; somebody asked for it."""
+        assert manifest.restage is not None
+        self._sweeper.abandon()
+        known = [(name, topic) for name, topics in manifest.rows_out.items() for topic in topics]
+        done = {pair for pair in known if pair[0] in self.sinks and self._markers.holds(*pair, manifest)}
+        dropped = {(name, topic) for topic in manifest.restage for name in self.sinks} - done
+        why = DataError(f"left out of epoch {manifest.number} by `penstock offsets restage`")
+        left_out = self._stager.refusals(dropped, why)
+        manifest = self._name_try(manifest)
+        manifest, staged = self._run(manifest, Wanted(list(self.sinks), None, frozenset(done | dropped), left_out))
+        again = [(name, topic) for name, topics in staged.rows_out.items() for topic in topics]
+        rows_out = {name: dict(topics) for name, topics in staged.rows_out.items()}
+        for name, topic in done:
+            rows_out.setdefault(name, {})[topic] = manifest.rows_out[name][topic]
+        update = {
+            "receipts": staged.receipts,
+            "replaced": {
+                name: [*manifest.replaced.get(name, []), *manifest.receipts.get(name, [])]
+                for name in {*manifest.replaced, *manifest.receipts}
+            },
+            "rows_out": rows_out,
+            "notes": self._stager.reread(manifest, staged, again) if done else staged.notes,
+            "skipped": staged.skipped,
+            "restage": None,
+        }
+        manifest = self.state.save(manifest.model_copy(update=update))
+        failpoints.hit("prepare.after")
+        return manifest
+
+    def _run(self, manifest: Manifest, wanted: Wanted) -> tuple[Manifest, Staged]:
+        """Stage, and stage again without the tables that a sink refuses: each is in an epoch whole, or not at all."""
+        while True:
+            self._on_phase(manifest.number, "stage")
+            staged = self._stager.run(manifest, self._epoch(manifest), wanted)
+            if not staged.refused:
+                return manifest, staged
+            wanted.left_out |= staged.refused
+            self._sweeper.abandon()
+            manifest = self._name_try(manifest)
 
     def _withdraw(self) -> None:
         """Close a planned epoch that can never be staged: its number stays bound, to an empty range."""

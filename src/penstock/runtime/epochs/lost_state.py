@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 from uuid import uuid4
 
 from penstock.errors import ConnectorError, FatalError
-from penstock.runtime.epochs.manifest import Manifest, Range
+from penstock.runtime.epochs.manifest import Held, Manifest, Range
 from penstock.runtime.epochs.state import State
 from penstock.runtime.epochs.wiring import Pair, Wiring
 from penstock.sink import ABOUT, CommittedEpoch, Topic
@@ -15,6 +17,12 @@ from penstock.sink import ABOUT, CommittedEpoch, Topic
 OnLost = Literal["stop", "resume", "start-over"]
 
 _PUT_BACK = "put the target back as it was; or read everything again with `penstock offsets reset FILE`"
+
+THREADS = 8
+"""Targets that are asked at the same time."""
+
+_MANY = 16
+"""From so many targets on it is worth a thread."""
 
 _ANY = 2**63 - 1
 """Stands for the last epoch of an incarnation that was ended without knowing it."""
@@ -30,63 +38,97 @@ class Markers:
         """Targets whose marker was looked at."""
 
     def start(self, pairs: Iterable[Pair], on_lost: OnLost) -> None:
-        """At every start: refuse, or take over, what this state does not know, and miss what it does."""
-        newest = self._state.newest
-        self._check_kept()
-        foreign = {pair: marker for pair in pairs if (marker := self._foreign(*pair))}
+        """At every start: miss what a target has lost, and refuse, or take over, what this state does not know."""
+        held = {
+            (sink, topic) for sink, topics in self._held().items() for topic in topics if sink in self._wiring.sinks
+        }
+        markers = self._ask({*pairs, *held})
+        for pair in sorted(held & markers.keys()):
+            self._check_held(pair, markers[pair])
+        foreign = {pair: marker for pair, marker in markers.items() if marker and self._is_foreign(pair, marker)}
         if foreign:
             self._take_over(foreign, on_lost)
-        elif newest is not None and newest.state == "committed":
-            self._check_targets(newest)
 
     def check(self, rows_out: Mapping[str, Mapping[Topic, object]]) -> None:
         """Refuse to commit to a target that was not known at the start and holds another run's epoch."""
-        pairs = ((sink, topic) for sink, topics in rows_out.items() for topic in topics)
-        foreign = {
-            pair: marker for pair in pairs if pair not in self.checked and (marker := self._foreign(*pair)) is not None
-        }
+        markers = self._ask({(sink, topic) for sink, topics in rows_out.items() for topic in topics} - self.checked)
+        foreign = {pair: marker for pair, marker in markers.items() if marker and self._is_foreign(pair, marker)}
         if foreign:
             self._take_over(foreign, "stop")
 
-    def remember(self, manifest: Manifest) -> None:
-        """Record what was committed to for the first time, before the manifest says so."""
-        known = self._state.identity.topics
-        added = {
-            name: [*known.get(name, []), *new]
-            for name, topics in manifest.rows_out.items()
-            if self._wiring.sinks[name].capabilities.exactly_once
-            and (new := sorted(set(topics).difference(known.get(name, ()))))
-        }
-        if added:
-            self._state.save_identity(topics={**known, **added})
+    def after(self, manifest: Manifest) -> Held:
+        """The last epoch of every target once this one is committed."""
+        held = {name: dict(topics) for name, topics in manifest.held.items()}
+        for name, topics in manifest.rows_out.items():
+            if self._wiring.sinks[name].capabilities.exactly_once:
+                held.setdefault(name, {}).update(dict.fromkeys(topics, ("", manifest.number)))
+        return held
 
     def holds(self, sink: str, topic: Topic, manifest: Manifest) -> bool:
         """True if the target has this very epoch."""
         marker = self._wiring.sinks[sink].committed_epoch(self._state.pipeline, topic)
         return marker is not None and (marker.incarnation, marker.number) == (manifest.incarnation, manifest.number)
 
-    def _foreign(self, sink: str, topic: Topic) -> CommittedEpoch | None:
-        """The marker of a topic if it is not one that this state knows."""
-        try:
-            marker = self._wiring.sinks[sink].committed_epoch(self._state.pipeline, topic)
-        except ConnectorError as error:
-            if not self._wiring.is_told_later(error):
-                raise
-            return None
-        self.checked.add((sink, topic))
+    def _held(self) -> Held:
+        return self._state.newest.held if self._state.newest else {}
+
+    def _ask(self, pairs: Collection[Pair]) -> dict[Pair, CommittedEpoch | None]:
+        """The marker of each target, at the same time where the sinks allow it; not of topics that have no place."""
+
+        def ask(pair: Pair) -> tuple[Pair, CommittedEpoch | None] | None:
+            try:
+                return pair, self._wiring.sinks[pair[0]].committed_epoch(self._state.pipeline, pair[1])
+            except ConnectorError as error:
+                if not self._wiring.is_told_later(error):
+                    raise
+                return None
+
+        ordered = sorted(pairs)
+        beside = [pair for pair in ordered if self._wiring.sinks[pair[0]].concurrent]
+        alone = [pair for pair in ordered if not self._wiring.sinks[pair[0]].concurrent]
+        if len(beside) < _MANY:
+            alone, beside = ordered, []
+        with ThreadPoolExecutor(THREADS, "penstock-ask") if beside else contextlib.nullcontext() as pool:
+            answers = [*(map(ask, alone)), *(pool.map(ask, beside) if pool else ())]
+        found = dict(answer for answer in answers if answer is not None)
+        self.checked |= found.keys()
+        return found
+
+    def _check_held(self, pair: Pair, marker: CommittedEpoch | None) -> None:
+        """A target that no longer holds the last epoch committed to it has lost rows; going on would hide it."""
+        sink, topic = pair
+        incarnation, number = self._held()[sink][topic]
+        identity = self._state.identity
         if marker is None:
-            return None
+            raise FatalError(
+                f"sink {sink!r} holds nothing of {topic}, to which epoch {number} was committed: the target was dropped",
+                code="PEN-5010",
+                hint=_PUT_BACK,
+            )
+        mine = incarnation or identity.incarnation
+        older = marker.incarnation == mine and marker.number < number
+        if older or (marker.incarnation != mine and any(marker.incarnation == old for old, _ in identity.replaces)):
+            raise FatalError(
+                f"epoch {number} of {topic} is committed, and sink {sink!r} holds epoch {marker.number}"
+                + ("" if older else " of an earlier incarnation")
+                + ": the target was put back from a copy",
+                code="PEN-5010",
+                hint=_PUT_BACK,
+            )
+
+    def _is_foreign(self, pair: Pair, marker: CommittedEpoch) -> bool:
+        """True if the marker is not one that this state knows."""
         identity, newest = self._state.identity, self._state.newest
         if marker.incarnation == identity.incarnation:
             known = 0 if newest is None else newest.number - (newest.state == "planned")
-            return marker if marker.number > known else None
-        pair = (marker.incarnation, marker.number)
-        if pair in {tuple(adopted) for adopted in identity.adopts}:
-            return None
+            return marker.number > known
+        one = (marker.incarnation, marker.number)
+        if one in {tuple(adopted) for adopted in identity.adopts}:
+            return False
         if any(marker.incarnation == old and marker.number <= last for old, last in identity.replaces):
-            self._state.save_identity(adopts=[*identity.adopts, pair])
-            return None
-        return marker
+            self._state.save_identity(adopts=[*identity.adopts, one])
+            return False
+        return True
 
     def _take_over(self, foreign: dict[Pair, CommittedEpoch], on_lost: OnLost) -> None:
         (sink, topic), one = max(foreign.items(), key=lambda item: item[1].number)
@@ -117,11 +159,15 @@ class Markers:
             for each in (
                 written if name in self._wiring.sinks else ()
             ):  # one without markers gets it again: at least once
-                marker = self._wiring.sinks[name].committed_epoch(self._state.pipeline, each)
-                if marker is not None:
-                    markers.add((marker.incarnation, marker.number))
-                if marker is None or (marker.incarnation, marker.number) != (one.incarnation, one.number):
+                found = self._wiring.sinks[name].committed_epoch(self._state.pipeline, each)
+                if found is not None:
+                    markers.add((found.incarnation, found.number))
+                if found is None or (found.incarnation, found.number) != (one.incarnation, one.number):
                     missing.append((name, each))
+        held: Held = {}
+        for (name, topic), marker in sorted(foreign.items(), key=lambda item: item[0]):
+            if self._wiring.sinks[name].capabilities.exactly_once:
+                held.setdefault(name, {})[topic] = (marker.incarnation, marker.number)
         ranges = {
             name: Range(start=about["start"][name] if missing else end, end=end)
             for name, end in one.end.items()
@@ -136,40 +182,12 @@ class Markers:
             attempts=[uuid4().hex[:8]],
             only=missing or None,
             notes=about.get("notes", {}),
+            held=held,
         )
         # One write for all: an incarnation that adopts the markers and does not go on from them would double everything.
         replaces = [*((old, last) for old, last in about.get("replaces", ())), (one.incarnation, one.number)]
-        held: dict[str, list[Topic]] = {}
-        for name, topic in sorted(foreign):
-            held.setdefault(name, []).append(topic)
-        self._state.save_identity(adopts=sorted(markers), replaces=replaces, resumes=manifest, topics=held)
+        self._state.save_identity(adopts=sorted(markers), replaces=replaces, resumes=manifest)
         self._state.save(manifest)
-
-    def _check_kept(self) -> None:
-        """A target that was committed to holds something, wherever a crash has left the epoch in hand."""
-        for name, topics in self._state.identity.topics.items():
-            for topic in topics if name in self._wiring.sinks else ():
-                if self._wiring.sinks[name].committed_epoch(self._state.pipeline, topic) is None:
-                    raise FatalError(
-                        f"sink {name!r} holds nothing of {topic}, to which epochs were committed: the target was dropped",
-                        code="PEN-5010",
-                        hint=_PUT_BACK,
-                    )
-
-    def _check_targets(self, newest: Manifest) -> None:
-        """A target that no longer holds the last committed epoch has lost rows; going on would hide it."""
-        sinks = self._wiring.sinks
-        for name, topics in newest.rows_out.items():
-            for topic in topics if name in sinks and sinks[name].capabilities.exactly_once else ():
-                marker = sinks[name].committed_epoch(self._state.pipeline, topic)
-                if marker is None or (marker.incarnation, marker.number) != (newest.incarnation, newest.number):
-                    found = "nothing" if marker is None else f"epoch {marker.number}"
-                    raise FatalError(
-                        f"epoch {newest.number} of {topic} is committed, and sink {name!r} holds {found}: "
-                        "the target was dropped or put back from a copy",
-                        code="PEN-5010",
-                        hint=_PUT_BACK,
-                    )
 
 
 def _newest(markers: Iterable[CommittedEpoch]) -> CommittedEpoch:

@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict
 from penstock.durable import Json
 from penstock.sink import Topic, WriteResult
 
+Held = dict[str, dict[Topic, tuple[str, int]]]
+"""Per sink and topic an incarnation and a number; an empty incarnation is the one whose state this is."""
+
 
 class Range(BaseModel):
     """From one position (included by the source's own rule) to a later one."""
@@ -40,6 +43,8 @@ class Manifest(BaseModel):
     """Per sink and topic the try whose files its commit names."""
     applied: dict[str, list[Json]] = {}
     """Per sink what those tries gave; only if there may be other files beside them."""
+    held: Held = {}
+    """The last epoch of every target that was ever committed to, before this one; after it once this one is committed."""
     replaced: dict[str, list[Json]] = {}
     """Receipts of a sink that lost some topics: what they name of the other topics is committed and must not be swept."""
     notes: dict[str, list[Json]] = {}
@@ -48,6 +53,8 @@ class Manifest(BaseModel):
     discarded: dict[str, dict[Topic, int]] = {}
     """Rows that `schema_evolution` left out or took a value from, per sink and topic."""
     skipped: int = 0
+    restage: list[Topic] | None = None
+    """Asked for by `offsets restage`: stage again what is not committed, without these topics."""
     unswept: list[int] = []
     """Epochs whose failed tries may have left staged data."""
 
@@ -67,7 +74,7 @@ class Manifest(BaseModel):
 class Identity(BaseModel):
     """`pipeline.json`: whose state this is."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     pipeline: str
     incarnation: str
@@ -77,7 +84,5 @@ class Identity(BaseModel):
     """Incarnations that this one follows, each with its last epoch: their markers are adopted when they are met."""
     resumes: Manifest | None = None
     """The first epoch of an incarnation that goes on from a lost state, until it is in a file of its own."""
-    topics: dict[str, list[Topic]] = {}
-    """What each sink has held at least once; a target that holds nothing of it any more was dropped."""
     shape: Json = None
     """What the pipeline looked like, to tell which changes of its file are safe."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from penstock import tables
 from penstock.durable import Json
+from penstock.errors import ConnectorError
 from penstock.runtime.epochs.contexts import Contexts
 from penstock.runtime.epochs.evolve import Followers
 from penstock.runtime.epochs.manifest import Manifest, Range
@@ -34,6 +35,8 @@ class Staged:
     """How many of those skipped were not good rows without a route."""
     retried: bool = False
     """A task was tried again: its first try may have left files."""
+    refused: dict[tuple[str, str], Json] = field(default_factory=dict)
+    """Sources and streams that a sink refused in this job, with the notes that say so: parts of them may be staged."""
 
     @classmethod
     def of(cls, results: Sequence[TaskResult], skipped: Mapping[tuple[str, str], Json]) -> Staged:
@@ -71,9 +74,24 @@ class Staged:
         for _, (source, found) in sorted(parts.items()):
             self.notes.setdefault(source, []).extend(found)
         for result in results:
-            for source, note in result.notes:
-                if note not in self.notes.setdefault(source, []):
-                    self.notes[source].append(note)
+            for tally in result.tallies.values():
+                for stream, note in tally.refused.items():
+                    self.refused.setdefault((tally.source, stream), note)
+            for pair, note in result.refused.items():
+                self.refused.setdefault(pair, note)
+
+
+@dataclass
+class Wanted:
+    """What a job stages of an epoch."""
+
+    sinks: Sequence[str]
+    only: Sequence[Pair] | None = None
+    """These of their topics; None: all."""
+    without: frozenset[Pair] = frozenset()
+    """Not these."""
+    left_out: dict[tuple[str, str], Json] = field(default_factory=dict)
+    """Nothing of these sources and streams, with the notes that say so."""
 
 
 class Stager:
@@ -86,8 +104,8 @@ class Stager:
         self._skip_bad = skip_bad
         self._followers = Followers(contexts)
 
-    def run(self, manifest: Manifest, epoch: Epoch, sinks: Sequence[str], only: Sequence[Pair] | None) -> Staged:
-        """Stage the epoch for these sinks; with `only`, for these of their topics."""
+    def run(self, manifest: Manifest, epoch: Epoch, wanted: Wanted) -> Staged:
+        """Stage what is wanted of the epoch."""
         parts: list[Part] = []
         schemas: dict[str, Schemas] = {}
         cleared: set[tuple[str, str]] = set()
@@ -101,22 +119,33 @@ class Stager:
                     refilled = tables.refilled(source.tables(start), source.tables(end))
                     cleared |= {(name, stream) for stream in refilled}
         following = self._followers.follow(schemas, manifest, cleared)
-        skipped = following.skipped
+        skipped = {**wanted.left_out, **following.skipped}
         job = Job(
             epoch=epoch,
             parts=parts,
             sources={name: self._wiring.fresh_source(name) for name in schemas},
-            sinks={name: self._wiring.fresh_sink(name) for name in sinks},
+            sinks={name: self._wiring.fresh_sink(name) for name in wanted.sinks},
             router=self._wiring.router,
             schemas={
                 n: {s: each for s, each in found.items() if (n, s) not in skipped} for n, found in schemas.items()
             },
             skip_bad=self._skip_bad,
-            only=None if only is None else frozenset((sink, topic) for sink, topic in only),
+            only=None if wanted.only is None else frozenset((sink, topic) for sink, topic in wanted.only),
+            without=wanted.without,
             aside=frozenset(skipped),
             contexts=self._contexts.in_tasks(following.renewed),
         )
         return Staged.of(self._engine.run(job) if parts else (), skipped)
+
+    def refusals(self, pairs: Collection[Pair], error: ConnectorError) -> dict[tuple[str, str], Json]:
+        """The tables that go to these targets, with the notes that have them copied again."""
+        return {
+            (name, stream): Refused.because(stream, error).note()
+            for name, source in self._wiring.sources.items()
+            if isinstance(source, TableSource)
+            for stream in source.schema()
+            if not set(pairs).isdisjoint(self._wiring.pairs(name, stream))
+        }
 
     def reread(self, manifest: Manifest, staged: Staged, pairs: Sequence[Pair]) -> dict[str, list[Json]]:
         """The notes of an epoch whose range was read again for these sinks and topics alone."""

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 from uuid import uuid4
@@ -16,8 +16,9 @@ from uuid import uuid4
 from pydantic import BaseModel, ValidationError
 
 from penstock.durable import Json, canonical, disk_errors, make_directory, write_atomic
-from penstock.errors import FatalError
+from penstock.errors import ConfigError, FatalError
 from penstock.runtime.epochs.manifest import Identity, Manifest
+from penstock.sink import Topic
 
 FORMAT = 1
 """Version of everything in the state directory; a newer one is refused."""
@@ -89,7 +90,7 @@ class State:
         old, last = self.identity.incarnation, self.newest.number if self.newest else 0
         replaces = [*self.identity.replaces, (old, last)]
         # Identity first: after a crash in between, the manifests of another incarnation are set aside when read.
-        self.save_identity(incarnation=str(uuid4()), replaces=replaces, adopts=[], resumes=None, topics={}, shape=None)
+        self.save_identity(incarnation=str(uuid4()), replaces=replaces, adopts=[], resumes=None, shape=None)
         self._set_aside(old)
         self.newest = None
 
@@ -146,6 +147,28 @@ def reset(directory: Path, pipeline: str) -> None:
     state.open()
     try:
         state.renew()
+    finally:
+        state.close()
+
+
+def restage(directory: Path, pipeline: str, without: Sequence[Topic] = ()) -> Manifest:
+    """`offsets restage`: the next run stages again what the epoch in hand has not committed; gives that epoch."""
+    state = State(directory, pipeline)
+    state.open()
+    try:
+        newest = state.newest
+        if newest is None or newest.state != "prepared":
+            raise ConfigError(
+                f"no epoch of {pipeline} is prepared, so there is nothing to stage again",
+                hint="start the pipeline: it plans or stages its next epoch by the file as it is now",
+            )
+        unknown = sorted(set(without) - {topic for topics in newest.rows_out.values() for topic in topics})
+        if unknown:
+            raise ConfigError(
+                f"epoch {newest.number} has no rows for {', '.join(unknown)}",
+                hint="`penstock offsets show FILE` lists its topics",
+            )
+        return state.save(newest.model_copy(update={"restage": sorted(set(without))}))
     finally:
         state.close()
 

@@ -1,0 +1,224 @@
+"""
+An upsert in two steps: a plan that knows which files may hold the changed keys, and work that rewrites them.
+
+Say that an epoch changes 1,000 keys of a table with 100 files, and the statistics in the log rule out 90 of them. The plan
+is one piece of work per 32 MB of the other ten, each of which rewrites its files without the changed rows, and one piece
+that writes the 1,000 new rows. The pieces run in tasks. The commit then names their files, at the version after the one
+that the plan saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from urllib.parse import quote
+
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict
+
+from penstock.changes import CHANGE_FIELDS
+from penstock.changes.collapse import Collapsed
+from penstock.changes.keys import Keys
+from penstock.changes.streamed import collapse_parts, shares
+from penstock.connectors.delta.columns import MARK
+from penstock.connectors.delta.files import Log, StagedChanges, TableFile, as_stored
+from penstock.connectors.delta.rewrite import Rewrite, Rewriter, TableShape, keys_of, touched
+from penstock.connectors.lake.staging import Stage, StagedFile
+from penstock.connectors.lake.targets import HIDDEN
+from penstock.errors import RetryableError
+from penstock.schema.codec import pack_schema, unpack_schema
+from penstock.sink import Applied, Topic, Work
+
+NO_TABLE = -1
+"""The version of a table that does not exist yet."""
+
+PIECE_BYTES = 32 << 20
+"""About how much of the table one piece of work rewrites."""
+
+MAX_SHARES = 16
+"""Most pieces of work that new rows are written in. Each reads the keys of all changes."""
+
+
+class Upsert(BaseModel):
+    """The changes of one epoch and the table that they go to; small, picklable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    topic: Topic
+    pipeline: str
+    version: int
+    """The version of the table that the plan saw."""
+    changes: tuple[str, ...]
+    """Staged files, in the order of the changes."""
+    columns: str
+    """The columns of the table, as `pack_schema` writes them."""
+    required: tuple[str, ...] = ()
+    """Columns that the table forbids nulls in."""
+    gone: tuple[str, ...] = ()
+    """Columns that the topic no longer has."""
+    key: tuple[str, ...]
+    soft_delete: bool = False
+
+    @classmethod
+    def of(cls, schema: pa.Schema, **known: object) -> Upsert:
+        return cls.model_validate({**known, "columns": pack_schema(schema)})
+
+
+class DeltaWork(Work):
+    upsert: Upsert
+    files: tuple[TableFile, ...] = ()
+    """Files of the table that may hold a key of the changes."""
+    share: int | None = None
+    """Write this share of the new rows; None: rewrite the files."""
+    shares: int = 1
+
+
+class DeltaApplied(Applied):
+    version: int
+    clears: bool = False
+    """The changes empty the table first: all files of the version go."""
+    adds: tuple[StagedFile, ...] = ()
+    removes: tuple[StagedFile, ...] = ()
+    listed: tuple[str, ...] = ()
+    """The lists that name the new files, to be dropped after the commit."""
+
+    def names(self) -> set[str]:
+        """The names of all new files."""
+        return {file.path.rpartition("/")[2] for file in self.adds}
+
+
+@dataclass(frozen=True)
+class Applying:
+    """An upsert at the place where it is planned or done: on the driver or in a task."""
+
+    upsert: Upsert
+    path: Path
+    """The topic's target."""
+
+    @cached_property
+    def shape(self) -> TableShape:
+        upsert = self.upsert
+        mark = MARK.name if upsert.soft_delete else None
+        return TableShape(upsert.topic, self.path, unpack_schema(upsert.columns), upsert.required, mark)
+
+    def whole(self, share: int = 0, of: int = 1) -> Collapsed:
+        """What the changes come to; of one share of the keys, or of all."""
+        return collapse_parts(self.parts(), self.upsert.key, self._own, (share, of))
+
+    @cached_property
+    def keys_only(self) -> Collapsed:
+        """As `whole`, but `upserts` has no other columns than the key."""
+        narrow = self.parts([*self.upsert.key, *(each.name for each in CHANGE_FIELDS if each.name != "_unchanged")])
+        return collapse_parts(narrow, self.upsert.key, pa.schema([self._own.field(name) for name in self.upsert.key]))
+
+    @cached_property
+    def keys(self) -> Keys:
+        return keys_of(self.shape, self.keys_only)
+
+    def parts(self, only: Sequence[str] | None = None) -> list[StagedChanges]:
+        below = changes_of(self.path, self.upsert.pipeline)
+        stored = partial(as_stored, schema=self.shape.schema, gone=self.upsert.gone)
+        return [StagedChanges(below / file, stored, only) for file in self.upsert.changes]
+
+    @property
+    def _own(self) -> pa.Schema:
+        return pa.schema([each for each in self.shape.schema if each.name != self.shape.mark])
+
+    def all_at_once(self, changes: Collapsed, log: Log, begin: Callable[[], Stage]) -> Rewrite:
+        """Do all of it here."""
+        rewriter = Rewriter(self.shape, changes, begin)
+        with rewriter.writing() as result:
+            if changes.truncated and self.shape.mark is None:
+                result.removes = [file.removed() for file in log.files()]
+            else:
+                rewriter.drop_rows(self.candidates(log, changes))
+            rewriter.add_rows()
+        return result
+
+    def candidates(self, log: Log, changes: Collapsed) -> list[TableFile]:
+        """The files that have to be looked at."""
+        return log.files() if changes.truncated else log.candidates(touched(self.shape, changes), changes.equality)
+
+    def plan(self, log: Log | None, small_rows: int) -> list[DeltaWork]:
+        """The pieces of work; none if there is so little to do that the driver does it in the commit."""
+        parts = self.parts()
+        count = sum(sum(part.sizes) for part in parts)
+        if count + (log.rows() if log else 0) <= small_rows:
+            return []
+        changes = self.keys_only
+        clears = changes.truncated and self.shape.mark is None
+        files = self.candidates(log, changes) if log is not None and not clears else []
+        if count + sum(file.rows for file in files) <= small_rows:
+            return []
+        pieces = shares(parts, self.upsert.key, self._own, MAX_SHARES)
+        staged = sum(part.path.stat().st_size for part in parts)
+        new_rows = [
+            DeltaWork(
+                topic=self.upsert.topic,
+                bytes=staged // (pieces or 1),
+                upsert=self.upsert,
+                share=share,
+                shares=pieces or 1,
+                # Only if changes leave values out, the stored ones are looked up; then there is one share.
+                files=() if pieces else tuple(files),
+            )
+            for share in range(pieces or 1)
+        ]
+        rewrites = [
+            DeltaWork(
+                topic=self.upsert.topic, bytes=2 * sum(file.bytes for file in group), upsert=self.upsert, files=group
+            )
+            for group in _groups(files)
+        ]
+        return [*rewrites, *new_rows]
+
+    def do(self, work: DeltaWork, begin: Callable[[], Stage]) -> DeltaApplied:
+        """One piece of work."""
+        try:
+            return self._do(work, begin)
+        except FileNotFoundError as error:
+            raise RetryableError(
+                f"a file of the Delta table {self.path} was removed while an epoch was applied: {error}",
+                code="PEN-2005",
+            ) from error
+
+    def _do(self, work: DeltaWork, begin: Callable[[], Stage]) -> DeltaApplied:
+        if work.share is None:
+            rewriter = Rewriter(self.shape, self.keys_only, begin, self.keys)
+            with rewriter.writing() as result:
+                rewriter.drop_rows(work.files)
+            clears = False
+        else:
+            changes = self.whole(work.share, work.shares)
+            rewriter = Rewriter(self.shape, changes, begin)
+            with rewriter.writing() as result:
+                rewriter.look_up(work.files)
+                rewriter.add_rows()
+            clears = changes.truncated and self.shape.mark is None
+        return DeltaApplied(
+            topic=work.topic,
+            version=self.upsert.version,
+            clears=clears,
+            adds=tuple(result.adds),
+            removes=tuple(result.removes),
+            listed=tuple(result.listed),
+        )
+
+
+def changes_of(target: Path, pipeline: str) -> Path:
+    """Where the changes of a pipeline are until they are applied."""
+    return target / HIDDEN / quote(pipeline, safe="") / "changes"
+
+
+def _groups(files: Sequence[TableFile]) -> list[tuple[TableFile, ...]]:
+    groups: list[list[TableFile]] = []
+    size = PIECE_BYTES
+    for file in files:
+        if size + file.bytes > PIECE_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(file)
+        size += file.bytes
+    return [tuple(group) for group in groups]

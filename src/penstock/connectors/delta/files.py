@@ -1,0 +1,232 @@
+"""Files of a Delta table and of staged changes: what the log knows of them, which may hold given keys, and their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pyarrow import types
+from pydantic import BaseModel, ConfigDict
+
+from penstock.changes import own_columns
+from penstock.changes.keys import Equality, Ints, Mask
+from penstock.connectors.delta.table import Table
+from penstock.connectors.lake.partitions import partition_text
+from penstock.connectors.lake.staging import StagedFile
+from penstock.errors import FatalError, StagingLost
+from penstock.schema.evolution import widened
+
+CHUNK_ROWS = 1 << 17
+"""Rows of a file that are held at once, if its row groups are not larger."""
+
+SMALL_FILE_ROWS = 1 << 17
+"""Remaining rows of files up to this size go into one file with the new rows, or every epoch would leave another file."""
+
+RANKED_ROWS = 1 << 19
+"""Keys that are sorted at once, to be compared with the bounds of files."""
+
+_PLAIN = "!$&'()+,/:;=@"
+"""Characters that the client does not quote when it writes a path into the log, besides letters, digits and `_.-~`."""
+
+
+class TableFile(BaseModel):
+    """A file of the table, as the log describes it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    logged: str
+    """The path as it is in the log."""
+    bytes: int
+    records: int | None
+    partition: dict[str, str | None] = {}
+
+    @property
+    def path(self) -> str:
+        return unquote(self.logged)
+
+    @property
+    def rows(self) -> int:
+        return self.records if self.records is not None else SMALL_FILE_ROWS + 1
+
+    def removed(self) -> StagedFile:
+        """The file as a commit names it that removes it."""
+        if quote(self.path, safe=_PLAIN) != self.logged or "://" in self.path or self.path.startswith("/"):
+            raise FatalError(
+                f"a commit cannot remove the file {self.logged} of the Delta table: the client would write another path",
+                code="PEN-5001",
+                hint="compact the table with the engine that wrote the file",
+            )
+        return StagedFile(path=self.path, rows=self.rows, bytes=self.bytes, partition=self.partition)
+
+    def read(
+        self, table: Path, schema: pa.Schema, names: Sequence[str] | None = None, only: Sequence[int] | None = None
+    ) -> Iterator[pa.Table]:
+        """
+        The rows as the table has them, some row groups at a time; read twice, the pieces are the same.
+
+        `names` restricts the columns, `only` the pieces.
+        """
+        wanted = schema if names is None else pa.schema([schema.field(name) for name in names])
+        with pq.ParquetFile(table / self.path, coerce_int96_timestamp_unit="us") as parquet:
+            there = [each.name for each in wanted if each.name in parquet.schema_arrow.names]
+            for place, groups in enumerate(_runs(parquet.metadata)):
+                if only is None or place in only:
+                    rows = parquet.read_row_groups(groups, columns=there)
+                    count = sum(parquet.metadata.row_group(i).num_rows for i in groups)
+                    columns = [self._column(each, rows, count) for each in wanted]
+                    yield pa.Table.from_arrays(columns, schema=wanted)
+
+    def _column(self, wanted: pa.Field, rows: pa.Table, count: int) -> pa.ChunkedArray | pa.Array:
+        if self.partition.get(wanted.name) is not None:
+            return pa.repeat(pc.cast(pa.scalar(self.partition[wanted.name]), wanted.type), count)
+        if wanted.name in rows.column_names:
+            return widened(rows.column(wanted.name), wanted.type)
+        return pa.nulls(count, wanted.type)
+
+
+class Log:
+    """The files of one version of the table."""
+
+    def __init__(self, table: Table) -> None:
+        self._actions = pa.table(table.delta.get_add_actions(flatten=True))
+        self._partition_by = table.partition_by()
+
+    def files(self, rows: Iterable[int] | None = None) -> list[TableFile]:
+        """All files, or those in some rows of the log."""
+        actions = self._actions if rows is None else self._actions.take(pa.array(rows, pa.int64()))
+        partitions = [
+            partition_text(name, actions.column(f"partition.{name}").combine_chunks()) for name in self._partition_by
+        ]
+        described = [actions.column(name).to_pylist() for name in ("path", "size_bytes", "num_records")]
+        return [
+            TableFile(
+                logged=path, bytes=size, records=records, partition=dict(zip(self._partition_by, each, strict=True))
+            )
+            for path, size, records, *each in zip(*described, *partitions, strict=True)
+        ]
+
+    def candidates(self, keys: pa.Table, equality: Equality) -> list[TableFile]:
+        """The files whose statistics and partition do not rule out every one of the keys."""
+        may_hold = np.full(self._actions.num_rows, bool(keys.num_rows))
+        for name in keys.column_names:
+            if name in equality.texts:
+                continue  # other texts may be the same key
+            if name in self._partition_by:
+                low = high = self._actions.column(f"partition.{name}")
+                may_hold &= low.is_valid().to_numpy()
+            elif _has_exact_bounds(keys.schema.field(name).type) and f"min.{name}" in self._actions.column_names:
+                low, high = self._actions.column(f"min.{name}"), self._actions.column(f"max.{name}")
+            else:
+                continue
+            may_hold &= _overlaps(keys.column(name), low, high)
+        return self.files(np.flatnonzero(may_hold))
+
+    def rows(self) -> int:
+        """Rows of all files, as far as the log knows."""
+        return int(pc.sum(self._actions.column("num_records")).as_py() or 0)
+
+
+@dataclass(frozen=True)
+class StagedChanges:
+    """A file of changes, in the pieces that it is read in; `stored` gives them the table's types."""
+
+    path: Path
+    stored: Callable[[pa.Table], pa.Table]
+    only: Sequence[str] | None = None
+    """The columns that are read; None: all."""
+
+    @cached_property
+    def schema(self) -> pa.Schema:
+        whole = self._metadata.schema.to_arrow_schema().empty_table()
+        return self.stored(whole.select(self._names(whole.column_names))).schema
+
+    @cached_property
+    def sizes(self) -> Sequence[int]:
+        return [sum(self._metadata.row_group(i).num_rows for i in groups) for groups in _runs(self._metadata)]
+
+    @cached_property
+    def _metadata(self) -> pq.FileMetaData:
+        try:
+            return pq.read_metadata(self.path)
+        except FileNotFoundError as error:
+            raise StagingLost(f"{self.path} is gone") from error
+
+    def read(self, columns: Sequence[str], pieces: Sequence[int] | None = None) -> Iterator[pa.Table]:
+        with pq.ParquetFile(self.path, metadata=self._metadata) as parquet:
+            there = [name for name in columns if name in parquet.schema_arrow.names]
+            runs = list(_runs(self._metadata))
+            for place in range(len(runs)) if pieces is None else pieces:
+                yield self.stored(parquet.read_row_groups(runs[place], columns=there)).select(list(columns))
+
+    def _names(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if self.only is None or name in self.only]
+
+
+def as_stored(rows: pa.Table, schema: pa.Schema, gone: Iterable[str]) -> pa.Table:
+    """Changes in the types of the table; a column that the topic no longer has is null, not unchanged."""
+    own = set(own_columns(rows.schema))
+    fields = [
+        each.with_type(schema.field(each.name).type) if each.name in own and each.name in schema.names else each
+        for each in rows.schema
+    ]
+    rows = rows.cast(pa.schema(fields))
+    for name in gone:
+        if name not in rows.column_names and name in schema.names:
+            rows = rows.append_column(name, pa.nulls(rows.num_rows, schema.field(name).type))
+    return rows
+
+
+def _runs(metadata: pq.FileMetaData) -> Iterator[list[int]]:
+    """Neighbouring row groups of at most `CHUNK_ROWS` together."""
+    run: list[int] = []
+    rows = 0
+    for group in range(metadata.num_row_groups):
+        size = metadata.row_group(group).num_rows
+        if run and rows + size > CHUNK_ROWS:
+            yield run
+            run, rows = [], 0
+        run.append(group)
+        rows += size
+    if run:
+        yield run
+
+
+def _has_exact_bounds(kind: pa.DataType) -> bool:
+    """
+    False for types whose bounds in the log may miss values: decimals are rounded, and floats have two zeros and NaN.
+
+    A boolean has only two values, so that bounds rule out nothing.
+    """
+    return not (types.is_decimal(kind) or types.is_floating(kind) or types.is_boolean(kind))
+
+
+def _overlaps(values: pa.ChunkedArray, low: pa.ChunkedArray, high: pa.ChunkedArray) -> Mask:
+    """For each pair of bounds whether one of the values lies between them; True where a bound is unknown."""
+    if low.type != values.type:
+        return np.ones(len(low), bool)
+    if types.is_timestamp(values.type):
+        high = pc.add(high, pa.scalar(1000, pa.duration("us")))  # writers cut it to milliseconds
+    found: Mask = low.is_null().to_numpy() | high.is_null().to_numpy()
+    for first in range(0, len(values), RANKED_ROWS):
+        open_ = np.flatnonzero(~found)
+        if not len(open_):
+            break
+        bounds = (each.take(pa.array(open_)) for each in (low, high))
+        found[open_] = _lie_between(values.slice(first, RANKED_ROWS), *bounds)
+    return found
+
+
+def _lie_between(values: pa.ChunkedArray, low: pa.ChunkedArray, high: pa.ChunkedArray) -> Mask:
+    count, files = len(values), len(low)
+    every = pa.chunked_array([*values.chunks, *low.chunks, *high.chunks], values.type)
+    ranks: Ints = pc.rank(every.combine_chunks(), tiebreaker="dense").to_numpy().astype(np.int64)
+    of_values, of_low, of_high = np.sort(ranks[:count]), ranks[count : count + files], ranks[count + files :]
+    next_value = np.searchsorted(of_values, of_low)
+    return np.asarray(np.append(of_values, np.iinfo(np.int64).max)[next_value] <= of_high)

@@ -13,7 +13,7 @@ from penstock.sink import Epoch, Topic
 
 
 @contextlib.contextmanager
-def refusals(topic: Topic) -> Iterator[None]:
+def refusals(topic: Topic, column: str = "") -> Iterator[None]:
     """Say which topic's rows the server refused and why, but not which value: errors end up in logs and manifests."""
     try:
         yield
@@ -21,7 +21,7 @@ def refusals(topic: Topic) -> Iterator[None]:
         state = str(error.sqlstate or "")
         if state[:2] == "22":
             raise DataError(
-                f"PostgreSQL refuses a value of {topic}: {said(error)}",
+                f"PostgreSQL refuses a value of {f'the column {column!r} of ' if column else ''}{topic}: {said(error)}",
                 hint="the server's log shows the value, unless its log_min_error_statement hides it",
             ) from error
         if state[:2] == "23":

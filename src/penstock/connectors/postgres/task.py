@@ -106,7 +106,7 @@ class TaskSide:
         kinds |= self._ask(lambda connection: known_types(connection, new))
         key = self._stage.keys.get(topic, []) if part.old_key else []
         tried = [
-            f"count({column}::{kind})"
+            (name, f"count({column}::{kind})")
             for name, kind in kinds.items()
             if kind not in ("text", "text[]") and not kind.startswith("character")
             for column in (
@@ -115,9 +115,19 @@ class TaskSide:
             )
         ]
         if tried:
-            query = f"SELECT {', '.join(tried)} FROM {self._session.own(part.table)}"
-            with failures.errors(failures.NO_ANSWER), refusals(topic):
-                self._connection.execute(query)
+            self._try(topic, part, tried)
+
+    def _try(self, topic: Topic, part: Open, tried: Sequence[tuple[str, str]]) -> None:
+        """All casts at once, and one by one if something is refused: the error then names the column."""
+        table = self._session.own(part.table)
+        with failures.errors(failures.NO_ANSWER):
+            try:
+                with self._connection.transaction():
+                    self._connection.execute(f"SELECT {', '.join(cast for _, cast in tried)} FROM {table}")
+            except psycopg.DataError:
+                for name, cast in tried:
+                    with refusals(topic, name):
+                        self._connection.execute(f"SELECT {cast} FROM {table}")
 
     def _ask(self, question: Callable[[psycopg.Connection[Any]], Any]) -> Any:
         """Put a question over the connection that has staged the rows; another one would not see them."""

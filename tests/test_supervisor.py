@@ -24,7 +24,7 @@ from penstock.connectors.generator import Generator, GeneratorConfig
 from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError
 from penstock.pipeline import Pipeline, Processing
 from penstock.pipeline.routing import Route, Router
-from penstock.runtime import supervisor
+from penstock.runtime import monitor, supervisor
 from penstock.runtime.epochs import State, reset
 from penstock.runtime.telemetry import Telemetry
 from penstock.schema import with_key
@@ -509,7 +509,7 @@ def test_drain_reads_a_backlog_that_is_larger_than_the_journal(build: Any, rows:
 IDLE = """
 import sys, threading
 from pathlib import Path
-from penstock.runtime import supervisor
+from penstock.runtime import monitor, supervisor
 from penstock.pipeline import Pipeline
 from penstock.testing import ForkEngine
 supervisor.run(Pipeline.from_toml(sys.argv[1]), engine=ForkEngine(2))
@@ -547,7 +547,7 @@ def cpu_secs(pid: int) -> float:
 
 
 def test_lag_is_sampled_as_often_as_the_file_says(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "HEALTH_SECS", 3600.0)
+    monkeypatch.setattr(monitor, "HEALTH_SECS", 3600.0)
     behind = Behind()
     running = Running(build(behind, lag_interval_secs=1))
     until(lambda: behind.asked >= 3)

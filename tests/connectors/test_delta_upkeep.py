@@ -15,7 +15,7 @@ from deltalake.exceptions import CommitFailedError
 from sink_protocol import END, ORDERS, commit_in_a_process, epoch, rows, stage
 
 from penstock.connectors.delta import Delta, DeltaConfig, upkeep
-from penstock.connectors.delta import commit as committing
+from penstock.connectors.delta.table import Table
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_join_that_loses_to_another_writer_leaves_nothing_and_never_fails_the_
     for number in range(1, upkeep.FAN):
         commit(sink, number, rows(number * 10))
     monkeypatch.setattr(
-        committing.Table, "replace", lambda *_: (_ for _ in ()).throw(CommitFailedError("another writer was first"))
+        Table, "replace", lambda *_: (_ for _ in ()).throw(CommitFailedError("another writer was first"))
     )
     commit(sink, upkeep.FAN, rows(80))
     assert "postponed" in caplog.text
@@ -120,7 +120,7 @@ def test_a_process_killed_while_it_joins_has_committed_its_epoch_and_a_sweep_fin
         commit(sink, number, rows(number * 10))
     e = epoch(upkeep.FAN)
     receipts = [stage(sink, e, rows(80))]
-    module = "import penstock.connectors.delta.commit as s; " if where.startswith("upkeep") else ""
+    module = "import penstock.connectors.delta.upkeep as s; " if where.startswith("upkeep") else ""
     what = "s.join_small_files" if where.startswith("upkeep") else where
     hook = f"{module}{what} = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)"
     assert commit_in_a_process(sink, e, receipts, hook=hook) == -9
@@ -129,7 +129,7 @@ def test_a_process_killed_while_it_joins_has_committed_its_epoch_and_a_sweep_fin
     assert ids(target) == list(range(10, 90))
     assert live(target) <= data_files(target)
     dead = {path for path in data_files(target) if path.startswith(e.stem())} - live(target)
-    assert not [name for name in dead if f"-{committing.REWRITER.partition}-" in name]
+    assert not [name for name in dead if f"-{upkeep.REWRITER.partition}-" in name]
 
 
 def test_a_vacuum_never_looks_at_files_of_an_epoch_in_flight(make, target):

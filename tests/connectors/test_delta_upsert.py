@@ -23,10 +23,11 @@ from penstock.changes import CHANGE_FIELDS
 from penstock.changes.keys import EQUALITY
 from penstock.changes.streamed import collapse_parts
 from penstock.connectors.delta import Delta, DeltaConfig
+from penstock.connectors.delta import apply as applying
 from penstock.connectors.delta import files as table_files
 from penstock.connectors.delta import rewrite as rewriting
 from penstock.connectors.delta.commit import DeltaTarget
-from penstock.errors import ConfigError, DataError, Fenced, RetryableError, SchemaError, StagingLost
+from penstock.errors import ConfigError, DataError, Fenced, PlanStale, RetryableError, SchemaError, StagingLost
 from penstock.schema import ChangeKind, SchemaChange, with_key
 from penstock.sink import Epoch, SinkContext, Task, TopicContext
 
@@ -171,10 +172,19 @@ KEYS = {
 }
 
 
+@pytest.fixture
+def in_pieces(monkeypatch):
+    """Every epoch is planned and done in pieces, however small it is."""
+    monkeypatch.setattr(Delta, "small_rows", 0)
+    monkeypatch.setattr(applying, "PIECE_BYTES", 1)
+
+
 @pytest.mark.parametrize("partitioned", [False, True])
 @pytest.mark.parametrize("kind", KEYS)
-def test_keys_of_every_type_are_found_again(make, target, kind, partitioned):
+def test_keys_of_every_type_are_found_again(make, target, kind, partitioned, request):
     """Alone, and in a key of two columns of which one may be the table's partition."""
+    if partitioned:
+        request.getfixturevalue("in_pieces")
     type_, value = KEYS[kind]
     schema = pa.schema([("id", type_), ("shop", pa.string()), ("name", pa.string())])
     sink = make(key=["id", "shop"], partition_by=["shop"] if partitioned else [])
@@ -216,9 +226,111 @@ def test_what_other_writers_have_written_is_found_and_kept(sink, make, target, p
     assert found == [(0, "a b", [1]), (1, "c/ü%25=", None), (2, "was null", [2, 3])]
 
 
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("way", ["at_once", "in_pieces"])
+@pytest.mark.parametrize("kind", [pa.float64(), pa.float32()])
+def test_the_two_zeros_are_one_key_and_so_are_all_nans(make, target, kind, way, request):
+    if way == "in_pieces":
+        request.getfixturevalue("in_pieces")
+    schema = pa.schema([("id", kind), ("name", pa.string())])
+
+    def events(*rows):
+        return changes(*({"_op": op, "id": id, "name": name} for op, id, name in rows), schema=schema)
+
+    sink = make()
+    commit(sink, 1, events(("c", 0.0, "zero"), ("c", NAN, "nan"), ("c", 1.0, "one")))
+    commit(sink, 2, events(("u", -0.0, "minus zero"), ("u", -NAN, "another nan")))
+    assert sorted(row["name"] for row in read(target)) == ["another nan", "minus zero", "one"]
+    commit(sink, 3, events(("u", -0.0, "a"), ("u", 0.0, "b"), ("d", NAN, None)))
+    assert sorted(row["name"] for row in read(target)) == ["b", "one"]
+    commit(sink, 4, events(("d", 0.0, None)))
+    assert [row["name"] for row in read(target)] == ["one"]
+
+
+@pytest.mark.parametrize("way", ["at_once", "in_pieces"])
+def test_texts_that_are_the_same_key_are_found_whatever_the_statistics_say(make, target, way, request):
+    if way == "in_pieces":
+        request.getfixturevalue("in_pieces")
+    number = pa.field("id", pa.string(), metadata={EQUALITY: b"number"})
+    schema = pa.schema([number, ("name", pa.string())])
+    sink = make()
+    commit(
+        sink, 1, changes({"_op": "c", "id": "2.0", "name": "a"}, {"_op": "c", "id": "3", "name": "b"}, schema=schema)
+    )
+    commit(sink, 2, changes({"_op": "u", "id": "2.00", "name": "c"}, {"_op": "d", "id": "3.000"}, schema=schema))
+    assert [(row["id"], row["name"]) for row in read(target)] == [("2.00", "c")]
+    assert not any(each.metadata for each in DeltaTable(str(target)).schema().fields)
+
+
+def test_work_that_another_writer_overtook_is_planned_again(sink, target, in_pieces, monkeypatch):
+    commit(sink, 1, insert(1, 2))
+    e = epoch(2)
+    receipts = [stage(sink, e, insert(2, 3, name="newer"))]
+    stale = sink.plan_apply(e, ORDERS, receipts)
+    applied = [sink.apply(e, each, Task(place)) for place, each in enumerate(stale)]
+    write_deltalake(str(target), theirs(3), mode="append")
+    with pytest.raises(PlanStale, match="PEN-2005"):
+        sink.commit_applied(e, ORDERS, receipts, END, applied)
+    assert names(target) == {1: "new", 2: "new", 3: "theirs"}
+    sink.commit_epoch(e, receipts, END)
+    assert names(target) == {1: "new", 2: "newer", 3: "newer"}
+    assert sink.plan_apply(e, ORDERS, receipts) == []  # it is there
+    sink.commit_applied(e, ORDERS, receipts, END, applied)
+    assert names(target) == {1: "new", 2: "newer", 3: "newer"}
+    sink.sweep(e, [])
+    assert data_files(target) == live(target) | removed(target)
+
+
+def test_a_table_that_somebody_else_creates_and_fills_makes_the_plan_stale(sink, target, in_pieces):
+    e = epoch(1)
+    receipts = [stage(sink, e, insert(1))]
+    applied = [sink.apply(e, each, Task(0)) for each in sink.plan_apply(e, ORDERS, receipts)]
+    assert applied
+    write_deltalake(str(target), theirs(1))
+    with pytest.raises(PlanStale):
+        sink.commit_applied(e, ORDERS, receipts, END, applied)
+    sink.commit_epoch(e, receipts, END)
+    assert names(target) == {1: "new"}
+
+
+def test_a_small_upsert_needs_no_work_and_a_large_one_does(sink, target, monkeypatch):
+    commit(sink, 1, insert(*range(10)))
+    write_deltalake(str(target), pa.concat_tables([theirs(id) for id in range(100, 110)]), mode="append")
+    e = epoch(2)
+    receipts = [stage(sink, e, insert(105))]
+    for small_rows, pieces in ((21, 0), (11, 0), (10, 2)):  # one change; the statistics rule out the file of ten rows
+        monkeypatch.setattr(Delta, "small_rows", small_rows)
+        assert len(sink.plan_apply(e, ORDERS, receipts)) == pieces
+
+
+def test_pieces_of_work_are_made_of_json(sink, target, in_pieces):
+    commit(sink, 1, insert(1))
+    e = epoch(2)
+    for work in sink.plan_apply(e, ORDERS, receipts := [stage(sink, e, insert(1, 2, name="newer"))]):
+        work = pickle.loads(pickle.dumps(work))
+        applied = sink.apply(e, work, Task(0))
+        assert Delta.applied_type.model_validate(json.loads(applied.model_dump_json())) == applied
+    sink.sweep(e, receipts)
+
+
+def test_truncates_and_soft_deletes_are_done_in_pieces_as_well(make, target, in_pieces):
+    sink = make(soft_delete=True)
+    commit(sink, 1, insert(1, 2))
+    commit(sink, 2, insert(3, 4))
+    commit(sink, 3, changes({"_op": "d", "id": 1}, {"_op": "u", "id": 3, "name": "u"}))
+    assert {row["id"]: row["_deleted"] for row in read(target)} == {1: True, 2: False, 3: False, 4: False}
+    commit(sink, 4, changes({"_op": "t"}, {"_op": "c", "id": 2, "name": "again"}))
+    assert {row["id"]: row["_deleted"] for row in read(target)} == {1: True, 2: False, 3: True, 4: True}
+
+
+@pytest.mark.parametrize("way", ["at_once", "in_pieces"])
 @pytest.mark.parametrize("held_rows", [0, 1 << 20])
-def test_random_changes_leave_what_a_dict_of_them_holds(make, target, monkeypatch, held_rows):
+def test_random_changes_leave_what_a_dict_of_them_holds(make, target, monkeypatch, held_rows, way, request):
     """With files and chunks so small that every way through the rewriting is taken."""
+    if way == "in_pieces":
+        request.getfixturevalue("in_pieces")
     monkeypatch.setattr("penstock.changes.streamed.HELD_ROWS", held_rows)
     monkeypatch.setattr("penstock.changes.streamed.BUCKET_ROWS", 7)
     monkeypatch.setattr(table_files, "RANKED_ROWS", 5)

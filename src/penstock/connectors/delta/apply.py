@@ -22,12 +22,17 @@ from penstock.changes import CHANGE_FIELDS
 from penstock.changes.collapse import Collapsed
 from penstock.changes.keys import Keys
 from penstock.changes.streamed import collapse_parts, shares
-from penstock.connectors.delta.columns import MARK
+from penstock.connectors.delta.columns import MARK, stored_columns
+from penstock.connectors.delta.config import DeltaConfig
 from penstock.connectors.delta.files import Log, StagedChanges, TableFile, as_stored
 from penstock.connectors.delta.rewrite import Rewrite, Rewriter, TableShape, keys_of, touched
+from penstock.connectors.delta.table import Table
+from penstock.connectors.lake.commit import Commit
 from penstock.connectors.lake.staging import Stage, StagedFile
 from penstock.connectors.lake.targets import HIDDEN
+from penstock.connectors.upsert import gone_columns, one_key
 from penstock.errors import RetryableError
+from penstock.schema import key_of
 from penstock.schema.codec import pack_schema, unpack_schema
 from penstock.sink import Applied, Topic, Work
 
@@ -61,10 +66,6 @@ class Upsert(BaseModel):
     key: tuple[str, ...]
     soft_delete: bool = False
 
-    @classmethod
-    def of(cls, schema: pa.Schema, **known: object) -> Upsert:
-        return cls.model_validate({**known, "columns": pack_schema(schema)})
-
 
 class DeltaWork(Work):
     upsert: Upsert
@@ -96,6 +97,31 @@ class Applying:
     upsert: Upsert
     path: Path
     """The topic's target."""
+
+    @classmethod
+    def of(
+        cls,
+        config: DeltaConfig,
+        topic: Topic,
+        path: Path,
+        commit: Commit,
+        table: Table | None,
+        schema: pa.Schema,
+        now: pa.Schema | None,
+    ) -> Applying:
+        """The upsert of a staged epoch into the loaded table, which has the columns `schema`; the source's are `now`."""
+        upsert = Upsert(
+            topic=topic,
+            pipeline=commit.epoch.pipeline,
+            version=table.delta.version() if table is not None else NO_TABLE,
+            changes=tuple(file.path for file in commit.files),
+            columns=pack_schema(schema),
+            required=tuple(each.name for each in table.columns() if not each.nullable) if table is not None else (),
+            gone=tuple(gone_columns(sent_columns(config, commit, table), now)),
+            key=tuple(one_key(topic, [key_of(each) for each in commit.schemas()])),
+            soft_delete=config.soft_delete,
+        )
+        return cls(upsert, path)
 
     @cached_property
     def shape(self) -> TableShape:
@@ -205,6 +231,13 @@ class Applying:
             removes=tuple(result.removes),
             listed=tuple(result.listed),
         )
+
+
+def sent_columns(config: DeltaConfig, commit: Commit, table: Table | None) -> list[str]:
+    """Every column of the topic that ever came, this epoch's included."""
+    marker = table.marker(commit.epoch.pipeline) if table is not None else None
+    now = {name for each in commit.schemas() for name in stored_columns(config, each).names}
+    return sorted(now.union(marker.columns if marker else ()))
 
 
 def changes_of(target: Path, pipeline: str) -> Path:

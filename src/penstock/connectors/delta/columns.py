@@ -105,7 +105,9 @@ def follow_rows(
 
 def stored_columns(config: DeltaConfig, schema: pa.Schema) -> pa.Schema:
     """The columns of a topic that its table has: for `upsert` without those that describe the change."""
-    return pa.schema([schema.field(name) for name in own_columns(schema)]) if config.upserts else schema
+    if not config.upserts:
+        return schema
+    return pa.schema([schema.field(name).remove_metadata() for name in own_columns(schema)])
 
 
 def refuse_partitions(topic: Topic, config: DeltaConfig, partition_by: Sequence[str]) -> None:

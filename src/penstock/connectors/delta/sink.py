@@ -124,13 +124,14 @@ class Delta(LakeSink[DeltaConfig]):
 
     def evaluate_evolution(self, changes: Sequence[SchemaChange], refilled: Topic | None = None) -> bool:
         if refilled is not None:
-            return self._delta(refilled).can_replace_types(changes)
+            target = self._delta(refilled)
+            return target.evolution.can_replace_types(target.load(), changes)
         retyped = [change for change in changes if change.kind is ChangeKind.RETYPED]
         return all(widens(change.new, change.old) or can_widen(change.old, change.new) for change in retyped)
 
     def apply_evolution(self, topic: Topic, changes: Sequence[SchemaChange]) -> None:
-        new = pa.schema([(change.column, change.new) for change in changes if change.new is not None])
-        self._delta(topic).evolve_early(new)
+        target = self._delta(topic)
+        target.evolution.evolve_early(target.load(), changes)
 
 
 def _begin_changes(path: Path, schema: pa.Schema) -> Part:

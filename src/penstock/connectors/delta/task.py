@@ -6,6 +6,7 @@ Nothing here calls the Delta client: its threads do not survive a fork.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -14,6 +15,7 @@ from deltalake import Schema as DeltaSchema
 
 from penstock.changes import Op, is_changelog, own_columns
 from penstock.changes.checks import check_changes
+from penstock.changes.keys import EQUALITY
 from penstock.connectors.delta.columns import (
     TYPES,
     delta_schema,
@@ -104,6 +106,7 @@ class DeltaTask(LakeTask):
         if known is not None:
             batch = with_known_types(batch, {each.name: each.type for each in known})
         rows, discarded = self.fit(topic, TYPES.batch(topic, batch, without=unused), key)
+        rows = _with_equality(rows, batch.schema, key)
         check_changes(pa.Table.from_batches([rows]), key)
         if self.stage.last_schema(topic) not in (None, rows.schema):
             self.stage.end(topic)
@@ -127,6 +130,17 @@ class DeltaTask(LakeTask):
                     f"the partition column {name!r} of {topic} holds an empty text, which Delta would read as null",
                     hint="give it another value in the route's SQL",
                 )
+
+
+def _with_equality(rows: pa.RecordBatch, given: pa.Schema, key: Sequence[str]) -> pa.RecordBatch:
+    """The rows, whose key columns say again when two of their texts are the same key."""
+    named = {name: (given.field(name).metadata or {}).get(EQUALITY) for name in key}
+    if not any(named.values()):
+        return rows
+    fields = [
+        each.with_metadata({EQUALITY: named[each.name]}) if named.get(each.name) else each for each in rows.schema
+    ]
+    return pa.RecordBatch.from_arrays(rows.columns, schema=pa.schema(fields, rows.schema.metadata))
 
 
 def _says_unchanged(rows: pa.RecordBatch) -> bool:

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
+from deltalake.exceptions import DeltaError
 
+from penstock.connectors.delta.columns import delta_schema
 from penstock.connectors.delta.config import DeltaConfig
 from penstock.connectors.delta.files import Log, TableFile
 from penstock.connectors.delta.rewrite import Rewrite, write
 from penstock.connectors.delta.table import Table
+from penstock.connectors.lake import lists
 from penstock.connectors.lake.staging import Stage
 from penstock.connectors.lake.targets import HIDDEN
-from penstock.sink import Topic
+from penstock.errors import ConnectorError
+from penstock.sink import Epoch, Task, Topic
+
+if TYPE_CHECKING:
+    from penstock.connectors.delta.commit import DeltaTarget
+
+logger = logging.getLogger("penstock.delta")
+
+REWRITER = Task(99_999)
+"""Task number in the names of files that the driver writes."""
 
 FAN = 8
 """Files of about one size that are joined: each row is rewritten once per eightfold growth of its file."""
@@ -51,6 +67,55 @@ class Due:
         if due:
             self.removed_at = time.monotonic()
         return due
+
+
+class Upkeep:
+    """Upkeep of one topic's table, in between its epochs, on the driver."""
+
+    def __init__(self, target: DeltaTarget) -> None:
+        self._target = target
+        self._due = Due()
+
+    def run(self, epoch: Epoch) -> None:
+        """Join small files and remove dead ones, when it is time. Whatever goes wrong, the epoch is committed."""
+        target, config = self._target, self._target.config
+        joins, removes = self._due.joins(config), self._due.removes(config)
+        if not joins and not removes:
+            return
+        try:
+            table = target.load()
+            if joins and table is not None and table.may_join():
+                self._join(epoch, table)
+            if removes and table is not None:
+                remove_dead_files(table)
+        except (DeltaError, ConnectorError, OSError, pa.ArrowException) as error:
+            logger.warning("%s: upkeep of its table is postponed: %s", target.topic, error)
+            target.forget()
+
+    def begin(self, epoch: Epoch) -> Stage:
+        """A stage for files that the driver writes itself."""
+        return Stage(epoch, REWRITER, self._target.sink.targets, self._target.sink.spec())
+
+    def sweep(self, epoch: Epoch) -> None:
+        """Remove files that the driver has written for this topic and that the table does not name."""
+        live: set[str] | None = None
+
+        def is_kept(_: Topic, place: Path) -> bool:
+            nonlocal live
+            live = self._target.live_files(epoch.pipeline) if live is None else live
+            return place.name in live
+
+        stem = f"{epoch.stem()}-{REWRITER.partition:05d}-"
+        lists.sweep(self._target.root, epoch, is_kept, stem, only=self._target.topic)
+
+    def _join(self, epoch: Epoch, table: Table) -> None:
+        topic = self._target.topic
+        try:
+            files = join_small_files(topic, table, delta_schema(topic, table.columns()), partial(self.begin, epoch))
+            if files.removes:
+                table.replace(files.adds, files.removes)
+        finally:  # files that were begun and that the table has not taken
+            self.sweep(epoch)
 
 
 def join_small_files(topic: Topic, table: Table, schema: pa.Schema, begin: Callable[[], Stage]) -> Rewrite:

@@ -67,7 +67,6 @@ class FilesSink(LakeSink[FilesSinkConfig]):
     """
 
     name = "files"
-    concurrent = True
 
     def spec(self) -> FileSpec:
         config = self.config

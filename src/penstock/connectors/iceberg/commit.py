@@ -54,6 +54,7 @@ class IcebergTarget(LakeTarget[Table]):
         self.layout = sink.layout
         self.identifier = sink.names.claim(topic)
         self._noted = ""
+        self._unseen = SeededNote(self)
 
     @property
     def name(self) -> str:
@@ -152,9 +153,9 @@ class IcebergTarget(LakeTarget[Table]):
         for each in schemas:
             columns = wider_columns(self.topic, self.layout, columns, each)
         schema = columns.iceberg()
-        self._make_namespace()
+        self._unseen.make_namespace()
         durable.make_directory(self.path / "metadata")
-        seeded = self._is_noted_seeded()
+        seeded = self._unseen.is_set()
         self.catalog.create_table(
             self.identifier,
             schema,
@@ -163,17 +164,13 @@ class IcebergTarget(LakeTarget[Table]):
             properties={**PROPERTIES, **({SEEDED: "true"} if seeded else {})},
         )
         if seeded:
-            self.catalog.update_namespace_properties(self.identifier[0], removals={self._seeded_key})
-
-    def _make_namespace(self) -> None:
-        with contextlib.suppress(NamespaceAlreadyExistsError):
-            self.catalog.create_namespace(self.identifier[0])
+            self._unseen.clear()
 
     # -- seeding and columns ---------------------------------------------------------------------------------------
 
     def is_seeded(self) -> bool:
         table = self.load()
-        return table.is_seeded() if table else self._is_noted_seeded()
+        return table.is_seeded() if table else self._unseen.is_set()
 
     def mark_seeded(self, now: pa.Schema | None) -> None:
         conflict: Exception | None = None
@@ -193,23 +190,9 @@ class IcebergTarget(LakeTarget[Table]):
                 self._create([iceberg_schema(self.topic, now)])
             table = self.load()
         if table is None:
-            self._make_namespace()
-            self.catalog.update_namespace_properties(self.identifier[0], updates={self._seeded_key: "true"})
+            self._unseen.set()
         elif not table.is_seeded():
             table.mark_seeded()
-
-    def _is_noted_seeded(self) -> bool:
-        """What the namespace says about a topic that has no table, because no row of it has come."""
-        with catalog_errors(self.topic):
-            try:
-                properties = self.catalog.load_namespace_properties(self.identifier[0])
-            except NoSuchNamespaceError:
-                return False
-        return properties.get(self._seeded_key) == "true"
-
-    @property
-    def _seeded_key(self) -> str:
-        return f"{SEEDED}.{hashlib.sha256(self.identifier[1].encode()).hexdigest()[:32]}"
 
     def schema(self) -> pa.Schema | None:
         table = self.load()
@@ -227,6 +210,34 @@ class IcebergTarget(LakeTarget[Table]):
             durable.make_directory(path.parent)
             durable.write_atomic(path, text.encode())
             self._noted = text
+
+
+class SeededNote:
+    """A note in the namespace that the first copy of a topic is complete; for topics without rows, which have no table."""
+
+    def __init__(self, target: IcebergTarget) -> None:
+        self._target = target
+        self._namespace, name = target.identifier
+        self._key = f"{SEEDED}.{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+
+    def make_namespace(self) -> None:
+        with contextlib.suppress(NamespaceAlreadyExistsError):
+            self._target.catalog.create_namespace(self._namespace)
+
+    def is_set(self) -> bool:
+        with catalog_errors(self._target.topic):
+            try:
+                properties = self._target.catalog.load_namespace_properties(self._namespace)
+            except NoSuchNamespaceError:
+                return False
+        return properties.get(self._key) == "true"
+
+    def set(self) -> None:
+        self.make_namespace()
+        self._target.catalog.update_namespace_properties(self._namespace, updates={self._key: "true"})
+
+    def clear(self) -> None:
+        self._target.catalog.update_namespace_properties(self._namespace, removals={self._key})
 
 
 def hint_of(target: Path) -> Path:

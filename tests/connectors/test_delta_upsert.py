@@ -20,7 +20,6 @@ from deltalake import DeltaTable, write_deltalake
 from sink_protocol import END, ORDERS, SinkProtocol, commit_in_a_process, epoch, rows, stage
 
 from penstock.changes import CHANGE_FIELDS
-from penstock.changes.keys import EQUALITY
 from penstock.changes.streamed import collapse_parts
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.delta import apply as applying
@@ -76,17 +75,6 @@ def changes(*events, schema=PLAIN, key=("id",)):
 
 def insert(*ids, name="new"):
     return changes(*({"_op": "c", "id": id, "name": name, "doc": f"doc {id}"} for id in ids))
-
-
-@pytest.mark.parametrize("at_once", [False, True])
-def test_a_key_in_other_words_is_the_same_row_if_its_field_says_so(make, target, at_once):
-    schema = pa.schema([pa.field("id", pa.string(), metadata={EQUALITY: b"number"}), *list(PLAIN)[1:]])
-    first = [{"_op": "c", "id": "2.0", "name": "a", "doc": "x"}, {"_op": "c", "id": "3", "name": "b", "doc": "y"}]
-    then = [{"_op": "u", "id": "2.00", "name": "c", "_unchanged": ["doc"]}, {"_op": "d", "id": "3.0"}]
-    sink = make()
-    for number, events in enumerate([[*first, *then]] if at_once else [first, then], 1):
-        commit(sink, number, changes(*events, schema=schema))
-    assert read(target) == [{"id": "2.00", "name": "c", "doc": "x"}]
 
 
 def theirs(id):

@@ -36,12 +36,6 @@ EQUALITY = b"penstock.equality"
 """Under this name a field's metadata says which of its texts are the same key, if not those with the same characters."""
 
 
-def equality_of(field: pa.Field) -> dict[bytes, bytes]:
-    """What a field's metadata says about the equality of its values; for a copy of the field."""
-    named = (field.metadata or {}).get(EQUALITY)
-    return {EQUALITY: named} if named else {}
-
-
 @dataclass(frozen=True)
 class Equality:
     """When two keys are the same, as the fields of their columns say."""
@@ -53,7 +47,7 @@ class Equality:
     def of(cls, schemas: Iterable[pa.Schema], key: Sequence[str]) -> Equality:
         """The equality that the fields of a key name; an unknown name is that of a newer release, and no error."""
         fields = [schema.field(name) for schema in schemas for name in key if name in schema.names]
-        named = {each.name: equality_of(each).get(EQUALITY, b"").decode() for each in fields}
+        named = {each.name: (each.metadata or {}).get(EQUALITY, b"").decode() for each in fields}
         return cls({name: equality for name, equality in named.items() if equality in _TEXTS})
 
     def canonical(self, keys: pa.Table) -> pa.Table:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import pyarrow as pa
 from pyarrow import types
 
-from penstock.changes.keys import equality_of
 from penstock.errors import DataError, SchemaError
 from penstock.sink import Topic
 
@@ -46,7 +45,7 @@ class LakeTypes:
         """
         The rows in types of the lake, without loss, and without some columns.
 
-        Columns of type null are left out until a value tells their type. Fields keep the equality of their values as keys.
+        Columns of type null are left out until a value tells their type.
         """
         kept = [
             (field, column)
@@ -61,10 +60,7 @@ class LakeTypes:
             ]
         except pa.ArrowInvalid as error:
             raise DataError(f"a value of {topic} does not fit its column in {self.lake}: {error}") from error
-        fields = [each.with_metadata(equality_of(field)) for each, (field, _) in zip(schema, kept, strict=True)]
-        return pa.RecordBatch.from_arrays(
-            columns, schema=pa.schema(fields)
-        )  # types are equal whatever their parts are called
+        return pa.RecordBatch.from_arrays(columns, schema=schema)  # types are equal whatever their parts are called
 
     def type(self, topic: Topic, name: str, kind: pa.DataType) -> pa.DataType:
         """The type that holds every value of `kind`."""

@@ -20,6 +20,7 @@ from deltalake import DeltaTable, write_deltalake
 from sink_protocol import END, ORDERS, SinkProtocol, commit_in_a_process, epoch, rows, stage
 
 from penstock.changes import CHANGE_FIELDS
+from penstock.changes.keys import EQUALITY
 from penstock.changes.streamed import collapse_parts
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.delta import apply as applying

@@ -171,13 +171,15 @@ def texts(database, table):
     return sorted(database.rows(f"SELECT k::text, n, doc FROM {table}"), key=repr)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", range(1)
+)  # each takes a quarter of a minute of CPU; three were run when it was written
 def test_rows_are_the_same_ones_for_a_sink_as_for_the_server_that_they_come_from(database, tmp_path, seed):
     for table, kind in TABLES.items():
         database.run(f"CREATE TABLE {table} (k {kind} PRIMARY KEY, n int, doc text)",
                      f"ALTER TABLE {table} ALTER doc SET STORAGE EXTERNAL")  # fmt: skip
     writer = Writer(database, seed)
-    for statements in (4, 6, 12, 12):
+    for statements in (6, 10, 14):
         for table in TABLES:
             writer.write(table, statements)
         with lake(database, tmp_path) as pipeline:

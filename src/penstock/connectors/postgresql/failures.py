@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 import psycopg
@@ -43,7 +44,7 @@ def errors(what: str) -> Iterator[None]:
         yield
     except (psycopg.Error, adbc_dbapi.Error) as error:
         state = str(getattr(error, "sqlstate", None) or "")
-        text = str(error).strip().partition("\n")[0]
+        text = said(error)
         message = f"{_answered(state) if what == NO_ANSWER else what}: {text}"
         if state == "55006":  # object in use
             raise RetryableError(message, hint="another session reads the slot; the read is tried again") from error
@@ -84,3 +85,15 @@ def is_refusal(text: str) -> bool:
             "could not translate host name",
         )
     ) or ("database" in text and "does not exist" in text)
+
+
+def said(error: BaseException) -> str:
+    """
+    The first line that the server said, without row values, as errors end up in logs and manifests.
+
+    The server quotes values in errors of class 22, which are about data: of these only the name is given.
+    """
+    state = str(getattr(error, "sqlstate", None) or "")
+    if state.startswith("22"):
+        return f"{re.sub('(?<=[a-z])(?=[A-Z])', ' ', type(error).__name__).lower()} ({state})"
+    return str(error).strip().partition("\n")[0]

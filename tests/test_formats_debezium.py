@@ -8,8 +8,9 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from penstock.change import collapse, is_changelog
 
+from penstock.changes import is_changelog
+from penstock.changes.collapse import collapse
 from penstock.errors import ConfigError, DataError, SchemaError
 from penstock.formats import WireSchema, framing
 from penstock.formats.avro import Avro, AvroConfig

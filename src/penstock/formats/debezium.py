@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-from penstock.change import CHANGE_FIELDS, Op, is_changelog, own_columns, unpack_keys
+from penstock.changes import CHANGE_FIELDS, Op, is_changelog, own_columns
+from penstock.changes.old_key import unpack_keys
 from penstock.config import Config
 from penstock.errors import ConfigError, DataError, SchemaError
 from penstock.formats import Decoded, Failed, Failures, Format, Resolver, WireSchema, framing

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-from penstock.change import CHANGE_FIELDS, Op
+from penstock.changes import CHANGE_FIELDS, Op
 from penstock.formats import Failed
 from penstock.formats.inference import Misfit, combine, fit, kind_of, type_of
 from penstock.formats.json_text import objects

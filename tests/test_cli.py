@@ -499,6 +499,29 @@ class TestOffsets:
         assert cli("offsets", file, "reset")[0] == 1
         assert State(file.parent / "state", "orders").peek().newest is not None
 
+    def test_restage_marks_the_prepared_epoch(self, cli, file, state):
+        code, out, _ = cli("offsets", file, "restage")
+        assert code == 0
+        assert "epoch 4" in out
+        assert State(file.parent / "state", "orders").peek().newest.restage == []
+
+    def test_restage_asks_before_it_leaves_rows_out(self, cli, file, state, monkeypatch):
+        state.open()
+        state.save(state.newest.model_copy(update={"rows_out": {"lake": {"/orders": (1200, 9)}}}))
+        state.close()
+        asked = []
+        monkeypatch.setattr("typer.confirm", lambda question: asked.append(question))
+        assert cli("offsets", file, "restage", "--without", "/orders")[0] == 1
+        assert "without /orders (1,200 rows)" in asked[0]
+        assert State(file.parent / "state", "orders").peek().newest.restage is None
+        assert cli("offsets", file, "restage", "--without", "/orders", "--yes")[0] == 0
+        assert State(file.parent / "state", "orders").peek().newest.restage == ["/orders"]
+
+    def test_restage_without_a_prepared_epoch_is_refused(self, cli, file):
+        code, _, err = cli("offsets", file, "restage")
+        assert code == 2
+        assert "nothing to stage again" in err
+
     def test_file_and_word_come_in_any_order(self, cli, file, state):
         assert cli("offsets", "show", file) == cli("offsets", file, "show")
 

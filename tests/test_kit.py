@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import random
 import re
@@ -44,6 +45,7 @@ from penstock.testing import (
     FaultySink,
     FaultySource,
     ForkEngine,
+    MemoryApplySink,
     MemorySink,
     MemorySinkConfig,
     MemorySource,
@@ -72,6 +74,49 @@ class TestMemorySink(SinkContract):
     @pytest.fixture
     def visible(self, sink):
         return sink.visible
+
+
+class TestMemoryApplySink(SinkContract):
+    @pytest.fixture
+    def sink(self, tmp_path):
+        return MemoryApplySink(MemorySinkConfig(path=tmp_path / "target"))
+
+    @pytest.fixture
+    def visible(self, sink):
+        return sink.visible
+
+
+class AppliesInSight(MemoryApplySink):
+    """Shows what it applied before the commit."""
+
+    def apply(self, epoch, work, task):
+        applied = super().apply(epoch, work, task)
+        for log in sorted((self._topic(work.topic) / "log").glob("*"))[-1:]:
+            entry = json.loads(log.read_text())
+            log.write_text(json.dumps({**entry, "files": [*entry["files"], applied.file]}))
+        return applied
+
+
+class CommitsStalePlans(MemoryApplySink):
+    """Does not look whether the target is where the plan saw it."""
+
+    def commit_applied(self, epoch, topic, receipts, end, applied):
+        now = len(self._log(topic))
+        super().commit_applied(epoch, topic, receipts, end, [a.model_copy(update={"version": now}) for a in applied])
+
+
+class KeepsDeadWork(MemoryApplySink):
+    """Never removes what a dead try has done."""
+
+    def sweep(self, epoch, keep):
+        pass
+
+
+class PlansWhatIsDone(MemoryApplySink):
+    """Does not look whether the epoch is there when it plans."""
+
+    def plan_apply(self, epoch, topic, receipts):
+        return super().plan_apply(replace(epoch, number=epoch.number + 1), topic, receipts)
 
 
 class TestMemorySource(SourceContract):
@@ -474,6 +519,13 @@ class LosesNullPartitions(MemorySink):
 
 
 BROKEN_SINKS = {
+    "test_work_is_small_and_what_it_gives_is_visible_to_nobody": (AppliesInSight, "shows before its commit"),
+    "test_work_that_is_done_is_committed_once": (PlansWhatIsDone, "there is work for a committed epoch"),
+    "test_a_plan_that_another_commit_overtook_is_stale": (CommitsStalePlans, "DID NOT RAISE"),
+    "test_a_sweep_removes_the_work_of_a_dead_try_and_keeps_what_is_committed": (
+        KeepsDeadWork,
+        "left files of a dead try",
+    ),
     "test_it_is_a_picklable_value_until_it_is_opened": (Unpicklable, "cannot pickle"),
     "test_opening_and_closing_may_repeat": (ClosesOnce, "closed already"),
     "test_an_unknown_option_is_refused": (Lax, "DID NOT RAISE"),

@@ -24,7 +24,7 @@ from penstock.connectors.generator import Generator, GeneratorConfig
 from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError
 from penstock.pipeline import Pipeline, Processing
 from penstock.pipeline.routing import Route, Router
-from penstock.runtime import supervisor
+from penstock.runtime import monitor, supervisor
 from penstock.runtime.epochs import State, reset
 from penstock.runtime.telemetry import Telemetry
 from penstock.schema import with_key
@@ -34,6 +34,7 @@ from penstock.source import (
     HealthStatus,
     PollingSource,
     Position,
+    ProducerConfig,
     RangeSource,
     ReadLimit,
     Schemas,
@@ -284,6 +285,29 @@ def test_the_first_open_is_not_retried(build: Any) -> None:
     assert tap.opened == 1
 
 
+class Parted(Tap):
+    """Wants its topic in two partitions."""
+
+    def producer_configs(self) -> Sequence[ProducerConfig]:
+        self.asked = getattr(self, "asked", 0) + 1
+        return [replace(config, partitions=2) for config in super().producer_configs()]
+
+
+def test_a_source_may_ask_for_partitions_and_it_is_told(
+    build: Any, rows: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    tap = Parted()
+    tap.available = 20
+    pipeline = replace(build(tap), router=Router((Route(to="/rows", key=("row",)),), ("lake",)))
+    with caplog.at_level("INFO"):
+        Running(pipeline, drain=True).ends()
+    assert sorted(rows()) == list(range(20))
+    assert tap.asked == 1
+    assert (
+        "source source: /rows is produced in 2 partitions, through the journal, as the source asks for" in caplog.text
+    )
+
+
 def test_drain_ends_with_what_was_there_though_more_keeps_coming(build: Any, rows: Any) -> None:
     running = Running(build(Growing(), max_epoch_rows=4), drain=True)
     running.ends()
@@ -509,7 +533,7 @@ def test_drain_reads_a_backlog_that_is_larger_than_the_journal(build: Any, rows:
 IDLE = """
 import sys, threading
 from pathlib import Path
-from penstock.runtime import supervisor
+from penstock.runtime import monitor, supervisor
 from penstock.pipeline import Pipeline
 from penstock.testing import ForkEngine
 supervisor.run(Pipeline.from_toml(sys.argv[1]), engine=ForkEngine(2))
@@ -547,7 +571,7 @@ def cpu_secs(pid: int) -> float:
 
 
 def test_lag_is_sampled_as_often_as_the_file_says(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "HEALTH_SECS", 3600.0)
+    monkeypatch.setattr(monitor, "HEALTH_SECS", 3600.0)
     behind = Behind()
     running = Running(build(behind, lag_interval_secs=1))
     until(lambda: behind.asked >= 3)

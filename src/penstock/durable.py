@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -98,6 +99,37 @@ def disk_errors(path: str | os.PathLike[str] | None = None) -> Iterator[None]:
             code="PEN-5009",
             hint=hints.get(error.errno or 0, "check the disk"),
         ) from error
+
+
+class InUse(Exception):
+    """Another process holds the lock; `holder` is what it wrote about itself."""
+
+    def __init__(self, holder: str) -> None:
+        super().__init__(holder)
+        self.holder = holder
+
+
+def lock_file(path: Path, holder: str) -> int:
+    """
+    Lock a file for as long as its descriptor is open, here or in a forked child; raises `InUse`.
+
+    The file stays when the lock is gone, so that nobody locks a dead name.
+    """
+    with disk_errors(path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with disk_errors(path):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, holder.encode(), 0)
+    except BlockingIOError:
+        found = os.read(descriptor, 4096).decode(errors="replace")
+        os.close(descriptor)
+        raise InUse(found or "another process") from None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _write_synced(path: Path, data: bytes) -> None:

@@ -79,8 +79,8 @@ class TableSource(RangeSource[C, P]):
     nothing else. Two laws of range sources are wider here. A range that copies rows may hold newer ones when it is read
     again. And `next_start` MUST understand the notes that the runtime writes:
 
-    - `Refused`: a sink cannot take the table's rows. Rows of it that came before stay where they are. Set the table aside,
-      state `failed`, and copy it again later; the others go on.
+    - `Refused`: a sink cannot take the table's rows. Rows of earlier epochs stay where they are. Set the table aside, state
+      `failed`, and copy it again later, from a truncate on; the others go on.
     - `CopyAgain`: two sinks hold different versions of a copy. Copy these tables once more, from a truncate on.
 
     It takes up what `Requests(context.state_dir).pending()` gives in `latest`, and names in the end that it returns the

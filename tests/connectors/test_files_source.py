@@ -68,7 +68,9 @@ def source(landing, tmp_path):
 
 def again(source):
     """What a new process knows: the configuration and the state directory."""
-    return pickle.loads(pickle.dumps(source))
+    copy = pickle.loads(pickle.dumps(source))
+    copy.open(source.context)
+    return copy
 
 
 def stored(position):

@@ -197,17 +197,20 @@ def status(
 
 @app.command()
 def offsets(
-    words: Annotated[list[str], typer.Argument(metavar="show|reset [FILE]", show_default=False)],
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before a reset.")] = False,
+    words: Annotated[list[str], typer.Argument(metavar="show|reset|restage [FILE]", show_default=False)],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask first.")] = False,
+    without: Annotated[
+        list[str] | None, typer.Option("--without", metavar="TOPIC", help="Leave a topic out (restage).")
+    ] = None,
 ) -> None:
-    """Show where the sources stand, or have the next run start over."""
+    """Show where the sources are, have the next run start over, or have it stage a refused epoch again."""
     from penstock.runtime import epochs
 
-    actions = [word for word in words if word in ("show", "reset")]
+    actions = [word for word in words if word in ("show", "reset", "restage")]
     files = [word for word in words if word not in actions]
     if len(actions) != 1 or len(files) > 1:
         raise ConfigError(
-            f"offsets {' '.join(words)}", hint="penstock offsets show FILE, or penstock offsets reset FILE"
+            f"offsets {' '.join(words)}", hint="penstock offsets show FILE, offsets reset FILE, or offsets restage FILE"
         )
     (action,) = actions
     pipeline = load(Path(files[0]) if files else None)
@@ -219,7 +222,11 @@ def offsets(
         epochs.reset(directory, pipeline.name)
         print("a new incarnation begins with the next run; empty the targets first, or they will hold the rows twice")
         return
-    _show_offsets(epochs.State(directory, pipeline.name).peek(), stdout())
+    state = epochs.State(directory, pipeline.name).peek()
+    if action == "restage":
+        _restage(state, without or [], yes)
+        return
+    _show_offsets(state, stdout())
 
 
 @app.command("tables", help=TABLES)
@@ -273,6 +280,31 @@ def _show_offsets(state: State, console: Console) -> None:
     for source, range in newest.ranges.items():
         table.add_row(source, canonical(range.start), canonical(range.end))
     console.print(table)
+    if newest.state == "prepared":
+        held = Table("sink", "topic", "rows", box=None, header_style="dim", padding=(0, 2, 0, 0))
+        for sink, topics in sorted(newest.rows_out.items()):
+            for topic, (rows, _) in sorted(topics.items()):
+                held.add_row(sink, topic, f"{rows:,}")
+        console.print(held)
+
+
+def _restage(state: State, without: list[str], yes: bool) -> None:
+    from penstock.runtime.epochs import restage
+
+    newest = state.newest
+    if newest is not None and newest.state == "prepared" and without:
+        rows = {topic: n for topics in newest.rows_out.values() for topic, (n, _) in topics.items() if topic in without}
+        named = ", ".join(f"{topic} ({n:,} rows)" for topic, n in sorted(rows.items()))
+        question = (
+            f"Epoch {newest.number} will be committed without {named}, where it is not yet. "
+            "Captured tables are copied again; rows of other sources will be missing there. Go on?"
+        )
+        if rows and not yes and not typer.confirm(question):
+            raise typer.Exit(1)
+    manifest = restage(state.directory, state.pipeline, without)
+    print(
+        f"the next run stages again what the targets do not hold of epoch {manifest.number}, by the file as it is now"
+    )
 
 
 def _fetch(url: str) -> dict[str, Any] | None:

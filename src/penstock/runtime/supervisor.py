@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,18 +16,19 @@ import pyarrow as pa
 
 from penstock.capture import ChangeCapture, SnapshotTable
 from penstock.durable import Json
-from penstock.errors import Action, ConnectorError, FatalError, RetryableError, action, without_secrets
+from penstock.errors import Action, ConnectorError, FatalError, RetryableError, action
 from penstock.pipeline import Pipeline, compare_shapes
 from penstock.pipeline.routing import Router, Target
 from penstock.runtime.epochs import Contexts, EpochLoop, EpochReport, State, Wiring, followed
 from penstock.runtime.ingest import Ingest
 from penstock.runtime.job import Engine
 from penstock.runtime.journal import JournalPosition
+from penstock.runtime.monitor import Monitor, Step
+from penstock.runtime.retry import Backoff
 from penstock.runtime.telemetry import Telemetry
 from penstock.schema import discover
-from penstock.sink import SinkConnector, Topic
+from penstock.sink import Topic
 from penstock.source import (
-    HealthState,
     HealthStatus,
     PollingSource,
     ProducerConfig,
@@ -37,9 +37,6 @@ from penstock.source import (
     SourceConnector,
 )
 from penstock.tables import TableSource
-
-HEALTH_SECS = 5.0
-"""How often connectors are asked how they are."""
 
 LostState = Literal["stop", "resume", "start-over"]
 
@@ -107,13 +104,6 @@ def run(
 
 
 @dataclass
-class _Step:
-    began: float
-    number: int = 0
-    phase: str = ""
-
-
-@dataclass
 class _Supervisor:
     pipeline: Pipeline
     telemetry: Telemetry
@@ -128,7 +118,7 @@ class _Supervisor:
     router: Router = field(init=False)
     contexts: Contexts = field(init=False)
     skipped: int = 0
-    step: _Step | None = None
+    step: Step | None = None
     """The step in hand, for the monitor."""
 
     def __post_init__(self) -> None:
@@ -155,18 +145,18 @@ class _Supervisor:
         starting = _Starting(engine, directory / "lock.jvm", self.telemetry)
         resources.callback(starting.stop)
         self.contexts = Contexts(state, Wiring(self.ranges, self.pipeline.sinks, self.router))
+        self.contexts.copies.captures = self.ingests
         self._open(state, resources)
         if not starting.wait(self.stop):
             return self.summary
         loop = self._loop(state, engine)
         if state.identity.shape != shape:  # not before everything was accepted: a refused change may be taken back
             state.save_identity(shape=shape)
-        self._mark_seeded(state)  # the last run may have died between a commit and this
         for ingest in self.ingests.values():
             ingest.start()
         waker = _Waker(self.stop)
         resources.callback(waker.close)
-        monitor = _Monitor(self, engine)
+        monitor = Monitor(self.pipeline, self.telemetry, engine, self.ingests, lambda: self.step)
         resources.callback(monitor.close)
         self._drive(loop, waker, began)
         for ingest in self.ingests.values():
@@ -206,19 +196,18 @@ class _Supervisor:
     def _produce(self, source: str, configs: Sequence[ProducerConfig]) -> None:
         """Take over what a source says of its topics: more ordered splits, or rows that must not bypass the journal."""
         asked = {config.topic: config for config in configs}
-        self.router = replace(
-            self.router,
-            routes=tuple(
-                replace(
-                    route,
-                    partitions=asked[route.to].partitions,
-                    reliable_dispatch=route.reliable_dispatch or asked[route.to].reliable_dispatch,
-                )
-                if route.source in (None, source) and route.to in asked
-                else route
-                for route in self.router.effective
-            ),
-        )
+        routes = []
+        for route in self.router.effective:
+            config = asked.get(route.to) if route.source in (None, source) else None
+            if config is not None:
+                reliable = route.reliable_dispatch or config.reliable_dispatch
+                if (config.partitions, reliable) != (route.partitions, route.reliable_dispatch):
+                    journal = "through the journal" if reliable else "past the journal"
+                    what = f"source {source}: {route.to} is produced in {config.partitions} partitions, {journal}"
+                    self.telemetry.message("info", f"{what}, as the source asks for")
+                route = replace(route, partitions=config.partitions, reliable_dispatch=reliable)
+            routes.append(route)
+        self.router = replace(self.router, routes=tuple(routes))
         self.contexts.wiring.router = self.router
 
     def _ingest(self, name: str, source: SourceConnector[Any], journal: Path) -> Ingest:
@@ -229,7 +218,7 @@ class _Supervisor:
 
         def unseeded() -> list[SnapshotTable]:
             assert isinstance(source, ChangeCapture)
-            return [table for table in source.tables() if self._lacking(name, table.stream)]
+            return [table for table in source.tables() if self.contexts.copies.lacking(name, table.stream)]
 
         return Ingest(
             name,
@@ -239,28 +228,8 @@ class _Supervisor:
             on_state=lambda which, health: self.telemetry.state(f"source:{which}", health),
             reliable=reliable if direct else None,
             unseeded=unseeded,
-            lacking=lambda stream: sorted(self._lacking(name, stream)),
+            lacking=lambda stream: sorted(self.contexts.copies.lacking(name, stream)),
         )
-
-    def _lacking(self, source: str, stream: str) -> dict[str, tuple[SinkConnector[Any, Any], Topic]]:
-        """The sinks and topics of a stream whose first copy is not complete, by a name for the two."""
-        targets = self.router.targets(source, stream)
-        pairs = {
-            f"{name} {target.topic}": (self.pipeline.sinks[name], target.topic)
-            for target in targets
-            for name in target.sinks
-        }
-        return {both: (sink, topic) for both, (sink, topic) in pairs.items() if not sink.is_seeded(topic)}
-
-    def _mark_seeded(self, state: State) -> None:
-        """Tell the sinks which first copies are complete, now that an epoch holds their last row."""
-        for name, ingest in self.ingests.items():
-            committed = state.edges(name)["committed"]
-            for stream, end in ingest.seeded.items() if committed else ():
-                if committed["row"] >= end.row:
-                    for both, (sink, topic) in self._lacking(name, stream).items():
-                        if both in ingest.seeded_for(stream):
-                            sink.mark_seeded(topic)
 
     def _caught_up(self) -> bool:
         """For `--drain`: True once every source that is asked has come to the end of what it has."""
@@ -332,7 +301,7 @@ class _Supervisor:
         self.requests = [event for source in self.pipeline.sources.values() if (event := source.checkpoint_requested())]
         for event in (*self.requests, *([] if isinstance(self.drain, bool) else [self.drain])):
             waker.watch(event, clear=False)
-        retry = Backoff(processing.retry_backoff_ms, processing.max_backoff_ms, processing.max_retries)
+        retry = Backoff(processing)
         self.telemetry.state("pipeline", HealthStatus.healthy())
         last = -interval
         while not self.stop.is_set():
@@ -344,7 +313,7 @@ class _Supervisor:
                 waker.wait(early)
                 continue
             last = time.monotonic()
-            self.step = _Step(last)
+            self.step = Step(last)
             try:
                 if self.draining and loop.frozen is None and self._caught_up():
                     loop.freeze()
@@ -359,7 +328,6 @@ class _Supervisor:
                 report = replace(report, skipped=report.skipped + self._newly_skipped())
                 self.summary.add(report, began)
                 self.telemetry.epoch(report)
-                self._mark_seeded(loop.state)
                 waker.cut()
             elif self.draining and loop.frozen is not None and not loop.unacked:
                 return
@@ -402,33 +370,10 @@ class _Supervisor:
                 error = again
 
 
-class Backoff:
-    """Pauses that double, with jitter, up to a cap; too many in a row are a `FatalError`."""
-
-    def __init__(self, first_ms: int, cap_ms: int, most: int) -> None:
-        self._first, self._cap, self._most = first_ms / 1000, cap_ms / 1000, most
-        self._count = 0
-
-    def next(self, error: ConnectorError) -> float:
-        """The pause before the next try, in seconds."""
-        self._count += 1
-        if self._count > self._most:
-            raise FatalError(
-                f"gave up after {self._most} retries in a row: {error.message}",
-                code="PEN-5013",
-                hint=error.hint or "mend the cause and start again, or raise `max_retries`; nothing is lost",
-            ) from error
-        return min(self._cap, self._first * 2.0 ** (self._count - 1)) * random.uniform(0.5, 1.0)
-
-    def reset(self) -> None:
-        """A healthy run: the next failure is the first again."""
-        self._count = 0
-
-
 class _Starting:
-    """Starts the engine in a thread while the connectors open; an engine without `start` is ready as it is."""
+    """Starts the engine in a thread while the connectors open."""
 
-    def __init__(self, engine: Any, lock: Path, telemetry: Telemetry) -> None:
+    def __init__(self, engine: Engine, lock: Path, telemetry: Telemetry) -> None:
         self._engine = engine
         self._lock = lock
         self._telemetry = telemetry
@@ -440,18 +385,17 @@ class _Starting:
 
     def _start(self) -> None:
         try:
-            if hasattr(self._engine, "start"):
-                self._telemetry.engine("starting Spark")
-                self._engine.start()
-                self._engine.hold(self._lock)
-                self._telemetry.engine(self._engine.version)
+            self._telemetry.engine("starting Spark")
+            self._engine.start()
+            self._engine.hold(self._lock)
+            self._telemetry.engine(self._engine.version)
         except BaseException as error:  # noqa: BLE001 (raised again where the engine is needed)
             self._error = error
         with self._done:
             self._started = True
             abandoned = self._abandoned
         if abandoned:
-            self._stop()
+            self._engine.stop()
 
     def wait(self, stop: threading.Event) -> bool:
         """True once the engine runs; False when it is no longer wanted."""
@@ -469,10 +413,6 @@ class _Starting:
             self._abandoned = True
             started = self._started
         if started:
-            self._stop()
-
-    def _stop(self) -> None:
-        if hasattr(self._engine, "stop"):
             self._engine.stop()
 
 
@@ -512,105 +452,3 @@ class _Waker:
                 continue
             relayed = self._cuts
             self._wake.set()
-
-
-class _Monitor:
-    """Asks the connectors how they are, and the sources how far behind, in a thread of its own."""
-
-    def __init__(self, supervisor: _Supervisor, engine: Any) -> None:
-        self._supervisor = supervisor
-        self._engine = engine
-        self._closed = threading.Event()
-        self._questions: list[_Question] = []
-        self._thread = threading.Thread(target=self._watch, name="penstock-monitor", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._closed.set()
-        self._thread.join()
-        for question in self._questions:
-            question.end()
-
-    def _watch(self) -> None:
-        processing = self._supervisor.pipeline.processing
-        pause = min(HEALTH_SECS, processing.lag_interval_secs, processing.health_timeout_secs)
-        while not self._closed.wait(pause if self._questions else 0.2):
-            self._questions = self._questions or list(self._asked_of_all())
-            for question in self._questions:
-                if question.put() > processing.health_timeout_secs:
-                    silent = HealthStatus.unhealthy(f"asked, it says nothing for {processing.health_timeout_secs} s")
-                    self._supervisor.telemetry.state(question.component, silent)
-            self._watch_step()
-
-    def _asked_of_all(self) -> Iterator[_Question]:
-        pipeline, telemetry = self._supervisor.pipeline, self._supervisor.telemetry
-
-        def tell_health(component: str, ask: Callable[[], HealthStatus]) -> None:
-            health = _asked(ask, HealthStatus.degraded)
-            if health.state is not HealthState.UNKNOWN and not self._closed.is_set():
-                telemetry.state(component, health)
-
-        def tell_lag(name: str, ask: Callable[[], int | None]) -> None:
-            lag = _asked(ask, lambda reason: None)
-            if not self._closed.is_set():
-                telemetry.lag(name, lag)
-
-        for name, source in pipeline.sources.items():
-            ingest = self._supervisor.ingests.get(name)
-            ask = ingest.health if ingest else source.health_check
-            yield _Question(f"source:{name}", HEALTH_SECS, partial(tell_health, f"source:{name}", ask))
-            yield _Question(
-                f"source:{name}", pipeline.processing.lag_interval_secs, partial(tell_lag, name, source.lag)
-            )
-        for name, sink in pipeline.sinks.items():
-            yield _Question(f"sink:{name}", HEALTH_SECS, partial(tell_health, f"sink:{name}", sink.health_check))
-
-    def _watch_step(self) -> None:
-        """Tell a long stage, whose tasks run, from a source that does not answer."""
-        step, telemetry = self._supervisor.step, self._supervisor.telemetry
-        if step is None:
-            return
-        if step.phase == "stage":
-            if getattr(self._engine, "busy", bool)():
-                telemetry.phase(step.number, step.phase)
-        elif (
-            not step.phase and time.monotonic() - step.began > self._supervisor.pipeline.processing.health_timeout_secs
-        ):
-            waited = time.monotonic() - step.began
-            telemetry.state("pipeline", HealthStatus.unhealthy(f"no source has answered for {waited:.0f} s"))
-
-
-class _Question:
-    """Something that a connector is asked again and again, each time in a thread of its own: the answer may never come."""
-
-    def __init__(self, component: str, every_secs: float, ask: Callable[[], None]) -> None:
-        self.component = component
-        self._every = every_secs
-        self._ask = ask
-        self._since = float("-inf")
-        self._thread: threading.Thread | None = None
-
-    def put(self) -> float:
-        """Ask when it is time; gives how long the answer has been waited for."""
-        now = time.monotonic()
-        if self._thread is not None and self._thread.is_alive():
-            return now - self._since
-        if now - self._since >= self._every:
-            self._since = now
-            self._thread = threading.Thread(target=self._ask, name=f"penstock-ask-{self.component}", daemon=True)
-            self._thread.start()
-        return 0.0
-
-    def end(self) -> None:
-        """Let an answer that is on its way come in before the connector closes."""
-        if self._thread is not None:
-            self._thread.join(1.0)
-
-
-def _asked(question: Callable[[], Any], otherwise: Callable[[str], Any]) -> Any:
-    try:
-        return question()
-    except ConnectorError as error:
-        return otherwise(error.message)
-    except Exception as error:  # noqa: BLE001 (a bug in a connector is told, and must not silence all others)
-        return otherwise(without_secrets(f"{type(error).__name__}: {error}"))

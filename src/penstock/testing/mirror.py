@@ -15,6 +15,7 @@ from penstock.errors import RetryableError
 from penstock.pipeline.routing import Router
 from penstock.runtime.epochs import EpochLoop, State
 from penstock.source import RangeSource
+from penstock.tables import TableSource
 from penstock.testing.crash import PATIENCE_SECS, _open_when_free
 from penstock.testing.engine import Forked, ForkEngine, Killed
 from penstock.testing.memory import MemorySink, MemorySinkConfig
@@ -52,17 +53,20 @@ class Mirror:
 
     def log(self, stream: str) -> list[Row]:
         """Everything that was written of a stream, in the order of the changes."""
-        rows = self._sink().visible(f"/{stream}")
+        rows = next(iter(self._sinks().values())).visible(f"/{stream}")
         return sorted(rows, key=lambda row: row["_position"])
 
     def _sink(self) -> MemorySink:
         return MemorySink(MemorySinkConfig(path=self.path / "target"))
 
+    def _sinks(self) -> dict[str, MemorySink]:
+        return {"target": self._sink()}
+
     def _drive(self, failpoint: str | None, until: Until) -> int:
-        state, sink, committed = State(self.path / "state", "mirror"), self._sink(), 0
+        state, sinks, committed = State(self.path / "state", "mirror"), self._sinks(), 0
         _open_when_free(state)
         engine = ForkEngine(self.parallelism, die_with_task=True)
-        loop = EpochLoop(state, {"source": self.source}, {"target": sink}, Router((), ("target",)), engine)
+        loop = EpochLoop(state, {"source": self.source}, sinks, Router((), tuple(sinks)), engine)
         failpoints.arm(failpoint)
         patience = time.monotonic() + PATIENCE_SECS
         try:
@@ -77,6 +81,8 @@ class Mirror:
                     time.sleep(0.05)
                     continue
                 committed += report is not None
+                if report is None and loop.unacked:
+                    loop.ack()
                 ended = {"killed": False, "copied": True, "caught_up": report is None and not loop.unacked}[until]
                 if ended and not _copying(loop):
                     return committed
@@ -94,7 +100,9 @@ def _copying(loop: EpochLoop) -> bool:
         return True
     source = loop.sources["source"]
     end = source.position_type.model_validate(newest.ranges["source"].end)
-    return bool(getattr(source.next_start(end, newest.notes.get("source", ())), "copying", False))
+    assert isinstance(source, TableSource)
+    known = source.tables(source.next_start(end, newest.notes.get("source", ())))
+    return any(table.state == "seeding" for table in known.values())
 
 
 def replayed(log: Sequence[Row], key: Sequence[str], refreshed: bool = False) -> list[Row]:

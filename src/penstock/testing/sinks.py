@@ -9,8 +9,10 @@ import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pyarrow as pa
 import pytest
@@ -20,10 +22,12 @@ from penstock import failpoints
 from penstock.changes import CHANGE_FIELDS
 from penstock.changes.old_key import pack_key
 from penstock.durable import canonical
-from penstock.errors import Fenced, RetryableError, SchemaError, StagingLost
+from penstock.errors import Fenced, PlanStale, RetryableError, SchemaError, StagingLost
+from penstock.runtime.epochs.commit import has_second_stage
 from penstock.schema import with_key
 from penstock.schema.evolution import EvolutionConfig, Policy
 from penstock.sink import (
+    Applied,
     CommittedEpoch,
     Epoch,
     Receipt,
@@ -245,6 +249,54 @@ class SinkContract:
         assert _ids(visible) == list(range(10)), "the sweep removed rows that are committed"
         assert not _files_of(tmp_path, failed), "the sweep left files of a failed try behind"
         assert not doubled & set(_files_of(tmp_path, epoch)), "the sweep left files behind that no receipt names"
+
+    # -- the second stage ----------------------------------------------------------------------------------------
+
+    def test_work_is_small_and_what_it_gives_is_visible_to_nobody(self, sink: Sink, visible: Visible) -> None:
+        planned = _planned(sink, _epoch(2))
+        before = _shown(visible)
+        for applied in planned.apply():
+            again = sink.applied_type.model_validate(json.loads(canonical(applied.model_dump(mode="json"))))  # type: ignore[attr-defined]
+            assert again == applied, "what `apply` gives does not survive the manifest"
+        assert _shown(visible) == before, "work that is done shows before its commit"
+
+    def test_work_that_is_done_is_committed_once(self, sink: Sink, visible: Visible) -> None:
+        planned = _planned(sink, _epoch(2))
+        applied = planned.apply()
+        planned.commit(applied)
+        shown = _shown(visible)
+        assert [row for row in shown if row["id"] == 5], "the commit does not show what was applied"
+        planned.commit(applied)
+        assert _shown(visible) == shown, "a commit that ran twice was applied twice"
+        with _open(sink) as opened:
+            assert not opened.plan_apply(planned.epoch, TOPIC, planned.receipts), "there is work for a committed epoch"  # type: ignore[attr-defined]
+
+    def test_a_plan_that_another_commit_overtook_is_stale(self, sink: Sink, visible: Visible) -> None:
+        planned = _planned(sink, _epoch(2))
+        applied = planned.apply()
+        other = Epoch("another", "one", 1)
+        _commit(sink, other, [_stage(sink, other, rows(50))])
+        before = _shown(visible)
+        with pytest.raises(PlanStale):
+            planned.commit(applied)
+        assert _shown(visible) == before, "a plan was committed on a version that it had not seen"
+        _commit(sink, planned.epoch, planned.receipts)
+        assert {row["id"] for row in _shown(visible)} >= set(range(5, 15)) | set(range(50, 60))
+
+    def test_a_sweep_removes_the_work_of_a_dead_try_and_keeps_what_is_committed(
+        self, sink: Sink, visible: Visible, tmp_path: Path
+    ) -> None:
+        planned = _planned(sink, _epoch(2))
+        dead = replace(planned, epoch=_epoch(2))
+        dead.apply()
+        applied = planned.apply()
+        planned.commit(applied)
+        shown = _shown(visible)
+        with _open(sink) as opened:
+            opened.sweep(dead.epoch, applied)
+            opened.sweep(planned.epoch, applied)
+        assert _shown(visible) == shown, "the sweep removed rows that are committed"
+        assert not _files_of(tmp_path, dead.epoch), "the sweep left files of a dead try"
 
     # -- exactly once --------------------------------------------------------------------------------------------
 
@@ -688,6 +740,36 @@ def _stage(
 def _commit(sink: Sink, epoch: Epoch, receipts: Sequence[Receipt], end: Any = None) -> None:
     with _open(sink) as opened:
         opened.commit_epoch(epoch, receipts, END if end is None else end)
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """An epoch that is staged, after one that is committed, and the second stage of its commit."""
+
+    sink: Sink
+    epoch: Epoch
+    receipts: Sequence[Receipt]
+
+    def apply(self) -> list[Applied]:
+        with _open(self.sink) as driver:
+            work = driver.plan_apply(self.epoch, TOPIC, self.receipts)  # type: ignore[attr-defined]
+        if not work:
+            pytest.skip("there is no work in a second epoch of the same keys")
+        assert len(pickle.dumps(work)) < 100_000, "work is to say what must be done, not to carry the rows"
+        with _open(self.sink) as task:
+            return [task.apply(self.epoch, each, Task(number)) for number, each in enumerate(work)]  # type: ignore[attr-defined]
+
+    def commit(self, applied: Sequence[Applied]) -> None:
+        with _open(self.sink) as driver:
+            driver.commit_applied(self.epoch, TOPIC, self.receipts, END, applied)  # type: ignore[attr-defined]
+
+
+def _planned(sink: Sink, epoch: Epoch) -> _Planned:
+    if not has_second_stage(sink):
+        pytest.skip("the sink has no second stage")
+    first = _epoch(1)
+    _commit(sink, first, [_stage(sink, first, rows(0))])
+    return _Planned(sink, replace(epoch, attempt=uuid4().hex[:8]), [_stage(sink, epoch, rows(5))])
 
 
 def _with_policy(sink: Sink, policy: Policy) -> Sink:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
@@ -48,23 +49,25 @@ class FirstCopies:
                 if isinstance(source, TableSource) and name in newest.ranges:
                     end = source.position_type.model_validate(newest.ranges[name].end)
                     known = source.tables(source.next_start(end, newest.notes.get(name, ())))
-                    self._mark_tables(name, tables.seeded(known))
+                    with contextlib.suppress(RetryableError):  # told again after the next epoch
+                        self._mark_tables(name, tables.seeded(known))
         for name, capture in self.captures.items():
-            committed = self._state.edges(name)["committed"]
-            for stream, made_for in capture.copied(committed).items() if committed else ():
-                for target, (sink, topic) in self.lacking(name, stream).items():
-                    if target in made_for:
-                        self._wiring.sinks[sink].mark_seeded(topic)
+            with contextlib.suppress(RetryableError):
+                self._mark_captured(name, capture)
 
     def _mark_tables(self, name: str, seeded: frozenset[str]) -> None:
-        try:
-            for stream in sorted(seeded - self._told.get(name, frozenset())):
-                for pair in self._wiring.pairs(name, stream):
-                    if self._is_seeded(pair) is False:
-                        self._wiring.sinks[pair[0]].mark_seeded(pair[1])
-        except RetryableError:
-            return  # told again after the next epoch
+        for stream in sorted(seeded - self._told.get(name, frozenset())):
+            for sink, topic in self._wiring.pairs(name, stream):
+                if self._is_seeded((sink, topic)) is False:
+                    self._wiring.sinks[sink].mark_seeded(topic)
         self._told[name] = seeded
+
+    def _mark_captured(self, name: str, capture: Capture) -> None:
+        committed = self._state.edges(name)["committed"]
+        for stream, made_for in capture.copied(committed).items() if committed else ():
+            for target, (sink, topic) in self.lacking(name, stream).items():
+                if target in made_for:
+                    self._wiring.sinks[sink].mark_seeded(topic)
 
     def _is_seeded(self, pair: Pair) -> bool | None:
         """None: the sink has no place for the topic."""

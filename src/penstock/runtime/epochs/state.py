@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
@@ -15,10 +14,10 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ValidationError
 
-from penstock.durable import Json, canonical, disk_errors, make_directory, write_atomic
+from penstock.durable import InUse, Json, canonical, disk_errors, lock_file, make_directory, write_atomic
 from penstock.errors import ConfigError, FatalError
 from penstock.runtime.epochs.manifest import Identity, Manifest
-from penstock.sink import Topic
+from penstock.sink import Epoch, Topic
 
 FORMAT = 1
 """Version of everything in the state directory; a newer one is refused."""
@@ -53,7 +52,7 @@ class State:
 
     def close(self) -> None:
         if self._lock is not None:
-            os.close(self._lock)  # the lock goes with its descriptor; the file stays, so that nobody locks a dead name
+            os.close(self._lock)
             self._lock = None
 
     def peek(self) -> State:
@@ -84,6 +83,22 @@ class State:
         if newest is None or span is None:
             return {"committed": None, "planned": None}
         return {"committed": span.end if newest.state == "committed" else span.start, "planned": span.end}
+
+    def epoch(self, manifest: Manifest, attempt: str | None = None) -> Epoch:
+        """The epoch of a manifest, as connectors see it: of one of its tries, by default the newest at staging."""
+        adopts = frozenset((incarnation, number) for incarnation, number in self.identity.adopts)
+        if manifest.only is not None:
+            # Topics that missed the epoch which this one completes: if they have it by now, another run is alive.
+            adopts -= {tuple(self.identity.replaces[-1])}
+        return Epoch(
+            manifest.pipeline,
+            manifest.incarnation,
+            manifest.number,
+            attempt or manifest.attempts[-1],
+            adopts=adopts,
+            start={source: span.start for source, span in manifest.ranges.items()},
+            end={source: span.end for source, span in manifest.ranges.items()},
+        )
 
     def renew(self) -> None:
         """Begin a new incarnation; its first epoch is number 1. The old manifests are kept aside."""
@@ -199,25 +214,12 @@ def _load(path: Path, kind: type[M]) -> M:
 
 
 def _take_lock(path: Path, pipeline: str) -> int:
-    with disk_errors():
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(descriptor, 4096).decode(errors="replace") or "another process"
-        os.close(descriptor)
+        return lock_file(path, f"process {os.getpid()} on {socket.gethostname()} ({pipeline}, since {since})")
+    except InUse as other:
         raise FatalError(
-            f"{path.parent} is in use by {holder}",
+            f"{path.parent} is in use by {other.holder}",
             code="PEN-5002",
             hint="wait until it has ended or stop it; two runs of one pipeline never share a state directory",
         ) from None
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    holder = f"process {os.getpid()} on {socket.gethostname()} ({pipeline}, since {since})"
-    try:
-        with disk_errors(path):
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, holder.encode(), 0)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor

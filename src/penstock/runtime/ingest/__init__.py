@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import threading
 import time
 from collections import deque
@@ -21,6 +20,7 @@ from penstock.changes.old_key import pack_key
 from penstock.durable import Json
 from penstock.errors import ConnectorError, DataError, FatalError, RetryableError
 from penstock.runtime.journal import Item, Journal, JournalConfig, JournalPosition, JournalSource, size_of
+from penstock.runtime.retry import Backoff
 from penstock.source import (
     ConnectorMetrics,
     HealthState,
@@ -96,7 +96,7 @@ class Ingest:
         self._thread = threading.Thread(target=self._run, name=f"ingest-{name}", daemon=True)
         self._failure: ConnectorError | None = None
         self._status = HealthStatus()
-        self._in_a_row = 0
+        self._backoff = Backoff(processing, name)
         self._copied: set[str] = set()  # tables whose snapshot was made by this process
         self._to_tell: deque[Mapping[str, Json]] = deque()  # offsets that are on disk and not yet committed
         self._after_ack: deque[tuple[int, SourceCheckpoint]] = deque()  # wait until direct rows are committed
@@ -203,6 +203,10 @@ class Ingest:
         """For each table that was copied, the position behind its last row: once that is committed, the table is seeded."""
         known = (self.journal.checkpoint or {}).get("metadata", {})
         return {stream: JournalPosition(row=row) for stream, row in known.get("seeded", {}).items()}
+
+    def copied(self, committed: Json) -> Mapping[str, Sequence[str]]:
+        """The tables whose copy ends before a committed position, and the targets that it was made for."""
+        return {stream: self.seeded_for(stream) for stream, end in self.seeded.items() if committed["row"] >= end.row}
 
     def seeded_for(self, stream: str) -> Sequence[str]:
         """The targets that lacked a copy when the last one was begun; others, added since, did not get all of it."""
@@ -382,7 +386,7 @@ class Ingest:
                 return
             self._settle()
             if self.rows > before or time.monotonic() - began > self._processing.max_backoff_ms / 1000:
-                self._in_a_row = 0
+                self._backoff.reset()
             self._back_off(why, error)
 
     def _accept(self, item: Item, on_durable: Callable[[], None] | None) -> None:
@@ -460,7 +464,7 @@ class Ingest:
             buffer.flush()
             self.journal.flush()  # confirmed before `live` looks for its resume point again
             if self.rows > before or time.monotonic() - began > self._processing.max_backoff_ms / 1000:
-                self._in_a_row = 0
+                self._backoff.reset()
             self._back_off(why, error)
 
     def _snapshot(self, source: ChangeCapture[Any], buffer: _Changes) -> None:
@@ -487,7 +491,7 @@ class Ingest:
             except RetryableError as error:
                 self._back_off(str(error), error)
                 continue
-            self._in_a_row = 0
+            self._backoff.reset()
             self._say(HealthStatus.healthy())
             return answer
 
@@ -495,16 +499,7 @@ class Ingest:
         """Wait before the next try; only failures count, a source that just returns may go on doing so."""
         if self._stop.is_set():
             raise _Stopping
-        limits = self._processing
-        if error is not None and self._in_a_row >= limits.max_retries:
-            raise FatalError(
-                f"{self.name}: gave up after {limits.max_retries} retries: {error.message}",
-                code="PEN-5013",
-                hint=error.hint,
-            ) from error
-        pause = min(limits.max_backoff_ms, limits.retry_backoff_ms * 2.0 ** min(self._in_a_row, 60)) / 1000
-        pause *= random.uniform(0.5, 1)
-        self._in_a_row += 1
+        pause = self._backoff.next(error)
         self.retries += 1
         logger.warning("%s: %s; next try in %.1f s", self.name, why, pause)
         self._say(HealthStatus.degraded(why))

@@ -9,7 +9,6 @@ in other processes may see.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -29,7 +28,7 @@ import pyarrow.compute as pc
 
 from penstock import failpoints
 from penstock.config import Config
-from penstock.durable import Json, canonical, disk_errors, fsync, make_directory, write_atomic
+from penstock.durable import InUse, Json, canonical, disk_errors, fsync, lock_file, make_directory, write_atomic
 from penstock.errors import ConnectorError, DataError, FatalError, RetryableError
 from penstock.schema.codec import pack_schema, unpack_schema
 from penstock.source import Position, RangeSource, ReadLimit, Schemas, SourceBatch, SourceConnector, SourceEnvelope
@@ -888,21 +887,14 @@ def _gone(directory: Path, row: int) -> FatalError:
 
 
 def _lock(directory: Path) -> int:
-    with disk_errors():
-        descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = os.read(descriptor, 32).decode() or "unknown"
-        os.close(descriptor)
+        return lock_file(directory / "lock", f"process {os.getpid()}")
+    except InUse as other:
         raise FatalError(
-            f"the journal {directory} is written by process {holder}",
+            f"the journal {directory} is written by {other.holder}",
             code="PEN-5002",
             hint="stop that process first; one process writes a journal",
-        ) from error
-    os.truncate(descriptor, 0)
-    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-    return descriptor
+        ) from None
 
 
 def _throw_away(directory: Path) -> int:

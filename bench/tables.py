@@ -1,0 +1,93 @@
+"""
+What many tables cost: the driver's CPU of an epoch with a row for each of them, and the commit of a few large ones.
+
+No JVM: what is measured is the loop, the sink's commit and its markers, all of which run on the driver.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from measure import Bench
+from modules.many_tables import ManyConfig, ManyTables
+
+from penstock.connectors.delta import Delta, DeltaConfig
+from penstock.pipeline.routing import Router
+from penstock.runtime.epochs import EpochLoop, State
+from penstock.testing import ForkEngine
+
+EPOCHS = 7
+GOAL_MS = 8.0
+
+
+class Measured:
+    """A pipeline of tables into Delta; `epochs` gives what each costs."""
+
+    def __init__(self, scratch: Path, config: ManyConfig, mode: str, threads: int = 8) -> None:
+        directory = Path(tempfile.mkdtemp(dir=scratch))
+        self.state = State(directory / "state", "bench")
+        self.state.open()
+        sink = Delta(DeltaConfig(path=str(directory / "lake" / "{topic}"), mode=mode))
+        sources, sinks, engine = {"source": ManyTables(config)}, {"sink": sink}, ForkEngine(1)
+        self.loop = EpochLoop(self.state, sources, sinks, Router((), ("sink",)), engine, threads=threads)
+        self.loop.contexts.open()
+        self.loop.start([])
+
+    def epochs(self, count: int) -> tuple[float, float, float]:
+        """Median driver CPU and wall time of an epoch, and of its commit, in ms; the first one, which makes tables, apart."""
+        self.loop.step()
+        cpu, wall, commit = [], [], []
+        for _ in range(count):
+            began, used = time.perf_counter(), time.process_time()
+            report = self.loop.step()
+            assert report is not None
+            cpu.append((time.process_time() - used) * 1000)
+            wall.append((time.perf_counter() - began) * 1000)
+            commit.append(report.seconds["commit"] * 1000)
+        self.state.close()
+        return statistics.median(cpu), statistics.median(wall), statistics.median(commit)
+
+
+def many(bench: Bench, scratch: Path) -> None:
+    per_table: dict[int, float] = {}
+    for tables in (1, 10, 50, 200):
+        cpu, wall, _ = Measured(scratch, ManyConfig(tables=tables, changed=tables), "append").epochs(EPOCHS)
+        per_table[tables] = cpu / tables
+        bench.row(
+            f"{tables} tables, a row each",
+            f"{cpu / tables:.1f} ms",
+            f"driver CPU a table; {cpu:.0f} ms, {wall:.0f} ms wall",
+        )
+    few, wall, _ = Measured(scratch, ManyConfig(tables=200, changed=10), "append").epochs(EPOCHS)
+    bench.row(
+        "200 tables, a row for 10 of them", f"{few / 10:.1f} ms", f"driver CPU a changed table; {wall:.0f} ms wall"
+    )
+    bench.claim("cpu_per_table_of_200_vs_8ms", per_table[200] / GOAL_MS, "<=", 1)
+    bench.claim("cpu_per_table_of_200_vs_of_10", per_table[200] / per_table[10], "<=", 1.3)
+    bench.claim("cpu_per_changed_of_200_vs_of_10", few / 10 / per_table[10], "<=", 1.5)
+
+
+def upserts(bench: Bench, scratch: Path) -> None:
+    took = {}
+    config = ManyConfig(tables=3, changed=3, first_rows=300_000, rows=3_000)
+    for threads in (1, 8, 1, 8):
+        _, _, commit = Measured(scratch, config, "upsert", threads).epochs(EPOCHS)
+        took[threads] = min(commit, took.get(threads, commit))
+    bench.row("commit of 3 upsert tables, one after the other", f"{took[1]:.0f} ms", "3,000 of 300,000 rows each")
+    bench.row("the same, at the same time", f"{took[8]:.0f} ms", "")
+    bench.claim("commit_at_once_vs_in_turn", took[8] / took[1], "<=", 0.6)
+
+
+def main() -> None:
+    bench = Bench("tables", "Many tables")
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
+        many(bench, Path(scratch))
+        upserts(bench, Path(scratch))
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()

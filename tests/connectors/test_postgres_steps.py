@@ -20,7 +20,7 @@ from penstock.connectors.postgres_cdc.seed import Chunk
 from penstock.connectors.postgres_cdc.steps import Ahead
 from penstock.connectors.postgresql import connections
 from penstock.errors import RetryableError
-from penstock.source import Note, ReadLimit
+from penstock.source import Note, ReadLimit, SourceContext
 from penstock.testing.crash import wait_until
 from penstock.testing.postgres import PostgresServer, binaries
 
@@ -318,7 +318,7 @@ class TestConnectionsOfTasks:
     def backend(self, opened):
         """The server's process for the next task of this process."""
         task = pickle.loads(pickle.dumps(opened))
-        task.open()
+        task.open(SourceContext(in_task=True))
         pid = task._ask(lambda connection: connection.info.backend_pid)
         task.close()
         return pid
@@ -332,7 +332,7 @@ class TestConnectionsOfTasks:
         """The server's process that gives the next task of this process the rows of a table."""
         held = opened._hold(list(opened._known()[0].values()))
         task = pickle.loads(pickle.dumps(opened))
-        task.open()
+        task.open(SourceContext(in_task=True))
         list(task.read(Chunk("public.orders", None, None, held, held.lsn, 1)))
         task.close()
         ((_, pid, _),) = connections._arrows.values()
@@ -366,7 +366,7 @@ class TestConnectionsOfTasks:
 
     def test_one_with_a_transaction_open_is_not_handed_on(self, opened):
         task = pickle.loads(pickle.dumps(opened))
-        task.open()
+        task.open(SourceContext(in_task=True))
         task._ask(lambda connection: connection.execute("BEGIN"))
         task.close()
         assert not connections._handed_on

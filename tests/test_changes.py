@@ -21,7 +21,7 @@ from penstock.changes import streamed as streamed_module
 from penstock.changes.checks import check_changes
 from penstock.changes.collapse import collapse
 from penstock.changes.keys import Keys
-from penstock.changes.old_key import moment_texts, unpack_keys
+from penstock.changes.old_key import moment_texts, pack_keys, unpack_keys
 from penstock.changes.streamed import collapse_parts
 from penstock.errors import DataError, SchemaError
 
@@ -375,6 +375,50 @@ def test_keys_are_found_in_any_part_of_a_table_whatever_their_hashes(monkeypatch
     assert Keys(keys).find(rows).tolist() == expected
     assert Keys(keys).find(pa.concat_tables([rows] * 9)).tolist() == expected * 9
     assert [Keys(keys).find(rows.slice(place, 1)).item() for place in range(len(rows))] == expected
+
+
+NAN = float("nan")
+SAME = {
+    "zeros": (pa.field("k", pa.float64()), [0.0, -0.0], 1.0),
+    "single zeros": (pa.field("k", pa.float32()), [-0.0, 0.0], 1.0),
+    "no numbers": (pa.field("k", pa.float64()), [NAN, -NAN], 0.0),
+    "numbers": (pa.field("k", pa.string(), metadata={keys_module.EQUALITY: b"number"}), ["2.0", "2.00", "2"], "20"),
+    "padded": (pa.field("k", pa.string(), metadata={keys_module.EQUALITY: b"padded"}), ["a", "a "], " a"),
+    "intervals": (pa.field("k", pa.string(), metadata={keys_module.EQUALITY: b"interval"}), ["30 days", "1 mon"], "1 day"),
+    "documents": (pa.field("k", pa.string(), metadata={keys_module.EQUALITY: b"json"}), ['{"a": 1.0}', '{"a":1}'], '"1"'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("held_rows", [100, 0])
+@pytest.mark.parametrize("name", SAME)
+def test_keys_that_are_the_same_are_one_key_however_they_are_written(monkeypatch, name, held_rows):
+    field, same, other = SAME[name]
+    monkeypatch.setattr(streamed_module, "HELD_ROWS", held_rows)
+    monkeypatch.setattr(streamed_module, "BUCKET_ROWS", 1)
+    own = pa.schema([field, pa.field("n", pa.int64()), pa.field("doc", pa.string())])
+    events = [{"_op": "c", "k": other, "n": -1}, *({"_op": "u", "k": key, "n": n} for n, key in enumerate(same))]
+    events.append({"_op": "u", "k": same[0], "n": 9, "_unchanged": ["doc"], "_old_key": json.dumps({"k": same[-1]})})
+    table = log(*events, schema=pa.schema([*own, *CHANGE_FIELDS]))
+    result = collapse_parts([Pieces(table, 2)], ["k"], own)
+    assert result.upserts.num_rows == 2
+    assert result.deletes.num_rows == 0
+    stored = pa.Table.from_pylist([{"k": same[-1], "n": 0, "doc": "kept"}], schema=own)
+    assert [place >= 0 for place in Keys(stored.select(["k"]), result.equality).find(table.select(["k"]))] == [
+        False, *[True] * (len(same) + 1)
+    ]  # fmt: skip
+
+
+def test_a_field_without_an_equality_compares_texts_as_they_are_written():
+    table = log(
+        *({"_op": "c", "doc": text} for text in ("2.0", "2.00")), schema=pa.schema([*list(SCHEMA)[2:3], *CHANGE_FIELDS])
+    )
+    assert collapse(table, ["doc"]).upserts.num_rows == 2
+
+
+def test_an_old_key_keeps_the_sign_of_zero_and_what_is_no_number():
+    values = pa.array([0.0, -0.0, NAN, float("inf"), 1e300])
+    found = unpack_keys(pack_keys(["k"], [values]), pa.schema([("k", pa.float64())])).column("k")
+    assert list(map(repr, found.to_pylist())) == list(map(repr, values.to_pylist()))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from psycopg.rows import dict_row
 from penstock.changes import CHANGE_FIELDS
 from penstock.connectors.postgres import Postgres, PostgresSinkConfig
 from penstock.connectors.postgres.target import Names
-from penstock.errors import ConfigError, DataError, FatalError, RetryableError, SchemaError, StagingLost
+from penstock.errors import ConfigError, ConnectorError, DataError, FatalError, RetryableError, SchemaError, StagingLost
 from penstock.schema import with_key
 from penstock.sink import Epoch, SinkContext, Task, TopicContext
 from penstock.testing import SinkContract
@@ -257,6 +257,24 @@ def test_texts_are_tried_before_they_are_staged_for_good(make, connection):
     assert [str(row["id"]) for row in read(connection, "lake.orders")] == [good]
 
 
+@pytest.mark.parametrize(
+    ("table", "rows", "says"),
+    [
+        ("id uuid, note text", {"id": ["secret"], "note": ["x"]}, "'id' of /lake/orders: invalid text representation"),
+        ("id int8, note date", {"id": [1], "note": ["secret"]}, "'note' of /lake/orders is date"),
+        ("id int8, note text", {"id": [1], "note": ["secret\0"]}, "character not in repertoire"),
+        ("id int8, note text CHECK (note <> 'secret')", {"id": [1], "note": ["secret"]}, "violates check constraint"),
+        ("id int8, note text UNIQUE", {"id": [1, 2], "note": ["secret", "secret"]}, "violates unique constraint"),
+    ],
+)
+def test_an_error_says_what_is_wrong_with_a_value_and_not_the_value(make, connection, table, rows, says):
+    connection.execute(f"CREATE SCHEMA lake; CREATE TABLE lake.orders ({table})")
+    with pytest.raises(ConnectorError) as error:
+        commit(make(), 1, batch(**rows))
+    assert says in str(error.value)
+    assert "secret" not in f"{error.value} {error.value.hint}"
+
+
 def test_a_constraint_that_rows_break_stops_the_epoch_and_shows_nothing(make, connection):
     sink = make()
     connection.execute("CREATE SCHEMA lake; CREATE TABLE lake.orders (id int8 CHECK (id < 5))")
@@ -441,9 +459,9 @@ def test_rows_that_are_missing_from_a_staging_table_are_noticed(make, connection
 
 def test_a_commit_is_on_disk_whatever_the_default_is(make, server):
     sink = make(dsn=f"{server.dsn}?options=-csynchronous_commit%3Doff")
-    assert sink._ask(lambda connection: connection.execute("SHOW synchronous_commit").fetchone()) == ("on",)
+    assert sink.session.ask(lambda connection: connection.execute("SHOW synchronous_commit").fetchone()) == ("on",)
     stronger = make(dsn=f"{server.dsn}?options=-csynchronous_commit%3Dremote_apply")
-    assert stronger._ask(lambda connection: connection.execute("SHOW synchronous_commit").fetchone()) == (
+    assert stronger.session.ask(lambda connection: connection.execute("SHOW synchronous_commit").fetchone()) == (
         "remote_apply",
     )
 

@@ -58,7 +58,7 @@ def counts(server, sink):
     with psycopg.connect(server.dsn) as connection:
         found = []
         for topic in ("/a", "/b"):
-            table = sink._names.claim(topic).sql
+            table = sink.session.names.claim(topic).sql
             there = connection.execute("SELECT to_regclass(%s)", [table]).fetchone()[0]
             found.append(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] if there else 0)
         return found

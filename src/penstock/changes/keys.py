@@ -1,7 +1,7 @@
 """
 Keys: when two of them are the same, and sets of them in which others are found.
 
-Two keys are the same if their canonical forms are. Most values are their own: 7, a text, a date. These are not:
+Two keys are the same if their canonical forms are. Most values are their own canonical form: 7, a text, a date. Others:
 
 | values | are the same | canonical |
 |---|---|---|
@@ -9,7 +9,6 @@ Two keys are the same if their canonical forms are. Most values are their own: 7
 | texts of a field that names an `EQUALITY`: | | |
 | `number` | 2.0 and 2.00 | without zeros at the end |
 | `padded` | "a" and "a  " | without spaces at the end |
-| `caseless` | "Ab" and "aB" | in lower case |
 | `interval` | 30 days and 1 mon | days and microseconds |
 | `json` | {"a": 1.0} and {"a": 1} | sorted, its numbers without zeros at the end |
 """
@@ -17,9 +16,9 @@ Two keys are the same if their canonical forms are. Most values are their own: 7
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -96,22 +95,34 @@ def _intervals(texts: pa.Array) -> pa.Array:
 
 
 _INTERVAL = (
-    r"^(?:(?P<years>-?\d+) years? ?)?(?:(?P<months>[+-]?\d+) mons? ?)?(?:(?P<days>[+-]?\d+) days? ?)?"
+    r"^(?:\+?(?P<years>-?\d+) years? ?)?(?:\+?(?P<months>-?\d+) mons? ?)?(?:\+?(?P<days>-?\d+) days? ?)?"
     r"(?:(?P<sign>[+-])?(?P<hours>\d+):(?P<minutes>\d\d):(?P<seconds>\d\d)(?:\.(?P<fraction>\d{1,6}))?)?$"
 )
 
 
 def _documents(texts: pa.Array) -> pa.Array:
     encoded = texts.dictionary_encode()
-    parsed = [json.loads(text, parse_float=Decimal, parse_int=Decimal) for text in encoded.dictionary.to_pylist()]
-    canonical = [json.dumps(each, sort_keys=True, default=lambda number: [str(number.normalize())]) for each in parsed]
-    return pa.array(canonical, pa.string()).take(encoded.indices)
+    parsed = [json.loads(text, parse_float=_Number, parse_int=_Number) for text in encoded.dictionary.to_pylist()]
+    return pa.array(map(_written, parsed), pa.string()).take(encoded.indices)
+
+
+class _Number(str):
+    """A number of a JSON document, as it is written there."""
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{json.dumps(name)}:{_written(value[name])}' for name in sorted(value))}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    if isinstance(value, _Number):
+        return re.sub(r"\.0*$", "", re.sub(r"(\.\d*[1-9])0+$", r"\1", value))
+    return json.dumps(value)
 
 
 _TEXTS: Mapping[str, Callable[[pa.Array], pa.Array]] = {
     "number": _numbers,
     "padded": lambda texts: pc.utf8_rtrim(texts, " "),
-    "caseless": pc.utf8_lower,
     "interval": _intervals,
     "json": _documents,
 }

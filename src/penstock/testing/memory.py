@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 from urllib.parse import quote
 
 import pyarrow as pa
@@ -19,7 +19,8 @@ from pydantic import Field
 
 from penstock import failpoints
 from penstock.changes import Op
-from penstock.changes.old_key import unpack_key
+from penstock.changes.keys import Equality
+from penstock.changes.old_key import unpack_keys
 from penstock.config import Config
 from penstock.durable import canonical, disk_errors, fsync, make_directory, publish_once, write_atomic
 from penstock.errors import ConfigError, FatalError, StagingLost
@@ -137,6 +138,9 @@ class MemorySource(RangeSource[MemorySourceConfig, NextItem]):
         (self.config.path / f"{what}-{index}").touch()
 
 
+_Key: TypeAlias = tuple[str, ...]
+
+
 class MemorySinkConfig(EvolutionConfig):
     path: Path
     """Directory that holds the target: for each topic its rows and a log of what was committed."""
@@ -242,9 +246,7 @@ class MemorySink(TopicSink[MemorySinkConfig, MemoryReceipt]):
         log = self._log(topic)
         epochs = [[self._read(topic, name) for name in entry["files"]] for entry in log]
         if self.config.mode == "upsert":
-            return _upserted(
-                [[row for table in tables for row in table.to_pylist()] for tables in epochs], self.config.key
-            )
+            return _upserted(epochs, self.config.key)
         tables = [table for each in epochs for table in each]
         return pa.concat_tables(tables, promote_options="permissive").to_pylist() if tables else []
 
@@ -314,22 +316,35 @@ def _partitions(table: pa.Table, columns: Sequence[str]) -> Iterator[pa.Table]:
         yield table.filter(mask)
 
 
-def _upserted(epochs: list[list[dict[str, Any]]], key: Sequence[str]) -> list[dict[str, Any]]:
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for rows in epochs:
-        for row in sorted(rows, key=lambda row: row.get("_position") or ""):
-            _upsert(found, tuple(row[name] for name in key), row, key)
+def _upserted(epochs: list[list[pa.Table]], key: Sequence[str]) -> list[dict[str, Any]]:
+    found: dict[_Key, dict[str, Any]] = {}
+    for tables in epochs:
+        changes = [change for table in tables for change in _changes(table, key)]
+        for row, place, old in sorted(changes, key=lambda change: change[0].get("_position") or ""):
+            _upsert(found, row, place, old)
     names = dict.fromkeys(name for row in found.values() for name in row)
     return [{name: row.get(name) for name in names} for row in found.values()]
 
 
-def _upsert(found: dict[Any, dict[str, Any]], values: tuple[Any, ...], row: dict[str, Any], key: Sequence[str]) -> None:
+def _changes(table: pa.Table, key: Sequence[str]) -> Iterator[tuple[dict[str, Any], _Key, _Key | None]]:
+    """Every row, its key, and the key that it has left."""
+    keys, equality = table.select(list(key)), Equality.of([table.schema], key)
+    texts = table.column("_old_key") if "_old_key" in table.column_names else pa.nulls(table.num_rows, pa.string())
+    left = iter(_tuples(equality.canonical(unpack_keys(texts.drop_null(), keys.schema))))
+    for row, place, text in zip(table.to_pylist(), _tuples(equality.canonical(keys)), texts.to_pylist(), strict=True):
+        yield row, place, next(left) if text is not None else None
+
+
+def _tuples(keys: pa.Table) -> list[_Key]:
+    return [tuple(map(repr, row.values())) for row in keys.to_pylist()]  # as text, since NaN does not equal itself
+
+
+def _upsert(found: dict[_Key, dict[str, Any]], row: dict[str, Any], place: _Key, old: _Key | None) -> None:
     if row.get("_op") == Op.TRUNCATE:
         found.clear()
     elif row.get("_op") == Op.DELETE:
-        found.pop(values, None)
+        found.pop(place, None)
     else:
-        old_key = unpack_key(row["_old_key"]) if row.get("_old_key") else None
-        moved = found.pop(tuple(old_key[name] for name in key), None) if old_key else None
+        moved = found.pop(old, None) if old else None
         said = {name: value for name, value in row.items() if name not in (row.get("_unchanged") or ())}
-        found[values] = {**(found.get(values) or moved or {}), **said}
+        found[place] = {**(found.get(place) or moved or {}), **said}

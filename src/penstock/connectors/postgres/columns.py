@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -53,7 +53,10 @@ def plain(topic: Topic, batch: pa.RecordBatch) -> pa.RecordBatch:
         try:
             values, origin = _plain(topic, field.name, values)
         except pa.ArrowInvalid as error:
-            raise DataError(f"a value of the column {field.name!r} of {topic} has no place: {error}") from error
+            raise DataError(
+                f"a value of the column {field.name!r} of {topic} does not fit: it is {field.type}",
+                hint="cast it in the route's SQL to a type that PostgreSQL has",
+            ) from error
         metadata = {ORIGIN: json.dumps([origin]).encode()} if origin else field.metadata
         fields.append(pa.field(field.name, values.type, metadata=metadata))
         columns.append(values)
@@ -172,7 +175,7 @@ def copied(columns: Sequence[pa.Array], topic: Topic) -> memoryview:
         for values in columns:
             pieces += _pieces(values)
     except pa.ArrowInvalid as error:
-        raise DataError(f"a value of {topic} has no place in PostgreSQL: {error}") from error
+        raise DataError(f"a value of {topic} does not fit into PostgreSQL's type: {error}") from error
     _, offsets, data = pc.binary_join_element_wise(*pieces, b"").buffers()
     return memoryview(data)[: np.frombuffer(offsets, np.int32)[rows]]
 
@@ -229,7 +232,7 @@ def _moments(values: pa.Array, missing: Mask) -> Numbers:
     above, below = raw == ends.max, raw <= -ends.max
     early = (raw < ends.min + shift) & ~below & ~missing
     if early.any():
-        raise pa.ArrowInvalid(f"{raw[early][0]} is before all times that PostgreSQL counts")
+        raise pa.ArrowInvalid("a time is earlier than the earliest of PostgreSQL")
     with np.errstate(over="ignore"):
         moved = raw - number(shift)
     moved = np.where(above, ends.max, np.where(below, ends.min, moved))
@@ -311,3 +314,8 @@ def longest(values: pa.Array) -> int:
     if types.is_list(values.type):
         values = values.flatten()
     return int(pc.max(pc.utf8_length(values)).as_py() or 0)
+
+
+def picked(schema: pa.Schema, names: Iterable[str]) -> pa.Schema:
+    """Some columns of a schema."""
+    return pa.schema([schema.field(name) for name in names])

@@ -1,9 +1,8 @@
-"""What a task stages of an epoch: rows in the form of a binary copy, in tables that only its own names lead to."""
+"""What a task stages of an epoch: rows in the form of a binary COPY, in tables that nobody else knows."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,16 +14,17 @@ import pyarrow.compute as pc
 from penstock.changes import Op, is_changelog
 from penstock.changes.old_key import unpack_keys
 from penstock.connectors.postgres import columns
-from penstock.connectors.postgres.apply import StagedPart
+from penstock.connectors.postgres.events import StagedPart
+from penstock.connectors.postgres.refusals import refusals
 from penstock.connectors.postgres.target import Target
 from penstock.connectors.postgresql import failures
 from penstock.connectors.postgresql.types import quoted
-from penstock.errors import DataError, SchemaError
+from penstock.errors import SchemaError
 from penstock.schema.codec import pack_schema
 from penstock.sink import Topic
 
 BUFFER_BYTES = 32 << 20
-"""What a task holds back, over all its staging tables, to copy it in one go."""
+"""Rows that a task collects before it copies them, over all its staging tables."""
 
 PIECE_ROWS = 1 << 16
 """Rows that are turned into the form of a copy at a time."""
@@ -33,7 +33,7 @@ _ROWLESS = [Op.DELETE.value, Op.TRUNCATE.value]
 
 
 def exact(schema: pa.Schema) -> bytes:
-    """What tells schemas apart, with their metadata, where a column may have grown: Arrow calls such schemas equal."""
+    """A schema with its metadata, which says that a column has grown; Arrow calls such schemas equal."""
     return schema.serialize().to_pybytes()  # type: ignore[no-any-return]
 
 
@@ -43,14 +43,14 @@ class Known:
 
     target: Target | None
     altered: dict[bytes, dict[str, str]] = field(default_factory=dict)
-    """Per schema of rows, `exact`, the columns that will have another type when they are applied."""
+    """Per schema of rows, as `exact` gives it: the columns that the commit will add or give another type."""
 
     @property
     def generated(self) -> list[str]:
         return [each.name for each in self.target.columns.values() if each.generated] if self.target else []
 
     def refuse_values(self, topic: Topic, rows: pa.RecordBatch, altered: Mapping[str, str], upserts: bool) -> None:
-        """Refuse values that the table does not take, as long as they can be refused."""
+        """Refuse values that the table does not take; once they are staged it is too late."""
         assert self.target is not None
         whole = rows
         if upserts and is_changelog(rows.schema):
@@ -112,7 +112,7 @@ class Open:
 
 
 class Stage:
-    """What one task stages of one epoch: one transaction, so that a task which dies leaves nothing behind."""
+    """What one task stages of one epoch, in one transaction."""
 
     def __init__(self, connection: psycopg.Connection[Any], schema: str, stem: str) -> None:
         self.targets: dict[Topic, Known] = {}
@@ -127,7 +127,7 @@ class Stage:
         connection.execute("BEGIN; SET LOCAL idle_in_transaction_session_timeout = 0")
 
     def write(self, topic: Topic, rows: pa.RecordBatch, key: Sequence[str]) -> None:
-        """Take rows as they are staged; with a key, as changes: numbered, and the old keys beside the new ones."""
+        """Take rows; with a key, as changes: they get numbers, and their old keys become columns."""
         old: list[pa.Array] = []
         if key and is_changelog(rows.schema):
             rows, old = _with_old_keys(rows, key)
@@ -151,7 +151,7 @@ class Stage:
             if old_key:
                 kinds += [f"o{n} {columns.staged_type(schema.field(name).type)}" for n, name in enumerate(key)]
             kinds += ["r int8"] if key else []
-            with failures.errors("PostgreSQL does not answer"):
+            with failures.errors(failures.NO_ANSWER):
                 self.connection.execute(
                     f"CREATE TABLE {self._sql(part)} ({', '.join(kinds)}) WITH (autovacuum_enabled = false)"
                 )
@@ -163,13 +163,13 @@ class Stage:
         return f"{quoted(self._schema)}.{quoted(part.table)}"
 
     def flush(self) -> None:
-        """Copy what was held back."""
+        """Copy the rows that were collected."""
         for (topic, *_), part in self._open.items():
             if not part.held:
                 continue
             statement = f"COPY {self._sql(part)} FROM STDIN (FORMAT binary)"
             with (
-                failures.errors("PostgreSQL does not answer"),
+                failures.errors(failures.NO_ANSWER),
                 refusals(topic),
                 self.connection.cursor() as cursor,
                 cursor.copy(statement) as copy,
@@ -184,12 +184,12 @@ class Stage:
 
     def commit(self) -> None:
         """Everything staged, and on the server's disk."""
-        with failures.errors("PostgreSQL does not answer"):
+        with failures.errors(failures.NO_ANSWER):
             self.connection.execute("COMMIT")
 
 
 def _with_old_keys(rows: pa.RecordBatch, key: Sequence[str]) -> tuple[pa.RecordBatch, list[pa.Array]]:
-    """The rows without `_old_key`, and the columns that it holds; also without `_unchanged` if there is nothing in it."""
+    """The rows without `_old_key`, and the columns in it; also without `_unchanged` if it is null in every row."""
     old: list[pa.Array] = []
     if "_old_key" in rows.schema.names:
         texts = rows.column("_old_key")
@@ -203,21 +203,3 @@ def _with_old_keys(rows: pa.RecordBatch, key: Sequence[str]) -> tuple[pa.RecordB
     if "_unchanged" in rows.schema.names and rows.column("_unchanged").null_count == rows.num_rows:
         rows = rows.drop_columns(["_unchanged"])
     return rows, old
-
-
-@contextlib.contextmanager
-def refusals(topic: Topic) -> Iterator[None]:
-    """Say which topic's rows the server refused, and why."""
-    try:
-        yield
-    except psycopg.Error as error:
-        state, text = str(getattr(error, "sqlstate", None) or ""), str(error).strip().partition("\n")[0]
-        if state[:2] == "22":
-            raise DataError(f"PostgreSQL refuses a value of {topic}: {text}") from error
-        if state[:2] == "23":
-            raise SchemaError(
-                f"the table refuses rows of {topic}: {text}",
-                code="PEN-4002",
-                hint="nothing of the epoch is visible: drop the constraint or mend the table, and start again",
-            ) from error
-        raise

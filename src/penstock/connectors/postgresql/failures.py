@@ -1,8 +1,9 @@
-"""What the server's and the drivers' errors mean for a pipeline."""
+"""The errors of the server and the drivers, and what a pipeline does about each."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 import psycopg
@@ -18,35 +19,35 @@ LOST = (
 )
 
 _TOO_LARGE = (
-    "the server prints no value of 1 GB, which a bytea of 512 MB comes to. Put its column into `exclude_columns`, and take it "
-    "out of the publication: ALTER PUBLICATION … DROP TABLE t; ALTER PUBLICATION … ADD TABLE t (the other columns). The log "
-    'cannot be read behind it: drop the slot, and run with snapshot = "when_needed" to have everything copied again'
+    "the server cannot print a value of 1 GB, and a bytea of 512 MB comes to that. Put its column into `exclude_columns`, and "
+    "remove it from the publication: ALTER PUBLICATION … DROP TABLE t; ALTER PUBLICATION … ADD TABLE t (the other columns). "
+    'The log cannot be read past it: drop the slot, and run with snapshot = "when_needed" to have everything copied again'
 )
 
 
 class SlotLost(FatalError):
-    """The slot does not hold what comes next; nothing but a new copy brings it back."""
+    """The slot does not hold the log that comes next; only a new copy of everything helps."""
 
     default_code = "PEN-5011"
 
 
 class PublicationLost(FatalError):
-    """The log holds changes from while a publication was not there; servers before 18 do not decode them."""
+    """The log holds changes from while a publication did not exist; servers before 18 do not decode them."""
 
     default_code = "PEN-5011"
 
 
 @contextlib.contextmanager
 def errors(what: str) -> Iterator[None]:
-    """Turn a driver's errors into ours, by what should happen next."""
+    """Turn a driver's errors into ours, by what should happen next; `what` begins the sentence."""
     try:
         yield
     except (psycopg.Error, adbc_dbapi.Error) as error:
         state = str(getattr(error, "sqlstate", None) or "")
-        text = str(error).strip().partition("\n")[0]
-        message = f"{'PostgreSQL refuses' if state == '42501' and what == NO_ANSWER else what}: {text}"
+        text = said(error)
+        message = f"{_answered(state) if what == NO_ANSWER else what}: {text}"
         if state == "55006":  # object in use
-            raise RetryableError(message, hint="another session reads the slot; it is tried again") from error
+            raise RetryableError(message, hint="another session reads the slot; the read is tried again") from error
         if state == "55000" and "can no longer" in text:
             raise SlotLost(message, hint=LOST) from error
         if state == "42704" and 'publication "' in text:
@@ -63,8 +64,15 @@ def errors(what: str) -> Iterator[None]:
         raise FatalError(message) from error
 
 
+def _answered(state: str) -> str:
+    """How a sentence about a failed question begins: a server that gives an SQLSTATE did answer."""
+    if not state or state.startswith("08"):
+        return NO_ANSWER
+    return "PostgreSQL closed the connection" if state.startswith("57P") else "PostgreSQL refused"
+
+
 def _is_refusal(text: str) -> bool:
-    """True for what libpq says, without a state, about settings that will not mend by themselves."""
+    """True for errors of libpq, which have no state, about settings that only a person can change."""
     return any(
         part in text
         for part in (
@@ -77,3 +85,15 @@ def _is_refusal(text: str) -> bool:
             "could not translate host name",
         )
     ) or ("database" in text and "does not exist" in text)
+
+
+def said(error: BaseException) -> str:
+    """
+    The first line that the server said, without row values, as errors end up in logs and manifests.
+
+    The server quotes values in errors of class 22, which are about data: of these only the name is given.
+    """
+    state = str(getattr(error, "sqlstate", None) or "")
+    if state.startswith("22"):
+        return f"{re.sub('(?<=[a-z])(?=[A-Z])', ' ', type(error).__name__).lower()} ({state})"
+    return str(error).strip().partition("\n")[0]

@@ -35,6 +35,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from penstock.changes.keys import EQUALITY
 from penstock.errors import DataError
 from penstock.schema import with_key
 
@@ -176,13 +177,34 @@ def table_schema(columns: Sequence[Column], catalog: TypeCatalog, key: Sequence[
 
 
 def type_metadata(column: Column, catalog: TypeCatalog) -> dict[bytes, bytes] | None:
-    """What a field keeps of its PostgreSQL type: its name and modifier, behind a domain's the type below, as JSON."""
+    """
+    What a field keeps of its PostgreSQL type: its name and modifier as JSON, after a domain's those of the type below.
+
+    And the equality of its values, where two texts may be one key.
+    """
     oid, typmod = column.held
     found: list[tuple[str, int]] = []
     while known := catalog.types.get(oid):
         found.append((known.name, typmod if not known.base else -1))
         oid, typmod = known.base, known.typmod if known.typmod != -1 else typmod
-    return {ORIGIN: json.dumps(found).encode()} if found else None
+    if not found:
+        return None
+    equality = _EQUALITIES.get(found[-1][0])
+    return {ORIGIN: json.dumps(found).encode(), **({EQUALITY: equality} if equality else {})}
+
+
+_EQUALITIES = {
+    'pg_catalog."numeric"': b"number",
+    "pg_catalog.bpchar": b"padded",
+    'pg_catalog."interval"': b"interval",
+    "pg_catalog.jsonb": b"json",
+}
+"""
+Types of which two different texts may be one key, whatever the server's settings.
+
+Ranges, composites and citext are not among them: their texts are compared as they are. That is enough for a log, which
+names each row by the very text that it was stored with.
+"""
 
 
 def parse_text(values: pa.Array, oid: int, typmod: int, catalog: TypeCatalog, *, name: str = "") -> pa.Array:

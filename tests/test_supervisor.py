@@ -34,6 +34,7 @@ from penstock.source import (
     HealthStatus,
     PollingSource,
     Position,
+    ProducerConfig,
     RangeSource,
     ReadLimit,
     Schemas,
@@ -282,6 +283,29 @@ def test_the_first_open_is_not_retried(build: Any) -> None:
     assert running.error.code == "PEN-5001"
     assert "source:source" in str(running.error)
     assert tap.opened == 1
+
+
+class Parted(Tap):
+    """Wants its topic in two partitions."""
+
+    def producer_configs(self) -> Sequence[ProducerConfig]:
+        self.asked = getattr(self, "asked", 0) + 1
+        return [replace(config, partitions=2) for config in super().producer_configs()]
+
+
+def test_a_source_may_ask_for_partitions_and_it_is_told(
+    build: Any, rows: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    tap = Parted()
+    tap.available = 20
+    pipeline = replace(build(tap), router=Router((Route(to="/rows", key=("row",)),), ("lake",)))
+    with caplog.at_level("INFO"):
+        Running(pipeline, drain=True).ends()
+    assert sorted(rows()) == list(range(20))
+    assert tap.asked == 1
+    assert (
+        "source source: /rows is produced in 2 partitions, through the journal, as the source asks for" in caplog.text
+    )
 
 
 def test_drain_ends_with_what_was_there_though_more_keeps_coming(build: Any, rows: Any) -> None:

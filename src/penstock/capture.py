@@ -61,7 +61,7 @@ class Ack:
 
 @dataclass(frozen=True)
 class Change:
-    """An event, the way to confirm it, and where it stands."""
+    """An event, the way to confirm it, and its place among the changes."""
 
     event: ChangeEvent
     ack: Ack = field(default_factory=Ack)
@@ -129,7 +129,7 @@ class ChangeCapture(SourceConnector[C]):
 
         `position` is that of the last live change, `copies` those of the last row of each snapshot that is complete, by
         stream. Changes that come again are left out if their positions are numbers or lists of numbers; a mechanism
-        with others goes on behind `position` by itself.
+        with others goes on after `position` by itself.
         """
 
     def tables(self) -> Sequence[SnapshotTable]:

@@ -18,7 +18,7 @@ from penstock.schema.evolution import EvolutionConfig, Policy
 from penstock.source import C, Connector, type_argument
 
 Topic = str
-"""A name like `/lake/orders`; with a schema, it is all a sink is told about where rows came from."""
+"""A name like `/lake/orders`; with a schema, it is all that a sink knows about where rows came from."""
 
 Positions = Mapping[str, Json]
 """A position per source."""

@@ -25,7 +25,7 @@ Schemas = Mapping[str, pa.Schema]
 
 
 class Position(BaseModel):
-    """Where a source stands: a small JSON value. Its defaults are the beginning."""
+    """How far a source was read: a small JSON value. Its defaults are the beginning."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -382,7 +382,7 @@ class PollingSource(SourceConnector[C]):
         raise NotImplementedError
 
     def checkpoint(self) -> SourceCheckpoint:
-        """Where the source stands after the last `poll_batch`; journaled together with its rows."""
+        """How far the last `poll_batch` has come; journaled together with its rows."""
         raise NotImplementedError
 
     def restore(self, checkpoint: SourceCheckpoint) -> None:

@@ -41,7 +41,7 @@ class TableState:
     """
 
     complete: bool = False
-    """The copy is complete: once this position is committed, the sinks are told so (`mark_seeded`)."""
+    """The copy is complete: once this position is committed, the sinks record it (`mark_seeded`)."""
 
     refreshes: bool = False
     """The copy goes over the rows that are there: no change was missed, so that nothing need be cleared."""

@@ -200,19 +200,18 @@ class _Supervisor:
     def _produce(self, source: str, configs: Sequence[ProducerConfig]) -> None:
         """Take over what a source says of its topics: more ordered splits, or rows that must not bypass the journal."""
         asked = {config.topic: config for config in configs}
-        self.router = replace(
-            self.router,
-            routes=tuple(
-                replace(
-                    route,
-                    partitions=asked[route.to].partitions,
-                    reliable_dispatch=route.reliable_dispatch or asked[route.to].reliable_dispatch,
-                )
-                if route.source in (None, source) and route.to in asked
-                else route
-                for route in self.router.effective
-            ),
-        )
+        routes = []
+        for route in self.router.effective:
+            config = asked.get(route.to) if route.source in (None, source) else None
+            if config is not None:
+                reliable = route.reliable_dispatch or config.reliable_dispatch
+                if (config.partitions, reliable) != (route.partitions, route.reliable_dispatch):
+                    journal = "through the journal" if reliable else "past the journal"
+                    what = f"source {source}: {route.to} is produced in {config.partitions} partitions, {journal}"
+                    self.telemetry.message("info", f"{what}, as the source asks for")
+                route = replace(route, partitions=config.partitions, reliable_dispatch=reliable)
+            routes.append(route)
+        self.router = replace(self.router, routes=tuple(routes))
         self.contexts.wiring.router = self.router
 
     def _ingest(self, name: str, source: SourceConnector[Any], journal: Path) -> Ingest:

@@ -1,4 +1,4 @@
-"""What connectors are told when they are opened."""
+"""What connectors learn when they are opened, and later."""
 
 from __future__ import annotations
 

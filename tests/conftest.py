@@ -71,9 +71,9 @@ def java() -> None:
         missing(str(problem))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(need: Callable[[object, str], None]) -> Iterator[PostgresServer]:
-    """PostgreSQL 18 for the tests of one file that neither restart it nor set it up in another way."""
+    """PostgreSQL 18, one per worker, for tests that neither restart it nor set it up in another way."""
     need(binaries(18), "PostgreSQL 18 is not installed")
     with PostgresServer(18, settings={"fsync": "off"}) as running:
         yield running

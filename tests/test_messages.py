@@ -77,6 +77,7 @@ key = ["id"]
 [sink]
 connector = "delta"
 path = "lake/{{topic}}"
+{sink}
 """
 
 JSON = '[[schemas]]\ntopic = "/a"\nschema_type = "json"\n'
@@ -95,7 +96,7 @@ class Home:
 
     def pipeline(self, schemas: str = JSON, on_error: str = "dead_letter", **parts: Any) -> Pipeline:
         (self.path / "in.jsonl").touch()
-        values = {"processing": "", "source": "", "partitions": 1, **parts}
+        values = {"processing": "", "source": "", "sink": "", "partitions": 1, **parts}
         file = self.path / "pipeline.toml"
         file.write_text(PIPELINE.format(schemas=schemas, on_error=on_error, **values))
         return Pipeline.from_toml(file)
@@ -217,3 +218,29 @@ def test_most_of_a_topic_does_not_drain_into_the_dead_letters(home: Home) -> Non
 def test_what_is_wrong_with_an_entry_is_said_with_its_place(home: Home, entry: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         home.pipeline("[[schemas]]\n" + entry + "\n")
+
+
+def change(op: str, before: Any = None, after: Any = None, lsn: int = 1) -> dict[str, Any]:
+    return {"before": before, "after": after, "source": {"lsn": lsn, "ts_ms": 1_700_000_000_000}, "op": op}
+
+
+def test_a_topic_of_debezium_changes_is_applied_to_an_upsert_table(home: Home) -> None:
+    entry = '[[schemas]]\ntopic = "/a"\nschema_type = "debezium"\n'
+    upsert = {"sink": 'mode = "upsert"'}
+    key = json.dumps({"id": 1})
+    home.put(
+        (key, change("c", after={"id": 1, "name": "a"}, lsn=1)),
+        ('{"id": 2}', change("c", after={"id": 2, "name": "b"}, lsn=2)),
+        ('{"id": 3}', change("c", after={"id": 3, "name": "c"}, lsn=3)),
+        (key, change("u", after={"id": 1, "name": "z"}, lsn=4)),
+        ('{"id": 2}', change("d", before={"id": 2, "name": "b"}, lsn=5)),
+        ('{"id": 2}', None),
+        (None, None),
+        (key, change("?", after={"id": 1, "name": "y"}, lsn=6)),
+    )
+    home.run(entry, **upsert)
+    assert home.rows() == [{"id": 1, "name": "z"}, {"id": 3, "name": "c"}]
+    assert sorted(letter["rule"] for letter in home.letters()) == ["debezium.op", "debezium.tombstone"]
+    home.put(('{"id": 3}', None), (key, change("u", after={"id": 1, "name": "y", "size": 1.5}, lsn=7)))
+    home.run(entry, **upsert)
+    assert home.rows() == [{"id": 1, "name": "y", "size": 1.5}]

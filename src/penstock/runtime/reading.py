@@ -15,7 +15,7 @@ from penstock.formats import Failures
 from penstock.pipeline.routing import Target
 from penstock.runtime.job import SAMPLES, Bad, Job, Part, Tally, TaskResult
 from penstock.runtime.messages import letters
-from penstock.runtime.messages.decoding import DecodedRows, is_envelope, merged
+from penstock.runtime.messages.decoding import is_envelope, merged
 from penstock.runtime.messages.letters import Place
 from penstock.sink import Topic
 from penstock.source import Note, RangeSource, SourceBatch, SourceContext
@@ -119,20 +119,16 @@ class Reading:
         if decoder is None:
             yield rows
             return
-        decoded = decoder.decode(rows.batch)
-        if decoder.format.columns() is None:
-            self._learn(topic, decoder.known, decoded)
+        known = self.columns.get(topic, decoder.known)  # an epoch with new columns is staged again, so all rows have them
+        decoded = decoder.decode(rows.batch, known)
+        if decoder.format.columns() is None and (known is None or decoded.columns != known):
+            self.columns[topic] = merged(known, [decoded.columns])
         if len(decoded.failures):
             yield from self._failed(rows, decoded.failures)
         if decoded.rows.num_rows:
             whole = len(decoded.positions) == rows.batch.num_rows
             envelopes = rows.batch if whole else rows.batch.take(pa.array(decoded.positions))
             yield replace(rows, batch=decoded.rows, envelopes=envelopes)
-
-    def _learn(self, topic: Topic, known: pa.Schema | None, decoded: DecodedRows) -> None:
-        if known is None or decoded.columns != known:
-            found = [each for each in (self.columns.get(topic), decoded.columns) if each is not None]
-            self.columns[topic] = merged(known, found)
 
     def _failed(self, rows: Rows, failures: Failures) -> Iterator[Rows]:
         """What becomes of messages that could not be decoded."""

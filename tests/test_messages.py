@@ -133,11 +133,12 @@ def test_only_the_bad_messages_become_dead_letters_with_all_that_they_had(home: 
     home.put({"id": 1}, ("k", '{"id": oops'), {"id": 2}, {"id": "text"})
     home.run(partitions=partitions)
     assert home.rows() == [{"id": 1}, {"id": 2}]
-    first, second = sorted(home.letters(), key=lambda letter: letter["offset"])
+    first, second = sorted(home.letters(), key=lambda letter: letter["offset"]["value"])
     assert first["payload"] == b'{"id": oops'
     assert first["key"] == b"k"
     assert first["attributes"] == [("site", "north")]
-    assert (first["source"], first["stream"], first["topic"], first["offset"]) == ("listed", "a", "/a", "p0@1")
+    assert (first["source"], first["stream"], first["topic"]) == ("listed", "a", "/a")
+    assert first["offset"] == {"partition": "p0", "value": "1"}
     assert (first["code"], first["attempt"], first["epoch"], first["kind"]) == ("PEN-3001", 1, 1, "message")
     assert first["rule"].startswith("json.")
     assert second["payload"] == b'{"id": "text"}'

@@ -28,6 +28,7 @@ from penstock.runtime.job import (
     TaskResult,
     is_plain,
 )
+from penstock.runtime.messages.letters import REPLAY
 from penstock.schema import key_of, with_key
 from penstock.spark.failures import driver_errors
 from penstock.spark.java import java_problem
@@ -187,7 +188,7 @@ class SparkEngine:
         results: list[TaskResult] = []
         with driver_errors():
             self._context.setJobGroup(job.epoch.pipeline, str(job.epoch), False)
-            if job.look or any(is_plain(route) for route in routes):
+            if job.look or REPLAY in job.sources or any(is_plain(route) for route in routes):
                 results += self._passthrough(job)
             for target, schemas in sql_targets(job).items():
                 try:

@@ -174,16 +174,17 @@ READERS = 50_000
 
 def _to_lane(rows: Rows, job: Job) -> bytes:
     """Rows on their way to a lane; with the messages they came from only if a sink's refusal may make letters of them."""
-    kept = rows.envelopes if job.on_error.of(rows.tally.source, rows.target.route) == "dead_letter" else None
+    kept = rows.envelopes if rows.policy(job) == "dead_letter" else None
     envelopes = None if kept is None else to_ipc(kept)
-    return pickle.dumps((rows.target, rows.tally.source, rows.tally.stream, rows.part, to_ipc(rows.batch), envelopes))
+    place = (rows.target, rows.tally.source, rows.tally.stream, rows.part, rows.origin)
+    return pickle.dumps((*place, to_ipc(rows.batch), envelopes))
 
 
 def _from_lane(blob: bytes, tallies: dict[int, Tally]) -> Rows:
-    target, source, stream, part, batch, envelopes = pickle.loads(blob)
+    target, source, stream, part, origin, batch, envelopes = pickle.loads(blob)
     tally = tallies.setdefault(part, Tally(source))
     tally.stream = stream
-    return Rows(target, rows_of(batch), tally, None if envelopes is None else rows_of(envelopes), part)
+    return Rows(target, rows_of(batch), tally, None if envelopes is None else rows_of(envelopes), part, origin)
 
 
 def _same(target: Target, wanted: Target) -> bool:

@@ -273,7 +273,10 @@ class EpochLoop:
         known = manifest.rows_out.get(name, {})
         lost = [(name, topic) for topic in known if not self._markers.holds(name, topic, manifest)]
         manifest = self._name_try(manifest)
-        manifest, staged = self._run(manifest, Wanted([name], lost))
+        wanted = Wanted([name], lost)
+        if name == self._messages.letters:  # what other sinks refuse is only known by offering it to them; it is swept
+            wanted = Wanted(list(self.sinks))
+        manifest, staged = self._run(manifest, wanted)
         # Topics of which nothing was staged this time: their streams were refused.
         gone = {topic for _, topic in lost} - staged.rows_out.get(name, {}).keys()
         update = {

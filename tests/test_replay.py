@@ -1,0 +1,215 @@
+"""Dead letters are brought back by a source: exactly once, by a position in the manifest, to where they were going."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from penstock.config import Config
+from penstock.formats import Failures
+from penstock.pipeline import Pipeline
+from penstock.pipeline.routing import Route, Router
+from penstock.runtime import supervisor
+from penstock.runtime.epochs import State
+from penstock.runtime.job import Job, Part
+from penstock.runtime.messages import letters
+from penstock.runtime.messages.letters import REPLAY
+from penstock.runtime.messages.replay import Replay, ReplayConfig, Replayed, ReplayRequests, Step
+from penstock.runtime.reading import Reading, Rows
+from penstock.sink import Epoch
+from penstock.source import ENVELOPE_SCHEMA, Position, RangeSource, ReadLimit, SourceBatch
+from penstock.testing import ForkEngine
+from test_messages import JSON, Home
+
+NUMBERS = '[[schemas]]\ntopic = "/a"\nschema_type = "json"\nkey = ["id"]\n'
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    return Home(tmp_path)
+
+
+def ask(home: Home, verb: Any = "replay", **where: str) -> None:
+    """As `penstock dlq` does."""
+    state = State(home.path / "state", "messages").peek()
+    assert state.newest is not None
+    requests = ReplayRequests.of(home.path / "state")
+    requests.add(state.identity.incarnation, Step(verb=verb, epoch=state.newest.number, where=where))
+
+
+def attempts(home: Home) -> list[int]:
+    return sorted(letter["attempt"] for letter in home.letters())
+
+
+def test_after_a_fix_the_letters_become_rows_once(home: Home) -> None:
+    home.put({"id": 1}, {"no": 2}, {"id": 3})
+    home.run(NUMBERS)
+    assert (len(home.rows()), len(home.letters())) == (2, 1)
+    ask(home)
+    home.run(JSON)
+    assert [row["id"] for row in home.rows()] == [1, 3, None]
+    assert ReplayRequests.of(home.path / "state").pending() == []
+    ask(home)  # a second time there is nothing left to replay
+    home.run(JSON)
+    assert len(home.rows()) == 3
+    assert attempts(home) == [1]
+
+
+def test_a_record_that_fails_again_is_a_letter_of_the_next_attempt(home: Home) -> None:
+    home.put({"id": 1}, {"no": 2})
+    home.run(NUMBERS)
+    for _ in range(2):
+        ask(home)
+        home.run(NUMBERS)
+    assert attempts(home) == [1, 2, 3]
+    assert {letter["payload"] for letter in home.letters()} == {b'{"no": 2}'}
+    ask(home)
+    home.run(JSON)
+    assert sorted(home.rows(), key=repr) == [{"id": 1, "no": None}, {"id": None, "no": 2}]
+    assert attempts(home) == [1, 2, 3]
+
+
+def test_many_letters_that_fail_again_do_not_stop_the_pipeline(home: Home) -> None:
+    home.put(*({"id": n} for n in range(1200)), *({"no": n} for n in range(1100)))
+    home.run(NUMBERS, processing="max_error_rate = 0.5")
+    ask(home)
+    home.run(NUMBERS, processing="max_error_rate = 0.5", on_error="stop")
+    assert len(home.letters()) == 2200
+
+
+def test_only_the_letters_that_are_asked_for_come_back(home: Home) -> None:
+    both = NUMBERS + NUMBERS.replace("/a", "/b")
+    home.put({"id": 1}, {"no": 1})
+    home.put({"id": 1}, {"no": 2}, stream="b")
+    home.run(both)
+    ask(home, topic="/b")
+    loose = JSON + JSON.replace("/a", "/b")
+    home.run(loose)
+    assert (len(home.rows("a")), len(home.rows("b"))) == (1, 2)
+    ask(home)
+    home.run(loose)
+    assert (len(home.rows("a")), len(home.rows("b"))) == (2, 2)
+
+
+def test_what_is_dropped_does_not_come_back(home: Home) -> None:
+    home.put({"id": 1}, {"no": 2}, "{")
+    home.run(NUMBERS)
+    ask(home, "drop", rule="key.missing")
+    ask(home)
+    home.run(JSON)
+    assert len(home.rows()) == 1
+    assert sorted(letter["attempt"] for letter in home.letters()) == [1, 1, 2]
+
+
+class Back(RangeSource[Config, Position]):
+    """Brings these letters back."""
+
+    def __init__(self, letters: pa.RecordBatch) -> None:
+        self.letters = letters
+
+    def read(self, split: Any) -> Iterator[SourceBatch]:
+        yield SourceBatch(self.letters, stream=letters.TOPIC)
+
+
+def reading(found: pa.RecordBatch, *routes: Route, wanted: Any = lambda target: True) -> tuple[Reading, list[Rows]]:
+    """What a task makes of letters that come back."""
+    job = Job(
+        Epoch("p", "i", 5, "t"),
+        [Part(0, REPLAY, None)],
+        {REPLAY: Back(found)},
+        {},
+        Router(routes, ("one", "two")),
+        letters="one",
+    )
+    reading = Reading(job, job.parts, wanted)
+    return reading, list(reading)
+
+
+def message(place: letters.Place, site: str = "north") -> pa.RecordBatch:
+    record = {"stream": "a", "payload": b"{}", "attributes": [("site", site)], "timestamp": 0}
+    envelope = pa.RecordBatch.from_pylist([record], schema=ENVELOPE_SCHEMA)
+    return letters.of_messages(envelope, Failures.of({0: ("r", "why")}), place, Epoch("p", "i", 1, "t"))
+
+
+def test_a_letter_whose_route_or_sink_is_gone_stays_a_letter() -> None:
+    place = letters.Place("s", "a", "/a")
+    for gone in (message(place, "south"), message(replace(place, sink="old")), message(replace(place, stream="b"))):
+        read, (rows,) = reading(gone, Route(stream="a", match=(("site", "north"),)))
+        assert rows.target.topic == letters.TOPIC
+        assert rows.batch.select(["rule", "attempt", "epoch", "payload"]).to_pylist() == [
+            {"rule": "route.gone", "attempt": 2, "epoch": 5, "payload": b"{}"}
+        ]
+        assert read.tallies[0].letters == {"/a": 1}
+        assert reading(gone, Route(stream="x"), wanted=lambda target: target.topic == "/a")[1] == []
+
+
+def test_letters_go_to_the_sinks_and_topics_that_lack_them() -> None:
+    routes = Route(to="/a", sinks=("one",)), Route(to="/a"), Route(to="/b")
+    place = letters.Place("s", "a", "/a")
+    _, found = reading(message(place), *routes)
+    assert [(rows.target.topic, rows.target.sinks) for rows in found] == [("/a", ("one",)), ("/a", ("two",))]
+    _, found = reading(message(replace(place, sink="two")), *routes)
+    assert [(rows.target.topic, rows.target.sinks) for rows in found] == [("/a", ("two",))]
+
+
+def test_a_row_that_sql_made_goes_to_its_sink_past_the_sql() -> None:
+    row = pa.RecordBatch.from_pylist([{"id": 1, "name": "x"}])
+    place = letters.Place("s", "a", "/a", "two")
+    letter = letters.of_rows(row, "PEN-3000", "sink", "why", place, Epoch("p", "i", 1, "t"))
+    _, (rows,) = reading(letter, Route(to="/a", sql="SELECT 1 FROM input", partitions=3))
+    assert (rows.target.sinks, rows.target.route.sql, rows.target.route.partitions) == (("two",), None, 1)
+    assert rows.batch == row
+    assert rows.place.attempt == 2
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_a_topic_that_had_the_message_does_not_get_it_again(home: Home, partitions: int) -> None:
+    routes = '[[routes]]\nto = "/raw/{stream}"\n\n[[routes]]\nto = "/{stream}"'
+    home.put({"id": 1}, {"no": 2})
+    for schemas in (NUMBERS, JSON):
+        home.pipeline(schemas, partitions=partitions)
+        file = home.path / "pipeline.toml"
+        file.write_text(file.read_text().replace('[[routes]]\nto = "/{stream}"', routes))
+        supervisor.run(Pipeline.from_toml(file), ForkEngine(2), drain=True)
+        ask(home)
+    supervisor.run(Pipeline.from_toml(file), ForkEngine(2), drain=True)
+    assert (len(home.rows()), len(home.rows("raw/a"))) == (2, 2)
+
+
+def test_a_drain_replays_what_was_asked_for_before_it_and_no_later(tmp_path: Path) -> None:
+    source = Replay(ReplayConfig(path=tmp_path, incarnation="x"))
+    source.open(source.context.__class__(tmp_path / "sources" / REPLAY))
+    requests = ReplayRequests.of(tmp_path)
+    first = requests.add("x", Step(verb="replay", epoch=1))
+    until = source.latest(Replayed(), ReadLimit())
+    requests.add("x", Step(verb="replay", epoch=2))
+    end = source.latest(Replayed(), ReadLimit(until=until))
+    assert end.requests == (first.name,)
+    assert source.latest(source.next_start(end, ()), ReadLimit(until=until)) == end
+
+
+def test_a_request_for_another_incarnation_is_done_with_and_replays_nothing(tmp_path: Path) -> None:
+    source = Replay(ReplayConfig(path=tmp_path, incarnation="new"))
+    source.open(source.context.__class__(tmp_path / "sources" / REPLAY))
+    requests = ReplayRequests.of(tmp_path)
+    requests.add("old", Step(verb="replay", epoch=9))
+    end = source.latest(Replayed(), ReadLimit())
+    assert (end.steps, len(end.requests)) == ((), 1)
+    source.ack(end)
+    assert requests.pending() == []
+
+
+def test_the_position_does_not_grow_with_every_replay() -> None:
+    source = Replay(ReplayConfig(path=Path("x"), incarnation="x"))
+    steps = [Step(verb="replay", epoch=n, where={"topic": "/a"}) for n in range(1, 9)]
+    assert source.next_start(Replayed(steps=tuple(steps)), ()).steps == (steps[-1],)
+    every = Step(verb="drop", epoch=8)
+    assert source.next_start(Replayed(steps=(*steps, every)), ()).steps == (every,)
+    later = Step(verb="replay", epoch=9, where={"topic": "/a"})
+    assert source.next_start(Replayed(steps=(every, later)), ()).steps == (every, later)

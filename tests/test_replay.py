@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +12,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from penstock import cli
 from penstock.config import Config
 from penstock.formats import Failures
 from penstock.pipeline import Pipeline
 from penstock.pipeline.routing import Route, Router
 from penstock.runtime import supervisor
-from penstock.runtime.epochs import State
+from penstock.runtime.epochs import State, reset
 from penstock.runtime.job import Job, Part
 from penstock.runtime.messages import letters
 from penstock.runtime.messages.letters import REPLAY
@@ -213,3 +216,63 @@ def test_the_position_does_not_grow_with_every_replay() -> None:
     assert source.next_start(Replayed(steps=(*steps, every)), ()).steps == (every,)
     later = Step(verb="replay", epoch=9, where={"topic": "/a"})
     assert source.next_start(Replayed(steps=(every, later)), ()).steps == (every, later)
+
+
+class TestCommands:
+    """`penstock dlq`."""
+
+    def call(self, home: Home, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["dlq", str(home.path / "pipeline.toml"), *words])
+        found = capsys.readouterr()
+        assert ended.value.code == 0, found.err
+        return found.out
+
+    def test_a_user_sees_the_letters_replays_some_and_drops_the_rest(
+        self, home: Home, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        home.put({"id": 1}, {"no": 2}, ("k", "{"), {"no": 3})
+        home.run(NUMBERS)
+        shown = self.call(home, capsys, "show", "--sample", "1")
+        assert re.search(r"2 +/a +PEN-3001 +key.missing +1", shown)
+        assert "listed/a → /a at p0@" in shown
+        (letter,) = json.loads(self.call(home, capsys, "show", "--where", "rule=json.syntax", "--json"))
+        assert (letter["payload"], letter["key"], letter["state"]) == ("{", "k", "open")
+        assert "replay 2 dead letters" in self.call(home, capsys, "replay", "--where", "rule=key.missing")
+        assert "asked for: replay rule=key.missing" in self.call(home, capsys, "show")
+        home.run(JSON)
+        assert len(home.rows()) == 3
+        assert "key.missing" not in self.call(home, capsys, "show")
+        assert "drop 1 dead letters" in self.call(home, capsys, "drop", "--topic", "/a", "--code", "PEN-3001")
+        home.run(JSON)
+        assert "has no open dead letters" in self.call(home, capsys, "show")
+        assert "has no open dead letters" in self.call(home, capsys, "replay")
+        every = json.loads(self.call(home, capsys, "show", "--all", "--json"))
+        assert sorted(each["state"] for each in every) == ["dropped", "replayed", "replayed"]
+
+    def test_letters_of_an_incarnation_that_was_given_up_are_not_replayed(
+        self, home: Home, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        home.put({"no": 2})
+        home.run(NUMBERS)
+        reset(home.path / "state", "messages")
+        assert "has no open dead letters" in self.call(home, capsys, "replay")
+
+    @pytest.mark.parametrize("words", [["replay", "--where", "tpic=/a"], ["replay", "show"], ["replay", "a", "b"]])
+    def test_what_cannot_be_meant_is_refused(
+        self, home: Home, capsys: pytest.CaptureFixture[str], words: list[str]
+    ) -> None:
+        home.pipeline()
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["dlq", str(home.path / "pipeline.toml"), *words])
+        assert ended.value.code == 2
+
+    def test_of_letters_in_another_sink_it_says_where_they_are(
+        self, home: Home, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        home.put({"no": 2})
+        home.run(NUMBERS, processing='dead_letter_sink = "delta"')
+        assert len(home.rows("_dead_letters")) == 1
+        with pytest.raises(SystemExit):
+            cli.main(["dlq", str(home.path / "pipeline.toml"), "replay"])
+        assert "the topic /_dead_letters" in capsys.readouterr().err

@@ -276,3 +276,39 @@ class TestCommands:
         with pytest.raises(SystemExit):
             cli.main(["dlq", str(home.path / "pipeline.toml"), "replay"])
         assert "the topic /_dead_letters" in capsys.readouterr().err
+
+
+def test_lines_that_a_source_cannot_read_are_kept_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_bytes(b'{"id": 1}\n{"id": \xff}\n{"id": 2}\nnonsense\n')
+    file = tmp_path / "pipeline.toml"
+    file.write_text("""
+connector_name = "messages"
+[processing]
+on_error = "dead_letter"
+[source]
+connector = "files"
+path = "in"
+format = "jsonl"
+columns = { id = "int64" }
+[[routes]]
+to = "/a"
+[[routes]]
+to = "/b"
+partitions = 2
+key = ["id"]
+[sink]
+connector = "delta"
+path = "lake/{topic}"
+""")
+    home = Home(tmp_path)
+    supervisor.run(Pipeline.from_toml(file), ForkEngine(2), drain=True)
+    assert home.rows("a") == home.rows("b") == [{"id": 1}, {"id": 2}]
+    found = home.letters()
+    assert sorted(letter["payload"] for letter in found) == [b"nonsense", b'{"id": \xff}']
+    assert {(letter["kind"], letter["source"], letter["rule"]) for letter in found} == {("record", "files", "source")}
+    ask(home)
+    supervisor.run(Pipeline.from_toml(file), ForkEngine(2), drain=True)
+    again = [letter for letter in home.letters() if letter["attempt"] == 2]
+    assert len(again) == 2
+    assert "correct it there" in again[0]["reason"]

@@ -97,13 +97,26 @@ class Reading:
                 try:
                     yield from self._part(part, opened[part.source], tally)
                 except DataError as error:
-                    if self._job.on_error.of(part.source) != "skip":
-                        raise
-                    tally.skipped[""] = tally.skipped.get("", 0) + error.count
-                    show(tally, "", error.code, "source", error.message)
+                    yield from self._unread(part, tally, error)
         finally:
             for source in opened.values():
                 source.close()
+
+    def _unread(self, part: Part, tally: Tally, error: DataError) -> Iterator[Rows]:
+        """What becomes of records that the source itself could not read."""
+        policy = self._job.on_error.of(part.source)
+        if policy == "stop" or (policy == "dead_letter" and len(error.records) < error.count):
+            raise error
+        show(tally, "", error.code, "source", error.message)
+        if policy == "skip":
+            tally.skipped[""] = tally.skipped.get("", 0) + error.count
+            return
+        assert self._job.letters is not None
+        tally.letters[""] = tally.letters.get("", 0) + error.count
+        target = letters.target(self._job.letters)
+        if self._wanted(target):  # every task that reads the part meets them, and one of them keeps them
+            place = Place(part.source, error.stream, "")
+            yield Rows(target, letters.of_records(error, place, self._job.epoch), tally, part=part.number)
 
     def finish(self, result: TaskResult) -> TaskResult:
         """Add what was read to what was staged."""
@@ -144,12 +157,14 @@ class Reading:
                 for batch in batches:
                     rows = Rows(target, batch, tally, part=part.number, origin=place)
                     yield from self._decoded(rows) if kind == "message" else [rows]
-            if not reached.all() and (made := self._astray(place, some.filter(pa.array(~reached)), tally)):
+            if not reached.all() and (made := self._astray(kind, place, some.filter(pa.array(~reached)), tally)):
                 yield replace(made, part=part.number, origin=place)
 
     def _places(self, kind: str, place: Place, some: pa.RecordBatch) -> Iterator[tuple[Target, npt.NDArray[np.bool_]]]:
         """The targets that letters of one place go to by the routes as they are now, each with the letters that reach it."""
         router = self._job.router
+        if kind == "record":
+            return
         if kind == "message":
             numbered = letters.envelopes_of(some).append_column(_NUMBER, pa.array(range(some.num_rows)))
             with contextlib.suppress(ConfigError):  # some, or all, have no route any more
@@ -167,17 +182,22 @@ class Reading:
                 yield chosen, np.ones(some.num_rows, dtype=bool)
                 return
 
-    def _astray(self, place: Place, some: pa.RecordBatch, tally: Tally) -> Rows | None:
+    def _astray(self, kind: str, place: Place, some: pa.RecordBatch, tally: Tally) -> Rows | None:
         """Letters whose route or sink is gone stay letters; told by the one task of all that read them which writes letters."""
         assert self._job.letters is not None
         target = letters.target(self._job.letters)
         if not self._wanted(target):
             return None
-        what = f"no route leads from {place.source}/{place.stream} to {place.topic}"
-        what += f" of sink {place.sink!r}" if place.sink is not None else ""
+        if kind == "record":
+            code, rule = "PEN-3001", "source"
+            what = "the source could not read it: correct it there, and drop this letter"
+        else:
+            code, rule = "PEN-1018", "route.gone"
+            what = f"no route leads from {place.source}/{place.stream} to {place.topic}"
+            what += f" of sink {place.sink!r}" if place.sink is not None else ""
         tally.letters[place.topic] = tally.letters.get(place.topic, 0) + some.num_rows
-        show(tally, place.topic, "PEN-1018", "route.gone", what)
-        return Rows(target, letters.again(some, "route.gone", what, "PEN-1018", self._job.epoch), tally)
+        show(tally, place.topic, code, rule, what)
+        return Rows(target, letters.again(some, rule, what, code, self._job.epoch), tally)
 
     def _decoded(self, rows: Rows) -> Iterator[Rows]:
         topic = rows.target.topic

@@ -2,9 +2,10 @@
 Dead letters: records that could not be used, kept with all that is needed to try them again.
 
 A letter is a row of the internal topic `/_dead_letters`, staged and committed in the epoch of the good rows by an ordinary
-sink. There are two kinds. A *message* holds the payload as it came, and goes through routing and decoding again. A *row*
-is one that was decoded, or never was a message, and that a sink refused: it holds the row as Arrow, and goes to that sink
-again.
+sink. There are three kinds. A *message* holds the payload as it came, and goes through routing and decoding again. A *row*
+is one that was decoded, or never was a message, and that a sink refused or a query failed on: it holds the row as Arrow,
+and goes to that sink, or through that query, again. A *record* is one that a source could not read, such as a line of a
+file: it is kept as it was found, and only the source could try it again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from penstock.errors import DataError
 from penstock.formats import Failures
 from penstock.pipeline.routing import Route, Target
 from penstock.sink import Epoch, Topic
@@ -88,6 +90,22 @@ def of_rows(rows: pa.RecordBatch, code: str, rule: str, reason: str, place: Plac
     count = rows.num_rows
     payloads = pa.array([to_ipc(rows.slice(at, 1)) for at in range(count)], pa.binary())
     return _letters("row", place, epoch, [code] * count, [rule] * count, [reason] * count, payload=payloads)
+
+
+def of_records(error: DataError, place: Place, epoch: Epoch) -> pa.RecordBatch:
+    """Letters for records that a source could not read."""
+    records, count = error.records, len(error.records)
+    offsets = [{"partition": place.stream, "value": each.where} for each in records]
+    return _letters(
+        "record",
+        place,
+        epoch,
+        [error.code] * count,
+        ["source"] * count,
+        [each.reason for each in records],
+        payload=pa.array([each.data for each in records], pa.binary()),
+        offset=pa.array(offsets, LETTERS.field("offset").type),
+    )
 
 
 def to_ipc(rows: pa.RecordBatch) -> bytes:

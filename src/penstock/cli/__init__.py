@@ -38,7 +38,7 @@ TABLES = """
 Show what becomes of each table, or change it, whether the pipeline runs or not.
 
 \b
-show    state, rows copied, the last error and when it is tried again
+show    state, rows copied, remarks (last error, what is left out) and the next try
 pause   from now on its changes are dropped: one log serves all tables and cannot wait for one
 resume  a paused or failed table is cleared and copied again, then followed
 skip    it is left out until resync

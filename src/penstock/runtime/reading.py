@@ -37,6 +37,8 @@ class Rows:
     """Number of the part that they are of."""
     origin: Place | None = None
     """Of rows of a replay: where they first came from."""
+    result_of: Place | None = None
+    """Of rows that a query made: one of the places that its input came from."""
 
     def only(self, mask: npt.NDArray[np.bool_]) -> Rows:
         """Some of the rows."""
@@ -49,9 +51,7 @@ class Rows:
     @property
     def place(self) -> Place:
         """Where a letter of these rows says that it came from."""
-        if self.origin is not None:
-            return self.origin
-        return Place(self.tally.source, self.tally.stream, self.target.topic)
+        return self.origin or self.result_of or Place(self.tally.source, self.tally.stream, self.target.topic)
 
     def policy(self, job: Job) -> OnError:
         """What becomes of those that cannot be used. A letter stays one: whoever asks for a replay cannot know if it works."""

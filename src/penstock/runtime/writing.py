@@ -46,6 +46,15 @@ class Writer:
                     _leave_out(rows, self._job, error)
                     return
 
+    def keep(self, rows: Rows) -> None:
+        """Write rows; what a sink refuses for itself is kept as dead letters, and anything else is raised."""
+        for name in rows.target.sinks:
+            try:
+                self._put(name, rows.target, rows.batch)
+            except ConnectorError as error:
+                if not self._kept(name, rows, error):
+                    raise
+
     def spread(self, rows: Rows, count: int) -> list[Rows | None]:
         """The rows by the partition of their key; None where there are none."""
         key = rows.target.route.key_columns(rows.batch.schema)

@@ -95,7 +95,7 @@ class BadRows:
         if data and self._bytes <= KEPT_BYTES:
             self._records.append(BadRecord(data, f"{self.path}, {where}" if where else self.path, reason))
 
-    def error(self) -> DataError:
+    def error(self, stream: str) -> DataError:
         many = f" and {self.count - 1} more" if self.count > 1 else ""
         error = DataError(
             f"{self.path}, {self._first}{many}",
@@ -103,7 +103,7 @@ class BadRows:
             hint="mend the file under a new name, give the right types in `columns`, "
             'or leave such rows out with `on_error = "skip"`',
         )
-        error.count = self.count
+        error.count, error.stream = self.count, stream
         error.records = self._records if len(self._records) == self.count else ()
         return error
 

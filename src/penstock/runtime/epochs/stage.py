@@ -133,6 +133,11 @@ class Stager:
         self._messages = messages
         self._followers = Followers(contexts)
 
+    @property
+    def letters(self) -> str | None:
+        """Name of the sink that takes dead letters."""
+        return self._messages.letters
+
     def run(self, manifest: Manifest, epoch: Epoch, wanted: Wanted) -> Staged:
         """Stage what is wanted of the epoch."""
         parts: list[Part] = []
@@ -175,6 +180,10 @@ class Stager:
             if looked.columns:
                 return looked
         return Staged.of(self._engine.run(replace(job, look=unknown)) if parts else (), skipped)
+
+    def learned(self, manifest: Manifest, staged: Staged) -> dict[Topic, str] | None:
+        """The columns of payloads, now that tasks have met some that the epoch did not know; None: it knew them all."""
+        return self._messages.learned(manifest, staged.columns)
 
     def refusals(self, pairs: Collection[Pair], error: ConnectorError) -> dict[tuple[str, str], Json]:
         """The tables that go to these targets, with the notes that have them copied again."""

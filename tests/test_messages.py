@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
+from penstock import cli
 from penstock.config import Config
 from penstock.errors import ConfigError, ConnectorError
 from penstock.pipeline import Pipeline
@@ -245,3 +246,47 @@ def test_a_topic_of_debezium_changes_is_applied_to_an_upsert_table(home: Home) -
     home.put(('{"id": 3}', None), (key, change("u", after={"id": 1, "name": "y", "size": 1.5}, lsn=7)))
     home.run(entry, **upsert)
     assert home.rows() == [{"id": 1, "name": "y", "size": 1.5}]
+
+
+class TestSchemaCommands:
+    """`penstock schemas` and `penstock check` with a pipeline file."""
+
+    AVRO = '[[schemas]]\ntopic = "/a"\nschema_type = "avro"\nschema_file = "r.avsc"\nsubject = "r"\n'
+
+    def call(self, home: Home, capsys: pytest.CaptureFixture[str], *words: str, ok: bool = True) -> str:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([words[0], str(home.path / "pipeline.toml"), *words[1:]])
+        found = capsys.readouterr()
+        assert (ended.value.code == 0) is ok, found.out + found.err
+        return found.out
+
+    def write(self, home: Home, kind: str) -> None:
+        schema = {"type": "record", "name": "R", "fields": [{"name": "id", "type": kind}]}
+        (home.path / "r.avsc").write_text(json.dumps(schema))
+
+    def test_files_are_checked_registered_and_shown(self, home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+        self.write(home, "long")
+        home.pipeline(self.AVRO)
+        assert "r: the subject is new" in self.call(home, capsys, "check")
+        assert "no subjects" in self.call(home, capsys, "schemas", "list")
+        assert "version 1" in self.call(home, capsys, "schemas", "register")
+        assert '"long"' in self.call(home, capsys, "schemas", "show", "r")
+        self.write(home, "string")
+        assert "PEN-4030" in self.call(home, capsys, "check", ok=False)
+        assert "PEN-4030" in self.call(home, capsys, "schemas", "check", ok=False)
+
+    def test_a_registry_that_does_not_answer_is_found_by_check(
+        self, home: Home, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.write(home, "long")
+        home.pipeline(self.AVRO + '[registry]\ntype = "confluent"\nurl = "http://127.0.0.1:9"\n')
+        assert "r: PEN-" in self.call(home, capsys, "check", ok=False)
+
+    def test_check_advises_to_pin_what_others_may_change(self, home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+        self.write(home, "long")
+        home.pipeline(self.AVRO)
+        self.call(home, capsys, "schemas", "register")
+        home.pipeline(self.AVRO.replace('schema_file = "r.avsc"\n', ""))
+        assert "pin it with version_strategy" in self.call(home, capsys, "check")
+        home.pipeline(self.AVRO.replace('schema_file = "r.avsc"', "version_strategy = { pinned = 1 }"))
+        assert "pin it" not in self.call(home, capsys, "check")

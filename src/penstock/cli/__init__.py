@@ -19,6 +19,7 @@ from penstock.errors import CODES, ConfigError, ConnectorError, FatalError
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
     from penstock.runtime.epochs import State
+    from penstock.schema.registry import Registry
 
 app = typer.Typer(
     help="Connectors that feed Apache Spark, exactly once.",
@@ -56,6 +57,10 @@ replay  after a fix: send them through the pipeline again, exactly once; one tha
 drop    they are not shown and not replayed any more
 
 --where is topic, code, rule, source, stream, sink or kind, and may be given more than once.
+"""
+
+SCHEMAS = """
+Show, check and register the schemas of a pipeline's topics: penstock schemas FILE list|show|check|register|infer.
 """
 
 
@@ -278,6 +283,22 @@ def dead_letters(
         dlq.show(load(file), chosen, stdout(), sample=sample, json=json, every=every)
     else:
         dlq.command(load(file), "replay" if action == "replay" else "drop", chosen, stdout())
+
+
+@app.command(
+    "schemas",
+    help=SCHEMAS,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def each_schema(context: typer.Context) -> None:
+    from penstock.cli import schemas
+
+    def loaded(file: Path | None) -> tuple[Registry, list[schemas.SchemaFile]]:
+        pipeline = load(file)
+        return pipeline.schemas.registry.make(pipeline.processing.state_dir), schemas.entries_of(pipeline.schemas)
+
+    schemas.make_app(loaded, stdout)(context.args, prog_name="penstock schemas")
 
 
 @app.command()

@@ -14,8 +14,10 @@ import pytest
 
 from penstock import cli
 from penstock.config import Config
+from penstock.connectors.delta import Delta, DeltaConfig
+from penstock.errors import DataError
 from penstock.formats import Failures
-from penstock.pipeline import Pipeline
+from penstock.pipeline import Pipeline, Processing
 from penstock.pipeline.routing import Route, Router
 from penstock.runtime import supervisor
 from penstock.runtime.epochs import State, reset
@@ -24,9 +26,10 @@ from penstock.runtime.messages import letters
 from penstock.runtime.messages.letters import REPLAY
 from penstock.runtime.messages.replay import Replay, ReplayConfig, Replayed, ReplayRequests, Step
 from penstock.runtime.reading import Reading, Rows
-from penstock.sink import Epoch
+from penstock.sink import DeliveryGuarantee, Epoch, Topic, WriteResult
 from penstock.source import ENVELOPE_SCHEMA, Position, RangeSource, ReadLimit, SourceBatch
 from penstock.testing import ForkEngine
+from penstock.testing.database import MemoryDatabase, MemoryTables, MemoryTablesConfig
 from test_messages import JSON, Home
 
 NUMBERS = '[[schemas]]\ntopic = "/a"\nschema_type = "json"\nkey = ["id"]\n'
@@ -312,3 +315,44 @@ path = "lake/{topic}"
     again = [letter for letter in home.letters() if letter["attempt"] == 2]
     assert len(again) == 2
     assert "correct it there" in again[0]["reason"]
+
+
+class Choosy(Delta):
+    """Refuses one row, until a file says that it was corrected."""
+
+    def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
+        is_corrected = Path(self.config.path).parent.parent.joinpath("corrected").exists()
+        if not is_corrected and "bad" in batch.column("note").to_pylist():
+            raise DataError("the note is refused")
+        return super().write_batch(topic, batch)
+
+
+def test_a_row_of_a_table_that_a_sink_refuses_becomes_a_letter_and_its_table_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "database").mkdir()
+    database = MemoryDatabase(tmp_path / "database")
+    for number in range(5):
+        database.put("shop", number, "bad" if number == 3 else "good")
+
+    def run() -> None:
+        sink = Choosy(DeltaConfig(path=str(tmp_path / "lake" / "{topic}"), mode="upsert"))
+        pipeline = Pipeline(
+            "messages",
+            sources={"tables": MemoryTables(MemoryTablesConfig(path=tmp_path / "database"))},
+            sinks={"lake": sink},
+            router=Router((), ("lake",)),
+            delivery=DeliveryGuarantee.EXACTLY_ONCE,
+            processing=Processing(state_dir=tmp_path / "state", on_error="dead_letter"),
+        )
+        supervisor.run(pipeline, ForkEngine(2), drain=True)
+
+    home = Home(tmp_path)
+    run()
+    database.put("shop", 9, "good")
+    run()
+    assert [row["id"] for row in home.rows("shop")] == [0, 1, 2, 4, 9]
+    (letter,) = home.letters()
+    assert (letter["kind"], letter["stream"], letter["sink"]) == ("row", "shop", "lake")
+    (tmp_path / "corrected").touch()
+    ask(home)
+    run()
+    assert [row["id"] for row in home.rows("shop")] == [0, 1, 2, 3, 4, 9]

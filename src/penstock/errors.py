@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
@@ -160,8 +161,18 @@ class PlanStale(RetryableError):
     default_code = "PEN-2005"
 
 
+@dataclass(frozen=True)
+class BadRecord:
+    """A record that a source could not read."""
+
+    data: bytes
+    """As it was found."""
+    where: str
+    reason: str
+
+
 class DataError(ConnectorError):
-    """Records that cannot be used: stop or skip, by `on_error`."""
+    """Records that cannot be used: stop, skip or keep them apart, by `on_error`."""
 
     default_code = "PEN-3000"
     count = 1
@@ -169,8 +180,13 @@ class DataError(ConnectorError):
     rows: Sequence[int] = ()
     """Which rows of the batch, if a sink knows; else the runtime finds them by halves."""
 
+    stream: str = ""
+    records: Sequence[BadRecord] = ()
+    """The records themselves, and their stream, if a source has all of them: they can be kept as dead letters then."""
+
     def __reduce__(self) -> tuple[object, ...]:
-        return (*super().__reduce__(), {"count": self.count, "rows": tuple(self.rows)})
+        more = {"count": self.count, "rows": tuple(self.rows), "stream": self.stream, "records": tuple(self.records)}
+        return (*super().__reduce__(), more)
 
 
 class SchemaError(ConnectorError):

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from penstock.cli.schemas import checked, entries_of
 from penstock.errors import ConfigError, ConnectorError, is_of_stream
 from penstock.pipeline import Pipeline
 from penstock.pipeline.routing import Target
@@ -33,6 +34,10 @@ def check(pipeline: Pipeline, console: Console) -> bool:
             findings = list(_examine(name, connector, streams, pipeline))
             faults += sum(not finding.ok for finding in findings)
             _show(kind, name, connector, findings, console)
+    schemas = list(_schemas(pipeline))
+    if schemas:
+        faults += sum(not finding.ok for finding in schemas)
+        _show("registry", pipeline.schemas.registry.type, None, schemas, console)
     _routes(pipeline, streams, console)
     for problem in pipeline.check_streams(streams):
         faults += 1
@@ -124,10 +129,20 @@ def _since_the_last_run(pipeline: Pipeline) -> Iterator[Finding]:
         yield Finding(False, f"{error.code} {error.message}", error.hint)
 
 
-def _show(kind: str, name: str, connector: Connector[Any], findings: list[Finding], console: Console) -> None:
+def _schemas(pipeline: Pipeline) -> Iterator[Finding]:
+    """Whether a run could use the schemas of the topics; asks the registry, and registers nothing."""
+    registry = pipeline.schemas.registry.make(pipeline.processing.state_dir)
+    for entry in entries_of(pipeline.schemas):
+        try:
+            yield Finding(True, f"{entry.subject}: {checked(registry, entry)}")
+        except ConnectorError as error:
+            yield Finding(False, f"{entry.subject}: {error.code} {error.message}", error.hint)
+
+
+def _show(kind: str, name: str, connector: Connector[Any] | None, findings: list[Finding], console: Console) -> None:
     well = all(finding.ok for finding in findings)
     mark = ("✓ ", "green") if well else ("✗ ", "bold red")
-    system = getattr(type(connector), "name", type(connector).__name__)
+    system = name if connector is None else getattr(type(connector), "name", type(connector).__name__)
     console.print(Text.assemble(mark, (f"{kind} ", "dim"), name, (f" ({system})" if system != name else "", "dim")))
     for finding in findings:
         console.print(Text(f"    {finding.what}", style="" if finding.ok else "red"), soft_wrap=True)

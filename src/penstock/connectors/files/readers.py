@@ -25,7 +25,7 @@ from penstock.connectors.files.types import (
     merge,
     widest,
 )
-from penstock.errors import DataError, FatalError, RetryableError
+from penstock.errors import BadRecord, DataError, FatalError, RetryableError
 
 Format = Literal["jsonl", "csv", "parquet"]
 
@@ -71,6 +71,10 @@ def format_of(name: str) -> Format | None:
     return _ENDINGS.get(os.path.splitext(stem)[1] if ending in _COMPRESSIONS else ending)
 
 
+KEPT_BYTES = 64 << 20
+"""Of bad records of one split, in memory; beyond, they are counted and cannot become dead letters."""
+
+
 class BadRows:
     """The rows of a split that could not be used: how many, and the first of them in full."""
 
@@ -78,14 +82,20 @@ class BadRows:
         self.path = path
         self.count = 0
         self._first = ""
+        self._records: list[BadRecord] = []
+        self._bytes = 0
 
-    def add(self, where: str, why: object, text: str = "", count: int = 1) -> None:
+    def add(self, where: str, why: object, text: str | bytes = b"", count: int = 1) -> None:
+        data, reason = text.encode() if isinstance(text, str) else text, str(why).splitlines()[0]
         if not self.count:
-            excerpt = f": {text[:120]!r}" if text else ""
-            self._first = f"{where}: {str(why).splitlines()[0]}{excerpt}"
+            excerpt = f": {data.decode(errors='replace')[:120]!r}" if data else ""
+            self._first = f"{where}: {reason}{excerpt}"
         self.count += count
+        self._bytes += len(data)
+        if data and self._bytes <= KEPT_BYTES:
+            self._records.append(BadRecord(data, f"{self.path}, {where}" if where else self.path, reason))
 
-    def error(self) -> DataError:
+    def error(self, stream: str) -> DataError:
         many = f" and {self.count - 1} more" if self.count > 1 else ""
         error = DataError(
             f"{self.path}, {self._first}{many}",
@@ -93,7 +103,8 @@ class BadRows:
             hint="mend the file under a new name, give the right types in `columns`, "
             'or leave such rows out with `on_error = "skip"`',
         )
-        error.count = self.count
+        error.count, error.stream = self.count, stream
+        error.records = self._records if len(self._records) == self.count else ()
         return error
 
 
@@ -187,7 +198,7 @@ def _salvage_lines(
     yield from _salvage(len(lines), convert, lambda at, why: misfits.append((*lines[at], str(why))))
     for number, line, why in sorted(misfits):
         where = "" if bad.count else f"line {_lines_before(split, offset) + number + 1:,}"
-        bad.add(where, why, line.decode(errors="replace"))
+        bad.add(where, why, line)
 
 
 def _sorted_out(block: bytes, schema: pa.Schema | None) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes, str]]]:

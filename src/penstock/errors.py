@@ -110,6 +110,19 @@ def without_secrets(text: str) -> str:
     return text
 
 
+_TAILS = re.compile(r"(got \d+|would lose data|data loss): .*|(Could not convert ).*?(?= with type )", re.DOTALL)
+_QUOTED = re.compile(
+    r"(column '(?:[^'\\]|\\.)*')|'(?:[^'\\]|\\.)*'|((?:^|\W)[Vv]alue )[^\s.…'][^\s]*|(\] )[-+]?\d[^\s]*"
+)
+"""How Arrow and Spark quote values of rows in their messages; the groups are what is kept."""
+
+
+def reason_of(error: object) -> str:
+    """The first line of a library's message without the row values that it quotes: errors end up in logs and manifests."""
+    text = _TAILS.sub(lambda found: found[1] or f"{found[2]}…", str(error).strip())  # a value may hold line breaks
+    return _QUOTED.sub(lambda found: found[1] or f"{found[2] or found[3] or ''}…", text.partition("\n")[0])
+
+
 class Action(StrEnum):
     """What the runtime does about an error."""
 

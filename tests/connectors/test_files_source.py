@@ -468,7 +468,7 @@ def test_bad_lines_are_left_out_and_the_first_is_told_with_its_number(landing, t
     assert errors[0].code == "PEN-3001"
     assert f"{path}, line 1,301:" in errors[0].message
     assert "column 'id' is a str, not int64" in errors[0].message
-    assert '\'{"id": "text"}\'' in errors[0].message
+    assert '"text"' not in errors[0].message
 
 
 def test_blank_files_byte_order_marks_and_missing_last_newlines_are_fine(source, landing):

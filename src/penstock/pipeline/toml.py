@@ -18,7 +18,9 @@ _SECRET = re.compile(
     r"pass(word|wd|phrase)?|secret|token|credential|api_?key|private_?key|access_?key|auth", re.IGNORECASE
 )
 _IN_ADDRESS = re.compile(r"(://[^/\s:@]*):\S*@")
-_IN_DSN = re.compile(r"(pass(?:word|wd)?\s*=\s*)[^\s;&]+", re.IGNORECASE)
+_IN_DSN = re.compile(
+    r"(pass(?:word|wd)?\s*=\s*)(?!\{\s*(?:env|file)\b)(?:'(?:\\.|[^'\\])*'|[^\s;&]+)", re.IGNORECASE
+)  # not of a reference to a secret, which may be shown
 _AT = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _SCALAR = re.compile(r"[^,\]}\n#]*")

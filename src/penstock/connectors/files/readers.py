@@ -25,7 +25,7 @@ from penstock.connectors.files.types import (
     merge,
     widest,
 )
-from penstock.errors import DataError, FatalError, RetryableError
+from penstock.errors import DataError, FatalError, RetryableError, reason_of
 
 Format = Literal["jsonl", "csv", "parquet"]
 
@@ -72,17 +72,16 @@ def format_of(name: str) -> Format | None:
 
 
 class BadRows:
-    """The rows of a split that could not be used: how many, and the first of them in full."""
+    """The rows of a split that could not be used: how many, and where the first of them is."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.count = 0
         self._first = ""
 
-    def add(self, where: str, why: object, text: str = "", count: int = 1) -> None:
+    def add(self, where: str, why: object, count: int = 1) -> None:
         if not self.count:
-            excerpt = f": {text[:120]!r}" if text else ""
-            self._first = f"{where}: {str(why).splitlines()[0]}{excerpt}"
+            self._first = f"{where}: {reason_of(why)}"  # not the row itself: errors end up in logs and manifests
         self.count += count
 
     def error(self) -> DataError:
@@ -90,7 +89,7 @@ class BadRows:
         error = DataError(
             f"{self.path}, {self._first}{many}",
             code="PEN-3001",
-            hint="mend the file under a new name, give the right types in `columns`, "
+            hint="correct the file and add it under a new name, give the right types in `columns`, "
             'or leave such rows out with `on_error = "skip"`',
         )
         error.count = self.count
@@ -106,7 +105,7 @@ def read(split: FileSplit, bad: BadRows) -> Iterator[pa.RecordBatch]:
             same = _is_planned(split, os.fstat(descriptor))
         except pa.ArrowNotImplementedError as error:
             raise DataError(
-                f"{split.path} cannot be read with the columns {_shown(split.schema)}: {error}",
+                f"{split.path} cannot be read with the columns {_shown(split.schema)}: {reason_of(error)}",
                 code="PEN-3001",
                 hint="give other types in `columns`",
             ) from error
@@ -185,9 +184,9 @@ def _salvage_lines(
         return batch
 
     yield from _salvage(len(lines), convert, lambda at, why: misfits.append((*lines[at], str(why))))
-    for number, line, why in sorted(misfits):
+    for number, _, why in sorted(misfits):
         where = "" if bad.count else f"line {_lines_before(split, offset) + number + 1:,}"
-        bad.add(where, why, line.decode(errors="replace"))
+        bad.add(where, why)
 
 
 def _sorted_out(block: bytes, schema: pa.Schema | None) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes, str]]]:
@@ -329,7 +328,7 @@ def _read_csv(split: FileSplit, file: pa.NativeFile, bad: BadRows) -> Iterator[p
         own = _infer_csv(split, start)
     except pa.ArrowInvalid as error:
         raise DataError(
-            f"{split.path} cannot be read as CSV: {error}", code="PEN-3001", hint="check `delimiter`"
+            f"{split.path} cannot be read as CSV: {reason_of(error)}", code="PEN-3001", hint="check `delimiter`"
         ) from error
     schema = _schema_of_rows(split, own)
     done = 0
@@ -367,9 +366,7 @@ def _salvage_csv(
             yield from _salvage(rows.num_rows, convert, refused.__setitem__)
             misfits.update((numbers[row], str(why)) for row, why in refused.items())
             for number, why in sorted(misfits.items()):
-                (row,) = raw.slice(number, 1).to_pylist()
-                text = {name: value.decode(errors="replace") for name, value in row.items()}
-                bad.add(f"row {at + number + 1:,}", why, str(text))
+                bad.add(f"row {at + number + 1:,}", why)
             at += raw.num_rows
     except pa.ArrowInvalid as error:
         bad.add(f"after row {at:,}", error)
@@ -377,7 +374,7 @@ def _salvage_csv(
 
 def _csv_batches(split: FileSplit, stream: pa.NativeFile, schema: pa.Schema, bad: BadRows) -> Iterator[pa.RecordBatch]:
     def skip(row: pa.csv.InvalidRow) -> str:
-        bad.add(f"line {row.number:,}", f"{row.actual_columns} columns instead of {row.expected_columns}", row.text)
+        bad.add(f"line {row.number:,}", f"{row.actual_columns} columns instead of {row.expected_columns}")
         return "skip"
 
     reader = pa.csv.open_csv(
@@ -428,13 +425,13 @@ def _read_parquet(split: FileSplit, file: pa.NativeFile, bad: BadRows) -> Iterat
 
             def report(row: int, why: pa.ArrowInvalid, batch: pa.RecordBatch = batch, before: int = at) -> None:
                 where = f"row {before + row + 1:,}" + (f" of row groups from {split.start}" if split.start else "")
-                bad.add(where, why, str(batch.slice(row, 1).to_pylist()[0]))
+                bad.add(where, why)
 
             yield from _salvage(batch.num_rows, convert, report)
             at += batch.num_rows
     except pa.ArrowInvalid as error:
         raise DataError(
-            f"{split.path} cannot be read as Parquet: {error}", code="PEN-3001", hint="replace it under a new name"
+            f"{split.path} cannot be read as Parquet: {reason_of(error)}", code="PEN-3001", hint="replace it under a new name"
         ) from error
 
 
@@ -453,7 +450,7 @@ def _cast(column: pa.Array, field: pa.Field) -> pa.Array:
     try:
         return column if column.type == field.type else column.cast(field.type)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise type(error)(f"column {field.name!r} is {column.type}, not {field.type}: {error}") from error
+        raise type(error)(f"column {field.name!r} is {column.type}, not {field.type}: {reason_of(error)}") from error
 
 
 def _schema_of_rows(split: FileSplit, own: pa.Schema) -> pa.Schema:

@@ -29,7 +29,7 @@ from penstock.connectors.postgresql.types import (
     UNIX_EPOCH_DAYS,
     UNIX_EPOCH_US,
 )
-from penstock.errors import DataError, SchemaError
+from penstock.errors import DataError, SchemaError, reason_of
 from penstock.sink import Topic
 
 _TIME, _INTERVAL, _NUMERIC = "pg_catalog.time", "pg_catalog.interval", "pg_catalog.numeric"
@@ -175,7 +175,7 @@ def copied(columns: Sequence[pa.Array], topic: Topic) -> memoryview:
         for values in columns:
             pieces += _pieces(values)
     except pa.ArrowInvalid as error:
-        raise DataError(f"a value of {topic} does not fit into PostgreSQL's type: {error}") from error
+        raise DataError(f"a value of {topic} does not fit into PostgreSQL's type: {reason_of(error)}") from error
     _, offsets, data = pc.binary_join_element_wise(*pieces, b"").buffers()
     return memoryview(data)[: np.frombuffer(offsets, np.int32)[rows]]
 

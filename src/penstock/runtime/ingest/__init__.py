@@ -18,7 +18,7 @@ from penstock.capture import Ack, Change, ChangeCapture, Delete, SnapshotTable, 
 from penstock.changes import CHANGE_FIELDS, Op
 from penstock.changes.old_key import pack_key
 from penstock.durable import Json
-from penstock.errors import NOT_READY, ConnectorError, DataError, FatalError, RetryableError
+from penstock.errors import NOT_READY, ConnectorError, DataError, FatalError, RetryableError, reason_of
 from penstock.runtime.journal import Item, Journal, JournalConfig, JournalPosition, JournalSource, size_of
 from penstock.runtime.retry import Backoff
 from penstock.source import (
@@ -674,7 +674,7 @@ def _batch(stream: str, schema: pa.Schema | None, changes: list[tuple[Op, Change
         try:
             columns.append(pa.array(values, field.type))
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-            raise DataError(f"{stream}.{field.name} does not fit {field.type}: {error}", code="PEN-3001") from error
+            raise DataError(f"{stream}.{field.name} does not fit {field.type}: {reason_of(error)}", code="PEN-3001") from error
     fields = [field.with_nullable(True) for field in schema]  # a delete carries its key only
     columns += [
         pa.array([op.value for op, _, _ in changes], pa.string()),

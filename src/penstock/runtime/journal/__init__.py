@@ -29,7 +29,7 @@ import pyarrow.compute as pc
 from penstock import failpoints
 from penstock.config import Config
 from penstock.durable import InUse, Json, canonical, disk_errors, fsync, lock_file, make_directory, write_atomic
-from penstock.errors import ConnectorError, DataError, FatalError, RetryableError
+from penstock.errors import ConnectorError, DataError, FatalError, RetryableError, reason_of
 from penstock.schema.codec import pack_schema, unpack_schema
 from penstock.source import (
     ENVELOPE_SCHEMA,
@@ -662,7 +662,7 @@ def size_of(envelope: SourceEnvelope) -> int:
         if size < 1 << 30 and -(1 << 63) <= record.timestamp_ms < 1 << 63:
             return size
     except (TypeError, AttributeError, UnicodeEncodeError) as error:
-        raise DataError(f"a record of {record.stream!r} cannot be journaled: {error}", code="PEN-3001") from error
+        raise DataError(f"a record of {record.stream!r} cannot be journaled: {reason_of(error)}", code="PEN-3001") from error
     raise DataError(f"a record of {record.stream!r} is over 1 GiB, or its timestamp out of range", code="PEN-3001")
 
 

@@ -36,7 +36,10 @@ def make_directory(path: Path) -> None:
     """Make a directory and its parents, each entry synced in the directory above it."""
     with disk_errors(path):
         missing = [p for p in (path, *path.parents) if not p.exists()]
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename) from error
         for made in reversed(missing):
             _sync(made.parent)
 
@@ -90,7 +93,7 @@ def disk_errors(path: str | os.PathLike[str] | None = None) -> Iterator[None]:
             errno.EDQUOT: "raise the quota and start again; nothing that was committed is lost",
             errno.EACCES: "give this user write permission there, or choose another directory",
             errno.EROFS: "choose a directory that can be written",
-            errno.ENOTDIR: "a file stands where a directory should be: choose another path",
+            errno.ENOTDIR: "a file is where a directory should be: move it away, or choose another path",
             errno.ENAMETOOLONG: "choose a shorter name",
         }
         where = error.filename or path

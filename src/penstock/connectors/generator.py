@@ -77,6 +77,9 @@ class NextIds(Position):
     due_us: dict[str, int] = Field(default_factory=dict)
     """Microseconds since 1970 at which each stream's next row is due; only with `rows_per_sec`."""
 
+    def describe(self) -> str:
+        return ", ".join(f"{stream} to row {id:,}" for stream, id in self.ids.items()) or "the beginning"
+
 
 @dataclass(frozen=True)
 class IdRange:

@@ -18,6 +18,7 @@ from penstock.capture import ChangeCapture, SnapshotTable
 from penstock.durable import Json
 from penstock.errors import NOT_READY, Action, ConnectorError, FatalError, RetryableError, action
 from penstock.pipeline import Pipeline, compare_shapes
+from penstock.pipeline.checks import stream_notices
 from penstock.pipeline.routing import Router, Target
 from penstock.runtime.epochs import Contexts, EpochLoop, EpochReport, State, Wiring, followed
 from penstock.runtime.epochs.messages import Messages
@@ -292,6 +293,8 @@ class _Supervisor:
             pairs.add((self.messages.letters, letters.TOPIC))
         decoders = self.messages.decoders_now(state.newest)
         known = self._placed({name: discover(source) for name, source in self.ranges.items()}, state)
+        for notice in stream_notices(self.pipeline, known):
+            self.telemetry.message("warning", notice)
         for name, schemas in known.items():
             for stream, given in schemas.items():
                 for target in self.router.targets(name, stream):

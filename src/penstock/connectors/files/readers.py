@@ -431,7 +431,9 @@ def _read_parquet(split: FileSplit, file: pa.NativeFile, bad: BadRows) -> Iterat
             at += batch.num_rows
     except pa.ArrowInvalid as error:
         raise DataError(
-            f"{split.path} cannot be read as Parquet: {reason_of(error)}", code="PEN-3001", hint="replace it under a new name"
+            f"{split.path} cannot be read as Parquet: {reason_of(error)}",
+            code="PEN-3001",
+            hint="replace it under a new name",
         ) from error
 
 

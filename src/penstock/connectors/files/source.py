@@ -117,11 +117,15 @@ class FilesConfig(Config):
 
 
 class Inventoried(Position):
-    """How many records of which inventory lie behind; without a directory for it, the records themselves."""
+    """How many records of which inventory have been read; without a directory for it, the records themselves."""
 
     inventory: str = ""
     records: NonNegativeInt = 0
     listed: tuple[Record, ...] = ()
+
+    def describe(self) -> str:
+        files = self.records + len(self.listed)
+        return f"{files:,} {'file' if files == 1 else 'files'}" if files else "the beginning"
 
 
 class Files(RangeSource[FilesConfig, Inventoried]):

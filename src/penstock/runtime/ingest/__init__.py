@@ -674,7 +674,9 @@ def _batch(stream: str, schema: pa.Schema | None, changes: list[tuple[Op, Change
         try:
             columns.append(pa.array(values, field.type))
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-            raise DataError(f"{stream}.{field.name} does not fit {field.type}: {reason_of(error)}", code="PEN-3001") from error
+            raise DataError(
+                f"{stream}.{field.name} does not fit {field.type}: {reason_of(error)}", code="PEN-3001"
+            ) from error
     fields = [field.with_nullable(True) for field in schema]  # a delete carries its key only
     columns += [
         pa.array([op.value for op, _, _ in changes], pa.string()),

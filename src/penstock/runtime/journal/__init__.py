@@ -466,6 +466,10 @@ class JournalPosition(Position):
     row: int = 0
     direct: int = 0
 
+    def describe(self) -> str:
+        beside = f", and {self.direct:,} that bypass it" if self.direct else ""
+        return f"row {self.row:,} of the journal{beside}" if self.row or self.direct else "the beginning"
+
 
 @dataclass(frozen=True)
 class JournalSplit:
@@ -662,7 +666,9 @@ def size_of(envelope: SourceEnvelope) -> int:
         if size < 1 << 30 and -(1 << 63) <= record.timestamp_ms < 1 << 63:
             return size
     except (TypeError, AttributeError, UnicodeEncodeError) as error:
-        raise DataError(f"a record of {record.stream!r} cannot be journaled: {reason_of(error)}", code="PEN-3001") from error
+        raise DataError(
+            f"a record of {record.stream!r} cannot be journaled: {reason_of(error)}", code="PEN-3001"
+        ) from error
     raise DataError(f"a record of {record.stream!r} is over 1 GiB, or its timestamp out of range", code="PEN-3001")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -98,7 +98,11 @@ def printable(text: str) -> str:
 
 def _machine(pipeline: Pipeline, master: str | None) -> Iterator[Finding]:
     """What a run needs besides its connectors: the list of `require`."""
-    looks = [*(partial(look, pipeline) for look in readiness.LOOKS), partial(check_master, master), _java]
+    looks: list[Callable[[], str]] = [
+        *(partial(look, pipeline) for look in readiness.LOOKS),
+        partial(check_master, master),
+        _java,
+    ]
     for look in looks:
         try:
             said = look()

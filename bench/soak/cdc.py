@@ -37,6 +37,7 @@ from penstock.connectors.postgres_cdc.catalog import find_tables
 from penstock.connectors.postgres_cdc.log import slot
 from penstock.connectors.postgres_cdc.log.lsn import lsn_int
 from penstock.connectors.postgres_cdc.position import LogPosition
+from penstock.connectors.postgres_cdc.tables import Captured
 from penstock.runtime.epochs import Manifest, State
 from penstock.testing.postgres import PostgresServer
 
@@ -437,8 +438,13 @@ def _is_settled(run: Run, dsn: str, lsn: int) -> bool:
     config = PostgresCdcConfig(dsn=dsn, tables=tuple(position.tables))
     with postgres.connect(dsn) as connection:
         found = find_tables(connection, config, slot.server(connection).version).captured
-    shapes = {stream: position.tables[stream].shape for stream in found}
-    return all(table.shape_after(shapes[stream]) == shapes[stream] for stream, table in found.items())
+    known = {stream: position.tables[stream] for stream in found}
+    return all(
+        isinstance(state, Captured)
+        and state.shape is not None
+        and found[stream].shape.after(state.shape) == state.shape
+        for stream, state in known.items()
+    )
 
 
 def _verdict(dsn: str, home: Path, mark: int) -> tuple[int, int, int]:

@@ -380,12 +380,12 @@ class TopicSink(SinkConnector[C, R]):
 
     def _commit_alone(self, epoch: Epoch, topic: Topic, receipts: Sequence[R], end: Positions) -> None:
         for _ in range(PLANS):
-            epoch = replace(epoch, attempt=uuid4().hex[:8])  # the work has a try of its own
-            work = self.plan_apply(epoch, topic, receipts)
-            applied = [self.apply(epoch, each, Task(number)) for number, each in enumerate(work)]
+            own = replace(epoch, attempt=uuid4().hex[:8])  # the work has a try of its own
+            work = self.plan_apply(own, topic, receipts)
+            applied = [self.apply(own, each, Task(number)) for number, each in enumerate(work)]
             try:
                 if work:
-                    self.commit_applied(epoch, topic, receipts, end, applied)
+                    self.commit_applied(own, topic, receipts, end, applied)
                 else:
                     self.commit_topic(epoch, topic, receipts, end)
                 return

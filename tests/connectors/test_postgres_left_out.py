@@ -133,6 +133,10 @@ path = "lake/{{topic}}"
     }
     assert shown["public.unlogged"]["hint"].startswith("ALTER TABLE")
     assert "area" in shown["public.computed"]["note"]
+    code, _, err = cli("tables", file, "resync", "public.unlogged")
+    assert (code != 0, "public.unlogged cannot be captured" in err) == (True, True)
+    code, out, _ = cli("tables", file, "resync", "public.*")
+    assert (code, "public.plain" in out, "public.unlogged" in out) == (0, True, False)
     _, out, _ = cli("tables", file, "show")
     assert "left out" in out
     assert "UNLOGGED" in out

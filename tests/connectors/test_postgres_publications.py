@@ -337,7 +337,7 @@ class TestPermissions:
         ]
         fixes = list(found.values())
         assert fixes[0] == f'ALTER ROLE "{name}" REPLICATION -- as a superuser'
-        assert fixes[1].startswith(f'GRANT CREATE ON DATABASE "{database.name}" TO "{name}"; or have it run')
+        assert fixes[1].startswith(f'GRANT CREATE ON DATABASE "{database.name}" TO "{name}"; or let a superuser run')
         assert fixes[4] == f'GRANT SELECT ON "public"."others" TO "{name}"'
 
 
@@ -350,6 +350,6 @@ def test_what_makes_a_source_refuse_to_open_is_listed_with_the_rest(need):
         pipeline = Pipeline("shop", {"shop": opened}, {}, Router((Route(),), ()))
         found = list(_examine("shop", opened, {}, pipeline))
     assert [finding.what for finding in found if not finding.ok] == [
-        "wal_level is replica",
+        "wal_level is replica: the log does not hold what change capture needs",
         "public.keyless is left out: it has no replica identity",
     ]

@@ -16,9 +16,10 @@ from penstock.connectors.files.sink import FilesSink
 from penstock.durable import Json
 from penstock.errors import DataError, SchemaError
 from penstock.schema import with_key
-from penstock.sink import Topic, WriteResult
+from penstock.sink import Epoch, Task, Topic, Work, WriteResult
 from penstock.source import Note, Position, RangeSource, ReadLimit, Schemas, SourceBatch
 from penstock.tables import Refused, TableSource, TableState
+from penstock.testing.applying import MemoryApplied, MemoryApplySink
 
 
 class KeyedConfig(Config):
@@ -163,3 +164,11 @@ class Scripted(RangeSource[ScriptedConfig, Next]):
             for at, change in enumerate(self.config.epochs[number][first : first + 2])
         ]
         yield SourceBatch(pa.RecordBatch.from_pylist(rows, schema=self.schema()["people"]), stream="people")
+
+
+class AppliesElsewhere(MemoryApplySink):
+    """Tells in which processes its work was done."""
+
+    def apply(self, epoch: Epoch, work: Work, task: Task) -> MemoryApplied:
+        (self.config.path / f"applied-by-{os.getpid()}").touch()
+        return super().apply(epoch, work, task)

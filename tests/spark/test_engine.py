@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import penstock
-from connectors import Apart, Keyed, KeyedConfig, Picky, Wide
+from connectors import Apart, AppliesElsewhere, Keyed, KeyedConfig, Picky, Wide
 from penstock.connectors.files.sink import FilesSink, FilesSinkConfig, read_published
 from penstock.connectors.generator import Generator, GeneratorConfig
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError, SchemaError
@@ -23,6 +25,7 @@ from penstock.runtime.supervisor import Summary
 from penstock.sink import DeliveryGuarantee
 from penstock.spark import SparkEngine
 from penstock.spark.reader import range_source
+from penstock.testing import MemorySinkConfig
 
 
 @pytest.fixture
@@ -62,6 +65,17 @@ def test_a_second_run_goes_on_where_the_first_ended(drained: Any, tmp_path: Path
     assert drained(Keyed(KeyedConfig(rows=100))).rows_out == 100
     assert drained(Keyed(KeyedConfig(rows=250))).rows_out == 150
     assert sorted(rows(tmp_path)["row"].to_pylist()) == list(range(250))
+
+
+def test_the_work_of_a_commit_is_done_in_tasks(build: Any, spark: Any, tmp_path: Path) -> None:
+    sink = AppliesElsewhere(MemorySinkConfig(path=tmp_path / "target"))
+    pipeline = build(Keyed(KeyedConfig(rows=400, splits=4)), max_epoch_rows=200)
+    pipeline = replace(pipeline, sinks={"lake": sink})
+    assert pipeline.run(spark=spark, drain=True).epochs == 2
+    assert sorted(row["row"] for row in sink.visible("/rows")) == list(range(400))
+    workers = {int(file.name.rpartition("-")[2]) for file in (tmp_path / "target").glob("applied-by-*")}
+    assert workers, "no work was done"
+    assert os.getpid() not in workers
 
 
 def test_partitions_keep_the_order_of_each_key(drained: Any, tmp_path: Path) -> None:

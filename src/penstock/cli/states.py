@@ -81,6 +81,11 @@ def command(pipeline: Pipeline, verb: Verb, names: Sequence[str], console: Conso
     chosen = _chosen(sources, names)
     for known in sources:
         streams = chosen[known.name]
+        left_out = [stream for stream in streams if known.states[stream].state == "left_out"]
+        if left_out and len(left_out) == len(streams):
+            state = known.states[left_out[0]]
+            raise ConfigError(f"{left_out[0]} cannot be captured: {state.error}", hint=state.hint)
+        streams = chosen[known.name] = [stream for stream in streams if stream not in left_out]
         skipped = [stream for stream in streams if known.states[stream].state == "skipped"]
         if verb == "resume" and skipped and len(skipped) == len(streams):
             raise ConfigError(f"{skipped[0]} is skipped, not paused", hint=f"penstock tables resync FILE {skipped[0]}")

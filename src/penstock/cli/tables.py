@@ -31,7 +31,7 @@ Words = Annotated[
 
 @app.command("show")
 def _show(words: Words = None, json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> None:
-    """Show state, rows copied, the last error and when it is tried again; without NAME of all tables."""
+    """Show state, rows copied, remarks (last error, what is left out) and the next try; without NAME of all tables."""
     from penstock.cli import load, states, stdout
 
     file, names = file_and_names(words or ())

@@ -121,6 +121,11 @@ def fit(
     names, columns = [], []
     without_place: list[tuple[str, pa.Array]] = []
     own = set(own_columns(batch.schema))
+    if all(
+        each.name not in own or (target.get_field_index(each.name) >= 0 and each.type == target.field(each.name).type)
+        for each in batch.schema
+    ):
+        return batch, 0  # the usual case needs no new batch
     for field, values in zip(batch.schema, batch.columns, strict=True):
         if field.name in own and field.name not in target.names:
             if not types.is_null(field.type):

@@ -32,7 +32,9 @@ class Delta(LakeSink[DeltaConfig]):
     together with two application transactions: which epoch of this incarnation it is, and a number that grows with
     every commit of the pipeline and names the sidecar (`_penstock/<pipeline>`) that holds the end. For `upsert` the
     tasks' files are changes, kept next to the sidecar; files of the table that hold one of their keys are rewritten, and
-    one entry of the log replaces the old files by the new ones.
+    one entry of the log replaces the old files by the new ones. Up to a million rows are rewritten by the driver, more of
+    them in tasks. One task alone writes the new rows of an epoch whose changes leave values out (unchanged TOAST values):
+    it looks them up in the table.
 
     Supports exactly-once: an entry is made only at the version after the one whose marker was read. Readers see
     whole epochs. Topics may be committed at the same time. Other writers may append to, compact and vacuum the table

@@ -42,7 +42,7 @@ _NO_REWRITE = ("delta.appendOnly", "delta.enableChangeDataFeed", "delta.enableDe
 """Settings of tables whose files cannot simply be rewritten."""
 
 _NO_RETRIES = 0
-"""A retry by the client would commit on top of a version whose marker nobody has read."""
+"""A retry by the client would commit on top of a version whose marker was not read."""
 
 
 class Sidecar(CommittedEpoch):

@@ -161,7 +161,7 @@ def local(location: str) -> Path:
 
 @contextlib.contextmanager
 def catalog_errors(topic: Topic) -> Iterator[None]:
-    """Errors of a catalog are worth another try: only a look at the table tells whether a commit was made."""
+    """Errors of a catalog are worth another try: only the table itself shows whether a commit was made."""
     try:
         yield
     except DBAPIError as error:

@@ -103,7 +103,7 @@ class LakeTarget(ABC, Generic[T]):
 
     @abstractmethod
     def live_files(self, pipeline: str) -> set[str]:
-        """Names of files that no sweep may remove, whoever began them."""
+        """Names of files that no sweep may remove."""
 
     def place(self, commit: Commit, file: StagedFile) -> Path:
         """Where a staged file is."""

@@ -1,7 +1,7 @@
 """
 Lists of begun files: a task writes a file's name down before it begins the file, so that a sweep finds what is left over.
 
-A list belongs to one task and one topic, which its name tells. Commits of different topics never touch the same list, so
+A list belongs to one task and one topic; both are in its name. Commits of different topics never touch the same list, so
 they may run at the same time.
 """
 

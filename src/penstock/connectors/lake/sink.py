@@ -136,7 +136,7 @@ class LakeSink(TopicSink[S, StagedFiles]):
         live: dict[Topic, set[str]] = {}
 
         def is_kept(topic: Topic, place: Path) -> bool:
-            if topic not in live:  # whoever asks: a file of the target is never a leftover
+            if topic not in live:  # a file of the target is never a leftover
                 live[topic] = self.target(topic).live_files(epoch.pipeline)
             name = place.name.removesuffix(STAGED)
             return name in kept or name in live[topic]

@@ -45,7 +45,7 @@ class LakeTypes:
         """
         The rows in types of the lake, without loss, and without some columns.
 
-        Columns of type null are left out until a value tells their type.
+        Columns of type null are left out until a value shows their type.
         """
         kept = [
             (field, column)

@@ -148,7 +148,7 @@ class LogReader:
 
     def _next_end(self, at: LogEnd, connection: psycopg.Connection[Any]) -> LogEnd:
         here = slots.server(connection)
-        found = self.verify(at, connection)
+        found = self.session.verify_range(connection, here, at.lsn, at.system, at.timeline)
         if time.monotonic() - self.session.looked > LOOKED_SECS:
             self._look_for_tables(connection)
         self._probe.start(at.lsn)

@@ -213,7 +213,7 @@ class Planner:
         here = slots.server(connection)
         self.planned_at = time.monotonic()
         try:
-            found = verify(self._session, start, connection)
+            found = self._session.verify_range(connection, here, start.lsn, start.system, start.timeline)
         except failures.SlotLost:
             if not self.may_begin_again:
                 raise

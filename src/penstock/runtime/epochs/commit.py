@@ -102,9 +102,7 @@ class Commits:
         self._engine = engine
         self._threads = threads
 
-    def run(
-        self, manifest: Manifest, names: Iterable[str], epoch: Callable[[Manifest, str | None], Epoch], *, again: bool
-    ) -> tuple[Manifest, list[str]]:
+    def run(self, manifest: Manifest, names: Iterable[str], *, again: bool) -> tuple[Manifest, list[str]]:
         """
         Commit these sinks; gives the manifest, and the sinks whose staged data is gone.
 
@@ -113,16 +111,16 @@ class Commits:
         commits = [commit for name in names for commit in self._of_sink(manifest, name)]
         if any(commit.has_second_stage for commit in commits):
             if again:
-                manifest, commits = self._still_to_do(manifest, commits, epoch)
+                manifest, commits = self._still_to_do(manifest, commits)
             if again or not manifest.applies:
                 manifest = self._name_try(manifest)
         lost: set[str] = set()
         for _ in range(PLANS):
-            self._plan(epoch(manifest, _last(manifest.applies)), commits)
-            retried = self._apply(epoch(manifest, _last(manifest.applies)), commits)
+            self._plan(self._state.epoch(manifest, _last(manifest.applies)), commits)
+            retried = self._apply(self._state.epoch(manifest, _last(manifest.applies)), commits)
             lost |= {commit.name for commit in commits if isinstance(commit.error, StagingLost)}
             ready = [commit for commit in commits if commit.error is None]
-            self._commit(manifest, ready, epoch)
+            self._commit(manifest, ready)
             lost |= {commit.name for commit in ready if isinstance(commit.error, StagingLost)}
             manifest = _recorded(manifest, ready, retried)
             stale = [commit for commit in ready if isinstance(commit.error, PlanStale)]
@@ -153,16 +151,14 @@ class Commits:
             for place, topic in enumerate(sorted(by_topic))
         ]
 
-    def _still_to_do(
-        self, manifest: Manifest, commits: list[_Commit], epoch: Callable[[Manifest, str | None], Epoch]
-    ) -> tuple[Manifest, list[_Commit]]:
+    def _still_to_do(self, manifest: Manifest, commits: list[_Commit]) -> tuple[Manifest, list[_Commit]]:
         """The commits that the targets do not hold yet; of the others the manifest learns whose files they name."""
         left, kept = [], {name: dict(topics) for name, topics in manifest.kept.items()}
         for commit in commits:
             if commit.has_second_stage:
                 assert commit.topic is not None
                 marker = commit.sink.committed_epoch(manifest.pipeline, commit.topic)
-                if is_committed(marker, epoch(manifest, None)):
+                if is_committed(marker, self._state.epoch(manifest, None)):
                     assert marker is not None
                     won = (marker.end.get(ABOUT) or {}).get("applied")
                     if won is not None:
@@ -211,13 +207,14 @@ class Commits:
                 items[place][0].error = _lost()
         return any(result.attempt for result in results)
 
-    def _commit(
-        self, manifest: Manifest, commits: Sequence[_Commit], epoch: Callable[[Manifest, str | None], Epoch]
-    ) -> None:
+    def _commit(self, manifest: Manifest, commits: Sequence[_Commit]) -> None:
         """Raises what is neither lost nor stale, once all commits have ended."""
-        ends = {False: (epoch(manifest, None), self._end(manifest))}
+        ends = {False: (self._state.epoch(manifest, None), self._end(manifest))}
         if any(commit.work for commit in commits):
-            ends[True] = (epoch(manifest, manifest.applies[-1]), self._end(manifest, applied=manifest.applies[-1]))
+            ends[True] = (
+                self._state.epoch(manifest, manifest.applies[-1]),
+                self._end(manifest, applied=manifest.applies[-1]),
+            )
         last = {commit.name: commit for commit in commits}
 
         def run(commit: _Commit) -> None:

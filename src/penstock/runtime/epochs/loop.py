@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from penstock import failpoints
-from penstock.errors import ConnectorError, DataError, FatalError, RangeGone, StagingLost
+from penstock.errors import ConnectorError, RangeGone, StagingLost
 from penstock.pipeline.routing import Router
 from penstock.runtime.epochs.commit import THREADS, Commits, has_second_stage
 from penstock.runtime.epochs.contexts import Contexts
@@ -20,9 +20,10 @@ from penstock.runtime.epochs.messages import Messages
 from penstock.runtime.epochs.stage import Staged, Stager, Wanted
 from penstock.runtime.epochs.state import State
 from penstock.runtime.epochs.sweep import Sweeper
+from penstock.runtime.epochs.tries import Tries
 from penstock.runtime.epochs.wiring import Pair, Wiring
 from penstock.runtime.job import Bad, Engine
-from penstock.sink import Epoch, SinkConnector, Topic, WriteResult
+from penstock.sink import SinkConnector, Topic, WriteResult
 from penstock.source import RangeSource, ReadLimit
 
 
@@ -83,7 +84,8 @@ class EpochLoop:
         self._messages = messages or Messages()
         self._stager = Stager(self.contexts, engine, self._messages)
         self._commits = Commits(state, self.contexts, engine, threads)
-        self._sweeper = Sweeper(state, wiring, self._epoch)
+        self._sweeper = Sweeper(state, wiring)
+        self._tries = Tries(state, wiring, self._markers, self._stager, self._sweeper, on_phase)
         self.copies = self.contexts.copies
         self._unacked: dict[str, Any] = {}
         self._bad: list[Bad] = []
@@ -176,8 +178,8 @@ class EpochLoop:
 
     def _stage(self, manifest: Manifest, again: bool) -> tuple[Manifest, Staged]:
         if again:
-            manifest = self._roll_back(manifest)
-        manifest, staged = self._run(manifest, Wanted(list(self.sinks), manifest.only))
+            manifest = self._tries.roll_back(manifest)
+        manifest, staged = self._tries.run(manifest, Wanted(list(self.sinks), manifest.only))
         failpoints.hit("stage.after")
         return manifest, staged
 
@@ -208,12 +210,12 @@ class EpochLoop:
         if again:
             self._sweeper.abandon()
         if manifest.restage is not None:
-            manifest = self._stage_anew(manifest)
-        manifest, lost = self._commits.run(manifest, sorted(manifest.receipts), self._epoch, again=again)
+            manifest = self._tries.anew(manifest)
+        manifest, lost = self._commits.run(manifest, sorted(manifest.receipts), again=again)
         for name in lost:
-            manifest = self._stage_again(manifest, name)
+            manifest = self._tries.again(manifest, name)
         if lost:
-            manifest, still = self._commits.run(manifest, lost, self._epoch, again=False)
+            manifest, still = self._commits.run(manifest, lost, again=False)
             if still:
                 raise StagingLost(f"what {', '.join(still)} had staged was gone twice")
         failpoints.hit("commit.after")
@@ -245,111 +247,12 @@ class EpochLoop:
     def unacked(self) -> bool:
         return bool(self._unacked)
 
-    # -- parts of steps ------------------------------------------------------------------------------------------
-
-    def _roll_back(self, manifest: Manifest) -> Manifest:
-        """Remove what earlier tries staged, and name the next one before it begins."""
-        self._sweeper.abandon()
-        for name, topic in sorted(self._markers.checked):
-            if self._markers.holds(name, topic, manifest):
-                raise FatalError(
-                    f"{topic} in sink {name!r} holds epoch {manifest.number}, but its manifest says that nothing is committed",
-                    code="PEN-5007",
-                    hint=f"{self.state.directory} was put back from an older copy: move it away to be asked where to go on",
-                )
-        for attempt in manifest.attempts:
-            for sink in self.sinks.values():
-                sink.rollback_epoch(self._epoch(manifest, attempt), ())
-        return self._name_try(manifest)
-
-    def _name_try(self, manifest: Manifest, **changed: Any) -> Manifest:
-        unswept = sorted({*manifest.unswept, manifest.number})
-        attempts = [*manifest.attempts, uuid4().hex[:8]]
-        return self.state.save(manifest.model_copy(update={"attempts": attempts, "unswept": unswept, **changed}))
-
-    def _stage_again(self, manifest: Manifest, name: str) -> Manifest:
-        """One sink lost what it had staged: stage the topics that it has not committed, from the range."""
-        self._sweeper.abandon()
-        known = manifest.rows_out.get(name, {})
-        lost = [(name, topic) for topic in known if not self._markers.holds(name, topic, manifest)]
-        manifest = self._name_try(manifest)
-        manifest, staged = self._run(manifest, Wanted([name], lost))
-        # Topics of which nothing was staged this time: their streams were refused.
-        gone = {topic for _, topic in lost} - staged.rows_out.get(name, {}).keys()
-        update = {
-            "rows_out": {**manifest.rows_out, name: {topic: n for topic, n in known.items() if topic not in gone}},
-            "receipts": {**manifest.receipts, name: staged.receipts.get(name, [])},
-            "notes": self._stager.reread(manifest, staged, lost),
-            "replaced": {**manifest.replaced, name: [*manifest.replaced.get(name, []), *manifest.receipts[name]]},
-        }
-        return self.state.save(manifest.model_copy(update=update))
-
-    def _stage_anew(self, manifest: Manifest) -> Manifest:
-        """Stage what no target holds yet from the range, by the routes and sinks as they are now; somebody asked for it."""
-        assert manifest.restage is not None
-        self._sweeper.abandon()
-        known = [(name, topic) for name, topics in manifest.rows_out.items() for topic in topics]
-        done = {pair for pair in known if pair[0] in self.sinks and self._markers.holds(*pair, manifest)}
-        dropped = {(name, topic) for topic in manifest.restage for name in self.sinks} - done
-        why = DataError(f"left out of epoch {manifest.number} by `penstock offsets restage`")
-        left_out = self._stager.refusals(dropped, why)
-        manifest = self._name_try(manifest)
-        manifest, staged = self._run(manifest, Wanted(list(self.sinks), None, frozenset(done | dropped), left_out))
-        again = [(name, topic) for name, topics in staged.rows_out.items() for topic in topics]
-        rows_out = {name: dict(topics) for name, topics in staged.rows_out.items()}
-        for name, topic in done:
-            rows_out.setdefault(name, {})[topic] = manifest.rows_out[name][topic]
-        update = {
-            "receipts": staged.receipts,
-            "replaced": {
-                name: [*manifest.replaced.get(name, []), *manifest.receipts.get(name, [])]
-                for name in {*manifest.replaced, *manifest.receipts}
-            },
-            "rows_out": rows_out,
-            "notes": self._stager.reread(manifest, staged, again) if done else staged.notes,
-            "skipped": staged.skipped,
-            "restage": None,
-        }
-        manifest = self.state.save(manifest.model_copy(update=update))
-        failpoints.hit("prepare.after")
-        return manifest
-
-    def _run(self, manifest: Manifest, wanted: Wanted) -> tuple[Manifest, Staged]:
-        """
-        Stage, and stage again without the tables that a sink refuses, each of which is in an epoch whole or not at all; or
-        with columns that payloads turned out to have, so that all rows of an epoch have the same.
-        """
-        while True:
-            self._on_phase(manifest.number, "stage")
-            staged = self._stager.run(manifest, self._epoch(manifest), wanted)
-            columns = self._messages.learned(manifest, staged.columns)
-            if columns is None and not staged.refused:
-                return manifest, staged
-            wanted.left_out |= staged.refused
-            self._sweeper.abandon()
-            manifest = self._name_try(manifest, columns=columns or manifest.columns)
-
     def _withdraw(self) -> None:
         """Close a planned epoch that can never be staged: its number stays bound, to an empty range."""
         assert self.state.newest is not None
-        manifest = self._roll_back(self.state.newest)
+        manifest = self._tries.roll_back(self.state.newest)
         ranges = {name: Range(start=span.start, end=span.start) for name, span in manifest.ranges.items()}
         self.state.save(manifest.model_copy(update={"state": "committed", "ranges": ranges}))
-
-    def _epoch(self, manifest: Manifest, attempt: str | None = None) -> Epoch:
-        adopts = frozenset((incarnation, number) for incarnation, number in self.state.identity.adopts)
-        if manifest.only is not None:
-            # Topics that missed the epoch which this one completes: if they have it by now, another run is alive.
-            adopts -= {tuple(self.state.identity.replaces[-1])}
-        return Epoch(
-            manifest.pipeline,
-            manifest.incarnation,
-            manifest.number,
-            attempt or manifest.attempts[-1],
-            adopts=adopts,
-            start={source: span.start for source, span in manifest.ranges.items()},
-            end={source: span.end for source, span in manifest.ranges.items()},
-        )
 
     def position(self, name: str) -> Any:
         """Where the next range of a source starts."""

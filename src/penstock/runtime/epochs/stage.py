@@ -169,6 +169,10 @@ class Stager:
                 return looked
         return Staged.of(self._engine.run(replace(job, look=unknown)) if parts else (), skipped)
 
+    def learned(self, manifest: Manifest, staged: Staged) -> dict[Topic, str] | None:
+        """The columns of payloads, now that tasks have met some that the epoch did not know; None: it knew them all."""
+        return self._messages.learned(manifest, staged.columns)
+
     def refusals(self, pairs: Collection[Pair], error: ConnectorError) -> dict[tuple[str, str], Json]:
         """The tables that go to these targets, with the notes that have them copied again."""
         return {

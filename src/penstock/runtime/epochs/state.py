@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from penstock.durable import InUse, Json, canonical, disk_errors, lock_file, make_directory, write_atomic
 from penstock.errors import ConfigError, FatalError
 from penstock.runtime.epochs.manifest import Identity, Manifest
-from penstock.sink import Topic
+from penstock.sink import Epoch, Topic
 
 FORMAT = 1
 """Version of everything in the state directory; a newer one is refused."""
@@ -83,6 +83,22 @@ class State:
         if newest is None or span is None:
             return {"committed": None, "planned": None}
         return {"committed": span.end if newest.state == "committed" else span.start, "planned": span.end}
+
+    def epoch(self, manifest: Manifest, attempt: str | None = None) -> Epoch:
+        """The epoch of a manifest, as connectors see it: of one of its tries, by default the newest at staging."""
+        adopts = frozenset((incarnation, number) for incarnation, number in self.identity.adopts)
+        if manifest.only is not None:
+            # Topics that missed the epoch which this one completes: if they have it by now, another run is alive.
+            adopts -= {tuple(self.identity.replaces[-1])}
+        return Epoch(
+            manifest.pipeline,
+            manifest.incarnation,
+            manifest.number,
+            attempt or manifest.attempts[-1],
+            adopts=adopts,
+            start={source: span.start for source, span in manifest.ranges.items()},
+            end={source: span.end for source, span in manifest.ranges.items()},
+        )
 
     def renew(self) -> None:
         """Begin a new incarnation; its first epoch is number 1. The old manifests are kept aside."""

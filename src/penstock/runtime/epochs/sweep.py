@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from penstock.errors import RetryableError
 from penstock.runtime.epochs.commit import has_second_stage
 from penstock.runtime.epochs.manifest import Manifest
 from penstock.runtime.epochs.state import State
 from penstock.runtime.epochs.wiring import Wiring
-from penstock.sink import Epoch, TopicSink
+from penstock.sink import TopicSink
 
 SWEEP_AFTER_SECS = 30.0
 """How long after a crash its tasks may still write: an executor notices within seconds that its driver is gone."""
 
 
 class Sweeper:
-    def __init__(self, state: State, wiring: Wiring, epoch: Callable[[Manifest, str | None], Epoch]) -> None:
+    def __init__(self, state: State, wiring: Wiring) -> None:
         self._state = state
         self._wiring = wiring
-        self._epoch = epoch
         self.abandoned_at = time.monotonic()
         """When a try was last given up."""
 
@@ -48,11 +46,11 @@ class Sweeper:
             named = (*manifest.receipts.get(name, ()), *manifest.replaced.get(name, ()))
             keep = [sink.receipt_type.model_validate(each) for each in named]
             for attempt in manifest.attempts:
-                sink.sweep(self._epoch(manifest, attempt), keep)
+                sink.sweep(self._state.epoch(manifest, attempt), keep)
             if isinstance(sink, TopicSink) and has_second_stage(sink):
                 applied = [sink.applied_type.model_validate(each) for each in manifest.applied.get(name, ())]
                 known = {each.topic for each in applied}
                 for attempt in manifest.applies:
                     won = {topic for topic, winner in manifest.kept.get(name, {}).items() if winner == attempt}
                     if won <= known:  # else a run that died has committed this try, and nobody knows its files
-                        sink.sweep(self._epoch(manifest, attempt), applied)
+                        sink.sweep(self._state.epoch(manifest, attempt), applied)

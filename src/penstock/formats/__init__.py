@@ -174,7 +174,7 @@ BUILT_IN: dict[str, Entry] = {
     entry.name: entry
     for entry in (
         Entry("json", "penstock.formats.json:Json"),
-        Entry("json_schema", "penstock.formats.json_schema:JsonSchema", "json_schema", ("jsonschema_rs", "orjson")),
+        Entry("json_schema", "penstock.formats.json_schema:JsonSchema", "json-schema", ("jsonschema_rs", "orjson")),
         Entry("avro", "penstock.formats.avro:Avro"),
         Entry("protobuf", "penstock.formats.protobuf:Protobuf", "protobuf", ("ptars", "grpc_tools")),
         Entry("debezium", "penstock.formats.debezium:Debezium"),

@@ -44,7 +44,7 @@ class SqlPollConfig(Config):
 
     dsn: str
     """Where the database is: `postgresql://user@host:port/database` (no password in it; needs
-    `pip install 'penstock[sql_poll]'`), or `sqlite:` and a file's path."""
+    `pip install 'penstock[sql-poll]'`), or `sqlite:` and a file's path."""
 
     password: Secret | None = None
     """The user's password."""
@@ -221,7 +221,7 @@ class SqlPoll(ChangeCapture[SqlPollConfig]):
             raise ConfigError(
                 f"PostgreSQL needs the module {error.name}, which is not installed",
                 code="PEN-1007",
-                hint="pip install 'penstock[sql_poll]'",
+                hint="pip install 'penstock[sql-poll]'",
             ) from error
         return Postgres(self.config.dsn, self.config.password)
 

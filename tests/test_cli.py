@@ -713,9 +713,13 @@ class TestDoctor:
 
 
 class TestNew:
-    @pytest.mark.parametrize("kind", ["source", "sink"])
-    def test_what_it_writes_passes_the_kit(self, cli, tmp_path, kind):
-        code, out, _ = cli("new", kind, "acme_crm", "--dir", tmp_path)
+    @pytest.mark.parametrize(
+        "words",
+        [("source",), ("source", "--kind", "polling"), ("source", "--kind", "streaming"), ("sink",)],
+        ids=" ".join,
+    )
+    def test_what_it_writes_passes_the_kit(self, cli, tmp_path, words):
+        code, out, _ = cli("new", words[0], "acme_crm", *words[1:], "--dir", tmp_path)
         assert code == 0
         assert 'connector = "acme_crm:AcmeCrm"' in out
         command = [
@@ -740,7 +744,16 @@ class TestNew:
         assert (tmp_path / "mine.py").read_text() == "x = 1\n"
         assert not (tmp_path / "test_mine.py").exists()
 
-    @pytest.mark.parametrize("words", [("pump", "acme"), ("source", "Acme CRM"), ("source", "Acme")])
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ("pump", "acme"),
+            ("source", "Acme CRM"),
+            ("source", "Acme"),
+            ("source", "acme", "--kind", "pull"),
+            ("sink", "acme", "--kind", "polling"),
+        ],
+    )
     def test_a_wrong_kind_or_name_is_refused(self, cli, tmp_path, words):
         assert cli("new", *words, "--dir", tmp_path)[0] == 2
         assert not list(tmp_path.iterdir())

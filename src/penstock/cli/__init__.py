@@ -138,14 +138,17 @@ def connectors(
 
 @app.command()
 def new(
-    kind: Annotated[str, typer.Argument(help="source or sink")],
+    what: Annotated[str, typer.Argument(help="source or sink")],
     name: Annotated[str, typer.Argument(help="The system's name, in lower_snake.")],
     dir: Annotated[Path, typer.Option("--dir", help="Where to put the two files.")] = Path(),
+    kind: Annotated[
+        str, typer.Option(help="Of a source: range (can be read again), polling (is asked) or streaming (pushes).")
+    ] = "range",
 ) -> None:
     """Write a connector to start from, with its test."""
     from penstock.cli import scaffold
 
-    scaffold.write(kind, name, dir, stdout())
+    scaffold.write(what, kind, name, dir, stdout())
 
 
 @app.command()

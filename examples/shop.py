@@ -282,7 +282,7 @@ def _figures(status: dict[str, Any], trade: Trade, lake: Path, behind: int) -> d
         "changes": f"{changes:,} in {stream:.1f} s, {changes / stream:,.0f} per second",
         "made of": f"{done['transactions']:,} transactions: {done['inserted']:,} rows inserted, {done['updated']:,} updated, "
         f"{done['deleted']:,} deleted, {done['ALTER TABLE']} ALTER TABLE",
-        "commit to visible": f"{p50:.2f} s at the median, {p99:.2f} s at the 99th percentile, behind the first copy",
+        "commit to visible": f"{p50:.2f} s at the median, {p99:.2f} s at the 99th percentile, after the first copy",
         "lag": f"at most {size(trade.most_behind)} of log, at the end {size(behind)}",
         "rows": f"{status['rows']['in']:,} in, {status['rows']['out']:,} out, in {status['epochs']:,} epochs",
         "tables": f"{proof.near(lake)} (Delta)",

@@ -43,7 +43,7 @@ CUSTOMERS, ORDERS = ROWS // 10, ROWS * 3 // 10
 TRANSACTIONS = min(750, max(50, ROWS // 20))
 PER_SECOND = 50
 LONGEST_SECS = 60
-"""The shop closes after so long even if it has not made all its transactions."""
+"""The shop closes after this time even if it has not made all its transactions."""
 
 TABLES = {"customers": ("id", CUSTOMERS), "orders": ("id", ORDERS), "order_items": ("order_id", ORDERS)}
 """Each with a column that grows from row to row, and its largest value at first."""

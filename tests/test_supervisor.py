@@ -624,7 +624,7 @@ def test_a_health_check_that_never_returns_is_told_and_does_not_hold_up_the_end(
         return HealthStatus.healthy()
 
     running = Running(build(Moody(silent), health_timeout_secs=1))
-    until(lambda: health_of(running).startswith("unhealthy asked, it says nothing"))
+    until(lambda: health_of(running).startswith("unhealthy its health check has not answered"))
     running.stopped()
     answer.set()
 

@@ -102,7 +102,7 @@ class AckSink:
 
 
 LEAST_PAUSE_SECS = 0.1
-"""So long a capture that waits cannot be stopped."""
+"""Longest time that a waiting capture goes without noticing a stop."""
 
 
 def pause(seconds: float) -> Iterator[None]:

@@ -83,7 +83,7 @@ CODES: dict[str, str] = {
     "PEN-5014": "Spark is gone",
     "PEN-5015": "a planned range can never be read again",
     "PEN-5020": "a target's own record of its epochs is lost or corrupt",
-    "PEN-5021": "a target cannot be written anew for a wider type",
+    "PEN-5021": "a target cannot be rewritten for a wider type",
     "PEN-5030": "a source's change stream cannot be understood",
     "PEN-5040": "the embedded schema registry is damaged",
 }
@@ -134,7 +134,7 @@ class Action(StrEnum):
 
 
 class ConnectorError(Exception):
-    """Root of all errors. The code stands first in the message, since a worker's exception reaches the driver as text."""
+    """Root of all errors. The message begins with the code, since a worker's exception reaches the driver as text."""
 
     default_code: ClassVar[str] = "PEN-5000"
 
@@ -236,7 +236,7 @@ def is_of_stream(error: ConnectorError) -> bool:
 
 
 def from_text(text: str) -> ConnectorError | None:
-    """The error whose code stands in a worker's traceback, or None if there is none."""
+    """The error whose code is in a worker's traceback, or None if there is none."""
     codes = [match for match in _CODE.finditer(text) if match.group() in CODES]
     if not codes:
         return None

@@ -475,7 +475,7 @@ class BufferedBridge:
         return taken or None
 
     def close(self) -> None:
-        """Refuse further envelopes and wake whoever waits to put one."""
+        """Refuse further envelopes and wake threads that wait to put one."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

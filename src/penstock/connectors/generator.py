@@ -66,7 +66,7 @@ class GeneratorConfig(Config):
     @classmethod
     def _no_repeats(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(names)) < len(names):
-            raise ValueError("a name stands here twice")
+            raise ValueError("a name is here twice")
         return names
 
 

@@ -219,7 +219,7 @@ def _at_most_once(pipeline: Pipeline, route: Route) -> list[str]:
 
 
 def _writes_once(pipeline: Pipeline, name: str) -> bool:
-    """True for a sink that is exactly-once, or idempotent and told the key by its options or by every route to it."""
+    """True for a sink that is exactly-once, or idempotent and given the key by its options or by every route to it."""
     sink = pipeline.sinks[name]
     if sink.capabilities.exactly_once:
         return True

@@ -1,4 +1,4 @@
-"""A TOML file as data, with the line on which each key stands (which `tomllib` does not tell)."""
+"""A TOML file as data, with the line of each key (which `tomllib` does not give)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SPACE_AND_LINES = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
 
 @dataclass(frozen=True)
 class TomlFile:
-    """The data of a file, and where it stands."""
+    """The data of a file, and its lines."""
 
     path: Path
     data: dict[str, Any]
@@ -46,7 +46,7 @@ class TomlFile:
 
 
 def read(path: Path) -> TomlFile:
-    """Read and parse a file; what is wrong is told with its line."""
+    """Read and parse a file; an error names its line."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError:

@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True)
 class OnErrors:
-    """What becomes of records that cannot be used: the route's word goes before the source's, that before the pipeline's."""
+    """What becomes of records that cannot be used: the route's setting wins over the source's, that over the pipeline's."""
 
     pipeline: OnError = "stop"
     sources: Mapping[str, OnError] = field(default_factory=dict)

@@ -395,7 +395,7 @@ class _Supervisor:
             self.telemetry.state("pipeline", HealthStatus.degraded(f"retrying after {error.message}"))
             if self.stop.wait(pause):
                 return
-            try:  # a broken connection is mended by opening it anew; connectors have no retry loops of their own
+            try:  # a broken connection is closed and opened again; connectors have no retry loops of their own
                 for connector in (*self.ranges.values(), *self.pipeline.sinks.values()):
                     connector.close()
                 self.contexts.open()

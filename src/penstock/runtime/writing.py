@@ -155,7 +155,7 @@ def bisect(
 
 
 def _runs(named: Sequence[int] | None, count: int) -> list[tuple[int, int]]:
-    """The whole batch; or, if the sink names the rows, each of them and what lies between them."""
+    """The whole batch; or, if the sink names the rows, each of them and the rows in between."""
     if not named:
         return [(0, count)]
     edges = sorted({0, count, *(edge for at in named for edge in (at, at + 1))})

@@ -39,7 +39,7 @@ class EvolutionConfig(Config):
     schema_evolution: Policy = Policy.EVOLVE
     """What happens to rows that the target has no place for: `evolve` adds their columns and widens its types, and stops
     at what cannot be followed; `freeze` stops at any new or retyped column; `discard_row` leaves such rows out and
-    `discard_value` such values, counted and logged. A route's own `schema_evolution` goes before it."""
+    `discard_value` such values, counted and logged. A route's own `schema_evolution` takes precedence."""
 
 
 def diff(old: pa.Schema, new: pa.Schema) -> list[SchemaChange]:

@@ -43,7 +43,7 @@ def _attempt() -> int:
 
 @cache
 def _freeze() -> None:
-    """Have the worker's collector of garbage, which runs behind each task, pass over what was there before the first one."""
+    """Exclude objects that existed before the first task from garbage collection, which runs after every task."""
     gc.freeze()
 
 

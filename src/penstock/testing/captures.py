@@ -105,7 +105,7 @@ class CaptureContract(SourceContract):
         with again() as opened:
             opened.restore(json.loads(canonical(last)), {})
             found = [change.event for change in _take(opened) if not _is_repeat(change.position, last)]
-            assert found == first[len(first) // 2 + 1 :], "behind a position other changes come than before"
+            assert found == first[len(first) // 2 + 1 :], "after a position other changes come than before"
 
     def test_a_snapshot_moves_nothing(self, again: Any, first: Any) -> None:
         with again() as opened:

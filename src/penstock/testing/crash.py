@@ -69,7 +69,7 @@ def elsewhere(function: Callable[..., Any], *args: Any) -> Any:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the pipeline under test: where it is killed or stopped, and what it is told."""
+    """One run of the pipeline under test: where it is killed or stopped, and its options."""
 
     failpoint: str | None = None
     """`name=action[@count]`, armed when `epoch` begins."""
@@ -566,7 +566,7 @@ def _must_be_fenced(stage: Stage, zombie: Forked[int]) -> None:
     else:
         fenced = False
     stage.check_all()
-    assert fenced, "a zombie woke behind its successor, and was not fenced"
+    assert fenced, "a zombie woke after its successor had committed, and was not fenced"
 
 
 def _must_stop(stage: Stage, run: Run) -> None:

@@ -110,7 +110,7 @@ def replayed(log: Sequence[Row], key: Sequence[str], refreshed: bool = False) ->
     The table that a log of changes leads to; the log must be exact.
 
     Every key begins with one `r` or `c`, is updated and deleted only while it is there, and is copied only while it is not.
-    `refreshed`: rows were copied over those that are there, once more, and changes that the copy holds come behind it.
+    `refreshed`: rows were copied over those that are there, once more, and changes that the copy holds come after it.
     """
     table: dict[tuple[Any, ...], Row] = {}
     for row in log:

@@ -83,7 +83,7 @@ class SourceContract:
 
     @pytest.fixture
     def told(self) -> Callable[[], int] | None:
-        """How many records the outside system was told are safe."""
+        """How many records the outside system knows to be safe."""
         return None
 
     @pytest.fixture
@@ -299,11 +299,11 @@ class SourceContract:
         with _open(source) as opened:
             polls, checkpoints = _poll(opened, 3, None)
             assert polls, "the fixture `source` has nothing to poll"
-            assert told is None or not told(), "the outside system was told before anything was on disk"
+            assert told is None or not told(), "records were acknowledged before anything was on disk"
             for checkpoint in (*checkpoints, checkpoints[-1]):
                 opened.commit(checkpoint.offsets)
             if told is not None:
-                wait_until(lambda: told() >= sum(map(len, _joined(polls).values())), "the outside system to be told")
+                wait_until(lambda: told() >= sum(map(len, _joined(polls).values())), "the records to be acknowledged")
 
     @kind(PollingSource)
     def test_an_invalid_checkpoint_is_refused(
@@ -328,10 +328,10 @@ class SourceContract:
                 more()
             count = 1 if expected is None else sum(map(len, _expected(expected, {}).values()))
             wait_until(lambda: sender.count >= count or sender.failed, f"{count} records to be sent")
-            assert told is None or not told(), "the outside system was told before anything was on disk"
+            assert told is None or not told(), "records were acknowledged before anything was on disk"
             sender.make_durable()
             if told is not None:
-                wait_until(lambda: told() >= count, "the outside system to be told")
+                wait_until(lambda: told() >= count, "the records to be acknowledged")
         if expected is not None:
             self._same(
                 sender.rows, _expected(expected, sender.rows), "what was sent and what is expected", ordered=False

@@ -269,7 +269,9 @@ class TableSourceContract(SourceContract):
         assert (after.state, after.complete) == ("active", True), f"{refused} is {after}"
         assert after.copy > before.copy
         copied.check()
-        assert "t" in copied.ops(refused), "rows of before the failure are still there: a copy must begin with a clear"
+        assert "t" in copied.ops(refused), (
+            "rows from before the failure are still there: a copy must begin with a clear"
+        )
 
     def test_a_note_to_copy_again_begins_another_copy(self, copied: TableMirror) -> None:
         stream, other = list(copied.states())[:2]

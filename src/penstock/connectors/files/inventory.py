@@ -71,7 +71,7 @@ class Inventory:
             raise FatalError(
                 f"the inventory {path} is gone, so nobody knows which files were read",
                 code="PEN-5011",
-                hint="put it back from a copy, or start over with `penstock offsets reset FILE` (all files are read again)",
+                hint="restore it from a backup, or start over with `penstock offsets reset FILE` (all files are read again)",
             ) from error
         except OSError as error:
             raise FatalError(f"cannot read the inventory {path}: {error.strerror}", code="PEN-5011") from error
@@ -85,7 +85,7 @@ class Inventory:
         header = records.pop(0) if records else {}
         if header.get("inventory") != id:
             raise FatalError(
-                f"{path} is not an inventory", code="PEN-5011", hint="put it back from a copy, or start over"
+                f"{path} is not an inventory", code="PEN-5011", hint="restore it from a backup, or start over"
             )
         if header["format"] > _FORMAT:
             raise FatalError(f"{path} has format {header['format']}", code="PEN-5006", hint="run the newer Penstock")
@@ -118,7 +118,7 @@ class Inventory:
         )
 
     def end_of(self, start: int, count: int) -> int:
-        """The position behind the `count`th file after `start`."""
+        """The position after the `count`th file after `start`."""
         at = start
         while count:
             count -= self._entries[at] is not None

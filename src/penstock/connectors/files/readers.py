@@ -1,4 +1,4 @@
-"""From one file to Arrow batches, in flat memory; bad rows are left out, counted and told at the end."""
+"""From one file to Arrow batches, in flat memory; bad rows are left out, counted and reported at the end."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def _sorted_out(block: bytes, schema: pa.Schema | None) -> tuple[list[tuple[int,
 
 
 def _misfit(line: bytes, schema: pa.Schema | None) -> str:
-    """Why a line certainly cannot be used; most bad lines are told so, long before halving would find them one by one."""
+    """Why a line certainly cannot be used; most bad lines are found so, long before halving would find them one by one."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -273,7 +273,7 @@ def _lines_before(split: FileSplit, offset: int) -> int:
 
 
 def _json_batch(data: bytes, schema: pa.Schema | None, explicit: bool) -> pa.RecordBatch | None:
-    """The rows in `data`; unless the schema is explicit, with the columns that it does not know behind its own."""
+    """The rows in `data`; unless the schema is explicit, with the columns that it does not know after its own."""
     if explicit:
         return _parse_json(data, schema, "ignore")
     batch = _parse_json(data, schema, "infer")

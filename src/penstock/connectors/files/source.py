@@ -68,7 +68,7 @@ class FilesConfig(Config):
     """
 
     stream: str = "files"
-    """Name of the stream; `{parent}` stands for the name of a file's directory, `{stem}` for its own up to the first dot."""
+    """Name of the stream; `{parent}` is the name of a file's directory, `{stem}` its own up to the first dot."""
 
     delimiter: str | None = None
     """What separates the columns of a CSV file; none: a tab in `.tsv`, else a comma."""
@@ -106,7 +106,7 @@ class FilesConfig(Config):
         try:
             stream.format(parent="", stem="")
         except (KeyError, IndexError, ValueError):
-            raise ValueError("only {parent} and {stem} can stand in braces") from None
+            raise ValueError("only {parent} and {stem} can be in braces") from None
         return stream
 
     @model_validator(mode="after")
@@ -332,7 +332,7 @@ class Files(RangeSource[FilesConfig, Inventoried]):
     # -- the inventory -------------------------------------------------------------------------------------------
 
     def _load(self, position: Inventoried) -> Inventory:
-        """The inventory that a position counts in; the beginning has a fresh one, so that a reset reads what is there now."""
+        """The inventory that a position counts in; the beginning has a fresh one: a reset reads the files that exist now."""
         place = self.config.inventory or self.context.state_dir
         if position.listed or place is None:
             inventory = Inventory("", position.listed)
@@ -349,7 +349,8 @@ class Files(RangeSource[FilesConfig, Inventoried]):
             raise FatalError(
                 f"the position counts {position.records} records, the inventory {position.inventory} has fewer",
                 code="PEN-5011",
-                hint="was it put back from an older copy? Put the newest back, or start over with `penstock offsets reset FILE`",
+                hint="was it restored from an older backup? Restore the newest one, or start over with "
+                "`penstock offsets reset FILE`",
             )
         if self._schemas is None and position.records:
             self._schemas = self._schemas_at(inventory, position.records)

@@ -208,7 +208,7 @@ def _pieces(values: pa.Array) -> list[pa.Array]:
 
 
 def _numbers(values: pa.Array, missing: Mask) -> Numbers:
-    """Values of a fixed width as PostgreSQL writes them, one row each; whatever stands below nulls."""
+    """Values of a fixed width as PostgreSQL writes them, one row each; nulls hold any value."""
     kind = values.type
     if types.is_decimal(kind):
         return _groups(values)
@@ -240,7 +240,7 @@ def _moments(values: pa.Array, missing: Mask) -> Numbers:
 
 
 def _in_groups(kind: pa.DataType) -> bool:
-    """True for decimals that are staged as such: four digits to a group, before and behind the point, within 64 bits."""
+    """True for decimals that are staged as such: four digits to a group, before and after the point, within 64 bits."""
     return bool(0 <= kind.scale <= kind.precision <= 16)
 
 

@@ -46,7 +46,7 @@ class Ingest:
     """
     Moves one source's rows into its journal: `open`, `start`, then `range_source` has them; `stop`, last ack, `close`.
 
-    The outside system is told of a row only after the fsync. `failure` is what must stop the pipeline; whenever it or the
+    The outside system learns of a row only after the fsync. `failure` is what must stop the pipeline; whenever it or the
     durable tail changes, `ready` is set.
     """
 
@@ -156,7 +156,7 @@ class Ingest:
 
     def stop(self, timeout_secs: float = 30) -> bool:
         """
-        Start no poll and refuse sends; returns once what was accepted is durable and told.
+        Start no poll and refuse sends; returns once what was accepted is durable and acknowledged.
 
         False if the source did not return in time.
         """
@@ -200,7 +200,7 @@ class Ingest:
 
     @property
     def seeded(self) -> Mapping[str, JournalPosition]:
-        """For each table that was copied, the position behind its last row: once that is committed, the table is seeded."""
+        """For each table that was copied, the position after its last row: once that is committed, the table is seeded."""
         known = (self.journal.checkpoint or {}).get("metadata", {})
         return {stream: JournalPosition(row=row) for stream, row in known.get("seeded", {}).items()}
 
@@ -320,7 +320,7 @@ class Ingest:
         Journal rows and checkpoint as one record.
 
         Rows that bypass the journal are lost in a crash. If the source can send them again, its checkpoint waits until
-        they are committed, and so do those behind it.
+        they are committed, and so do all later ones.
         """
         reliable, direct = self._parted(self._usable(records))
         direct_row = self._direct.append(direct) if direct and self._direct is not None else None
@@ -363,7 +363,7 @@ class Ingest:
             try:
                 self._retry(lambda: source.commit(offsets))  # noqa: B023 - called at once
             except _Stopping:
-                return  # told again after the restart
+                return  # acknowledged after the restart
             self._to_tell.popleft()
             failpoints.hit("journal.told")
 
@@ -374,7 +374,7 @@ class Ingest:
         while not self._stop.is_set():
             began, before = time.monotonic(), self.rows
             error: RetryableError | None = None
-            why = "start_streaming returned, though it was not told to stop"
+            why = "start_streaming returned, though it was not asked to stop"
             try:
                 source.start_streaming(sender)
             except RetryableError as broken:
@@ -439,11 +439,11 @@ class Ingest:
         while not self._stop.is_set():
             began, before = time.monotonic(), self.rows
             error: RetryableError | None = None
-            why = "live() ended, though it was not told to stop"
+            why = "live() ended, though it was not asked to stop"
             try:
                 self._snapshot(source, buffer)
                 buffer.resume()
-                quiet = 0  # one None may stand between two changes
+                quiet = 0  # one None may come between two changes
                 for change in source.live():
                     if self._stop.is_set():
                         break
@@ -516,7 +516,7 @@ class Ingest:
 
 
 class _Stopping(Exception):
-    """Leaves a wait when the source is told to stop."""
+    """Leaves a wait when the source must stop."""
 
 
 class _Sender:

@@ -182,7 +182,7 @@ class Journal:
                 raise self.failure
 
     def refuse(self) -> None:
-        """Take no more rows and wake whoever waits to append some; what was accepted still becomes durable."""
+        """Take no more rows and wake threads that wait to append; what was accepted still becomes durable."""
         with self._lock:
             self._refusing = True
             self._moved.notify_all()
@@ -197,7 +197,7 @@ class Journal:
         self._let_go()
 
     def require(self, row: int) -> None:
-        """Refuse to go on when a manifest stands at a row that the journal does not have, or no longer has."""
+        """Refuse to go on when a manifest is at a row that the journal does not have, or no longer has."""
         if row > self.tail:
             raise _corrupt(
                 self.directory, f"it ends before row {self.tail}, but a manifest has planned rows up to {row}"
@@ -238,7 +238,7 @@ class Journal:
         return in_memory and not self.full and size <= self._max_bytes
 
     def _without_repeats(self, envelopes: Sequence[SourceEnvelope]) -> Sequence[SourceEnvelope]:
-        """Called under the lock. The callback of a repeat stays in the queue, behind the original it repeats."""
+        """Called under the lock. The callback of a repeat stays in the queue, after the original that it repeats."""
         if all(envelope.dedupe_key is None for envelope in envelopes):
             return envelopes
         kept = []
@@ -269,7 +269,7 @@ class Journal:
                 for entry in group:
                     if entry.on_durable is not None:
                         entry.on_durable()
-            except Exception as error:  # noqa: BLE001 - whatever it is, nothing may be appended behind it
+            except Exception as error:  # noqa: BLE001 - whatever it is, nothing may be appended after it
                 self._poison(error)
                 return
             with self._lock:
@@ -285,7 +285,7 @@ class Journal:
             )
             self.failure.__cause__ = error.__cause__ if error is self.failure else error
             self._moved.notify_all()
-        self._on_commit()  # wake whoever waits for rows, so that it finds the failure
+        self._on_commit()  # wake the thread that waits for rows, so that it finds the failure
 
     def _commit(self, group: list[_Entry]) -> None:
         blocks = list(_blocks(group))
@@ -457,7 +457,7 @@ class JournalConfig(Config):
     """The directory of rows that bypass the journal's promise; they may be gone after a crash."""
 
     parallelism: int = 1
-    """How many splits a range has at most, until `latest` is told otherwise."""
+    """How many splits a range has at most, until `latest` is asked for more."""
 
 
 class JournalPosition(Position):
@@ -858,7 +858,7 @@ def _unframe(line: bytes) -> Any:
 
 
 def _has_record(torn: bytes) -> bool:
-    """True if a whole record stands behind the beginning of `torn`: then it is not the tail of a write cut short."""
+    """True if a whole record follows the beginning of `torn`: then it is not the tail of a write cut short."""
     found = re.finditer(rb"(?=([0-9a-f]{8} \{[^\n]*))", torn)
     return any(match.start() > 0 and _unframe(match.group(1)) is not None for match in found)
 
@@ -900,7 +900,7 @@ def _gone(directory: Path, row: int) -> FatalError:
     return FatalError(
         f"row {row} is no longer in the journal {directory}",
         code="PEN-5011",
-        hint="restore journal and manifests from the same moment; or `penstock offsets reset`, which goes on with what is there",
+        hint="restore journal and manifests from the same moment; or `penstock offsets reset`: it goes on with the rest",
     )
 
 

@@ -54,7 +54,7 @@ class _Written:
 
 class Telemetry:
     """
-    Told by the runtime what happens, from any thread; `status()` is what every front shows.
+    The runtime reports here what happens, from any thread; `status()` is what every front shows.
 
     Events are logged as they come. `publish` also keeps `status.json` beside the manifests.
     """
@@ -450,7 +450,12 @@ def read_status(state_dir: Path) -> dict[str, Json] | None:
     except (ValueError, KeyError, TypeError):  # not ours, or half a file of a machine that lost power
         return None
     if not ended and not alive:
-        return {**status, "state": "dead", "reason": f"process {status['pid']} is gone without a word", "epoch": None}
+        return {
+            **status,
+            "state": "dead",
+            "reason": f"process {status['pid']} ended without a final status (was it killed?)",
+            "epoch": None,
+        }
     if not ended:
         status["uptime_secs"] += age
         status["quiet_secs"] += age

@@ -25,8 +25,8 @@ test: export SPARK_SUBMIT_OPTS := -XX:TieredStopAtLevel=1
 test: export SPARK_LAUNCHER_OPTS := -XX:TieredStopAtLevel=1
 test: export TMPDIR := $(or $(TMPDIR),$(shell grep -qs ' /dev/shm .*noexec' /proc/mounts || \
 	df -P -k /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 8000000 { print $$6 }'))
-test: $(SET_UP_DEV) java servers  ## all tests, JOBS at once; ARGS= goes to pytest
-	@$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadgroup $(ARGS)
+test: $(SET_UP_DEV) $(if $(FAST),,java servers)  ## all tests, JOBS at once; FAST=1: those without servers and Spark; ARGS= goes to pytest
+	@$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadgroup $(if $(FAST),$(wildcard tests/test_*.py)) $(ARGS)
 
 check: $(SET_UP_DEV)  ## style, types, and generated pages that match the code
 	@$(BIN)/ruff check .
@@ -38,8 +38,12 @@ check: $(SET_UP_DEV)  ## style, types, and generated pages that match the code
 bench: $(SET_UP_DEV) java  ## all benches, or NAME= one
 	@set -e; for script in $(if $(NAME),bench/$(NAME).py,$(sort $(wildcard bench/[a-z]*.py))); do $(BIN)/python $$script; done
 
-soak: $(SET_UP_DEV) java  ## all soaks, or NAME= one
+soak: $(SET_UP_DEV) java  ## all soaks, or NAME= one; NAME=tests: the tests, with all that `make test` leaves out
+ifeq ($(NAME),tests)
+	@PENSTOCK_THOROUGH=1 $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadgroup -m 'soak or not soak' $(ARGS)
+else
 	@set -e; for script in $(if $(NAME),bench/soak/$(NAME).py,$(sort $(wildcard bench/soak/[a-z]*.py))); do $(BIN)/python $$script; done
+endif
 
 docs: $(SET_UP_DEV)  ## write the generated pages
 	@$(BIN)/python -m penstock.reference docs

@@ -24,6 +24,7 @@ from penstock.changes.keys import Keys
 from penstock.changes.old_key import moment_texts, pack_keys, unpack_keys
 from penstock.changes.streamed import collapse_parts
 from penstock.errors import DataError, SchemaError
+from thorough import examples
 
 SCHEMA = pa.schema([("k", pa.int64()), ("n", pa.int64()), ("doc", pa.string()), ("img", pa.string())])
 EVENT = pa.schema([*SCHEMA, *CHANGE_FIELDS])
@@ -107,7 +108,7 @@ STATEMENTS = st.lists(
 NOTHING = {"n": 0, "doc": None, "img": None}
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(STATEMENTS, st.lists(st.integers(0, 40), max_size=3), st.randoms(use_true_random=False))
 @example(
     [("c", k, 0, {**NOTHING, "doc": str(k)}) for k in (1, 2)]
@@ -154,7 +155,7 @@ def with_two_columns_as_key(event):
     return event
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     statements=STATEMENTS,
     two_columns=st.booleans(),
@@ -207,7 +208,7 @@ def test_rows_that_are_no_changes_and_too_many_to_be_held_are_taken_in_their_ord
     assert by_key(pa.concat_tables(streamed.rows(None)(0, 30))) == by_key(collapse(table, ["k"]).upserts)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(STATEMENTS, st.integers(0, 40))
 def test_changes_that_a_target_has_seen_already_may_come_again(statements, seen):
     """A first copy that was read after the log began; key changes apart, which a copy cannot tell from new rows."""

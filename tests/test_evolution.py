@@ -20,6 +20,7 @@ from penstock.changes import CHANGE_FIELDS
 from penstock.errors import DataError, SchemaError
 from penstock.schema import with_key
 from penstock.schema.evolution import Policy, diff, fit, follow, widened, widens
+from thorough import examples
 
 TOPIC = "/lake/orders"
 
@@ -129,7 +130,7 @@ def _same(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
     return repr(a) == repr(b)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(rows_and_targets(), policies)
 def test_rows_fit_as_a_look_at_every_single_value_says(both: tuple[pa.RecordBatch, pa.Schema], policy: Policy) -> None:
     batch, target = both
@@ -157,7 +158,7 @@ def test_rows_fit_as_a_look_at_every_single_value_says(both: tuple[pa.RecordBatc
     fitted.validate(full=True)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(rows_and_targets(), policies)
 def test_rows_always_fit_the_columns_that_a_target_has_once_it_followed(
     both: tuple[pa.RecordBatch, pa.Schema], policy: Policy
@@ -177,7 +178,7 @@ def test_rows_always_fit_the_columns_that_a_target_has_once_it_followed(
     assert follow(TOPIC, followed, batch.schema, policy) == followed
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.sampled_from([(old, new) for old in KINDS for new in KINDS if widens(old, new)]), st.data())
 def test_a_wider_type_holds_every_value(both: tuple[pa.DataType, pa.DataType], data: st.DataObject) -> None:
     old, new = both

@@ -657,6 +657,7 @@ def peak_of_commit(sink, e, receipts):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.soak
 def test_two_million_changes_are_applied_in_little_memory(make, target):
     sink, e, count = make(), epoch(1), 2_000_000
 

@@ -25,6 +25,7 @@ from penstock.errors import ConfigError, DataError, FatalError, RetryableError
 from penstock.schema import SchemaInferable, SchemaProvider
 from penstock.schema.typenames import arrow_type
 from penstock.source import HealthState, Note, ReadLimit, SourceBatch, SourceContext
+from thorough import examples
 
 LIMIT = ReadLimit(rows=1_000_000)
 
@@ -545,7 +546,7 @@ def converts(kind, text):
         return False
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     kind=st.sampled_from(["int64", "uint8", "float64", "bool", "date32", "timestamp[us]", "decimal128(9, 2)"]).map(
         arrow_type
@@ -563,7 +564,7 @@ def test_only_values_that_arrow_refuses_are_called_misfits(kind, text):
     assert not (misfits and converts(kind, text))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     kind=st.sampled_from(
         [

@@ -242,6 +242,7 @@ for split in sys.argv[2:]:
 """
 
 
+@pytest.mark.soak
 def test_a_huge_transaction_is_read_in_bounded_memory(running, connection, opened):
     start = opened.initial()
     connection.execute("INSERT INTO orders SELECT i, 0, 'n' FROM generate_series(1, 20000) i")

@@ -269,6 +269,7 @@ def test_kills_at_the_steps_of_an_epoch_lose_and_double_nothing(outside, tmp_pat
     pipe.check()
 
 
+@pytest.mark.soak
 def test_kills_at_random_lose_and_double_nothing(outside, tmp_path):
     pipe, chance = Pipe(tmp_path, outside), random.Random(7)
     with Writer(outside) as writer:

@@ -14,6 +14,7 @@ from penstock.errors import DataError
 from penstock.schema.compatibility import Compatibility
 from penstock.schema.inference import infer_json_schema
 from penstock.schema.registry.embedded import Embedded, EmbeddedConfig
+from thorough import examples
 
 V1 = '{"type":"record","name":"Order","fields":[{"name":"id","type":"long"}]}'
 V2 = '{"type":"record","name":"Order","fields":[{"name":"id","type":"long"},{"name":"n","type":"long","default":0}]}'
@@ -138,7 +139,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(VALUES, min_size=1, max_size=5))
 def test_an_inferred_schema_allows_every_sample(values):
     schema = infer_json_schema(json.dumps(each).encode() for each in values)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import thorough
 from penstock.errors import SchemaError
 from penstock.formats import WireSchema
 from penstock.schema.compatibility import Compatibility, incompatibilities, parsed
@@ -278,7 +279,7 @@ def reads(reader: Any, writer: Any, data: bytes) -> bool:
     return True
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=thorough.examples(600), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_fastavro_reads_all_data_of_a_compatible_writer_and_not_all_of_another(data):
     writer = data.draw(types())

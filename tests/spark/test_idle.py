@@ -26,6 +26,7 @@ path = "lake"
 """
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(200)
 def test_an_idle_pipeline_uses_less_than_a_twentieth_of_a_core_and_ends_well_when_told(tmp_path: Path) -> None:
     (tmp_path / "pipeline.toml").write_text(PIPELINE)

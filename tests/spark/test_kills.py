@@ -85,7 +85,7 @@ def test_a_signal_to_the_whole_process_group_ends_the_run_like_any_stop(tmp_path
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("sql", [False, True], ids=["passthrough", "sql"])
+@pytest.mark.parametrize("sql", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["passthrough", "sql"])
 def test_random_kills_lose_nothing_and_double_nothing(tmp_path: Path, sql: bool) -> None:
     seed = int(os.environ.get("SEED", time.time_ns() % 10**6))
     choice = random.Random(seed)

@@ -34,7 +34,6 @@ from penstock.schema import discover
 from penstock.sink import SinkConnector, Topic
 from penstock.source import (
     HealthStatus,
-    PollingSource,
     ProducerConfig,
     RangeSource,
     Schemas,
@@ -125,6 +124,7 @@ class _Supervisor:
     """Those of the pipeline, and the one that takes dead letters."""
     messages: Messages = field(default_factory=Messages)
     skipped: int = 0
+    drain_began: float | None = None
     step: Step | None = None
     """The step in hand, for the monitor."""
 
@@ -249,9 +249,10 @@ class _Supervisor:
         )
 
     def _caught_up(self) -> bool:
-        """For `--drain`: True once every source that is asked has come to the end of what it has."""
-        asked = (PollingSource, ChangeCapture)
-        return all(ingest.idle.is_set() for ingest in self.ingests.values() if isinstance(ingest.source, asked))
+        """For `--drain`: True once every source has handed over what it had when the drain was first noticed."""
+        if self.drain_began is None:
+            self.drain_began = time.monotonic()
+        return all(ingest.caught_up(self.drain_began) for ingest in self.ingests.values())
 
     def _open_one(
         self, label: str, connector: Any, resources: contextlib.ExitStack, opening: Callable[[], None]
@@ -360,13 +361,13 @@ class _Supervisor:
                 self.summary.add(report, began)
                 self.telemetry.epoch(report)
                 waker.cut()
-            elif self.draining and loop.frozen is not None and not loop.unacked:
-                return
             elif self.draining and loop.frozen is None:
                 waker.wait(0.05)  # a journal that is full is emptied by epochs, so they go on meanwhile
             else:
                 if loop.unacked:
                     loop.ack()
+                if self.draining and not loop.unacked:
+                    return
                 waker.wait(processing.max_backoff_ms / 1000 if loop.unacked and timer is None else timer)
 
     def _newly_skipped(self) -> int:

@@ -218,6 +218,14 @@ class Ingest:
         """Rows accepted so far, over all runs."""
         return sum(journal.appended for journal in (self._journal, self._direct) if journal is not None)
 
+    def caught_up(self, since: float) -> bool:
+        """True once the source has handed over what it had at `since` (`time.monotonic()`); a pushing source always has."""
+        if isinstance(self.source, StreamingSource):
+            return True
+        if isinstance(self.source, ChangeCapture) and not self.source.caught_up(since):
+            return False
+        return self.idle.is_set()
+
     def health(self) -> HealthStatus:
         """What is known here, and else the source's own word."""
         if self.failure is not None:

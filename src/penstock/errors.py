@@ -82,6 +82,7 @@ CODES: dict[str, str] = {
     "PEN-5013": "too many retries",
     "PEN-5014": "Spark is gone",
     "PEN-5015": "a planned range can never be read again",
+    "PEN-5016": "a task cannot see the journal",
     "PEN-5020": "a target's own record of its epochs is lost or corrupt",
     "PEN-5021": "a target cannot be written anew for a wider type",
     "PEN-5030": "a source's change stream cannot be understood",

@@ -12,13 +12,14 @@ import contextlib
 import json
 import os
 import re
+import socket
 import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import FileIO
-from itertools import accumulate, chain, groupby, pairwise
+from itertools import accumulate, chain, groupby, pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -104,14 +105,14 @@ class Journal:
         self._durable_keys: deque[str] = deque(maxlen=DEDUPE_KEYS)  # only these may be carried into a new segment
         self._data: FileIO | None = None
         self._index: FileIO | None = None
-        make_directory(directory)
+        make_directory(directory, private=True)
         self._lock_fd = _lock(directory)
         try:
             with disk_errors():
                 if not durable:
                     first_row = max(first_row, _throw_away(directory))
                 self._recover(first_row)
-                self._tail_fd = os.open(directory / "tail", os.O_RDWR | os.O_CREAT, 0o644)
+                self._tail_fd = os.open(directory / "tail", os.O_RDWR | os.O_CREAT, 0o600)
                 self._publish()
         except BaseException:
             self._let_go()
@@ -366,8 +367,8 @@ class Journal:
         carried = {"keys": list(self._durable_keys), "streams": self._streams, "checkpoint": self.checkpoint}
         header = _frame({"format": "penstock journal", "version": FORMAT_VERSION, "row": row}) + _frame(carried)
         with disk_errors():
-            segment.data.touch()
-            write_atomic(segment.index, header)
+            segment.data.touch(0o600)
+            write_atomic(segment.index, header, private=True)
         self._open_files(segment)
         return segment
 
@@ -557,7 +558,8 @@ class JournalSource(RangeSource[JournalConfig, JournalPosition]):
     def _tails(self) -> tuple[int, int]:
         if self._bound is not None:
             return self._bound.journal.tail, self._bound.direct.tail if self._bound.direct else 0
-        return _tail(self.config.directory), _tail(self.config.direct) if self.config.direct else 0
+        direct = self.config.direct
+        return _tail(self.config.directory) or 0, (_tail(direct) or 0) if direct is not None else 0
 
     def _parts(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         parts = max(1, min(self._parallelism, (end - start) // LEAST_SPLIT_ROWS))
@@ -755,10 +757,11 @@ def _by_stream(batch: pa.RecordBatch) -> Iterator[SourceBatch]:
 
 def _read(split: JournalSplit) -> Iterator[tuple[str | None, pa.RecordBatch]]:
     """The rows of a split, block by block."""
+    _require_shared(split)
     row = split.start
     segments = _segments(split.directory)
     try:
-        for segment, following in zip(segments, [*segments[1:], None], strict=True):
+        for segment, following in zip_longest(segments, segments[1:]):
             if segment.first >= split.end or (following is not None and following.first <= row):
                 continue
             for stream, batch in _read_blocks(segment, row, split.end):
@@ -770,8 +773,27 @@ def _read(split: JournalSplit) -> Iterator[tuple[str | None, pa.RecordBatch]]:
         return
     if segments and segments[0].first > row:
         raise _gone(split.directory, row)
-    raise RetryableError(
-        f"the journal {split.directory} ends at row {row} as seen from here, and row {split.end - 1} was planned",
+    raise _behind(split, row)
+
+
+def _require_shared(split: JournalSplit) -> None:
+    """Refuse to read where the driver's journal cannot be seen: rows that may be lost would be lost here without a word."""
+    tail = _tail(split.directory)
+    if tail is None:
+        raise FatalError(
+            f"there is no journal {split.directory} on {socket.gethostname()}, where a task was to read it",
+            code="PEN-5016",
+            hint="the driver and all executors must see the same `state_dir`: put it on storage that they share, "
+            "or run with --master local[*]",
+        )
+    if tail < split.end:
+        raise _behind(split, tail)
+
+
+def _behind(split: JournalSplit, row: int) -> RetryableError:
+    return RetryableError(
+        f"the journal {split.directory} ends at row {row} as seen from {socket.gethostname()}, "
+        f"and row {split.end - 1} was planned",
         hint="if this stays, the directory is not the shared storage that the driver writes to",
     )
 
@@ -815,11 +837,12 @@ def _first(directory: Path | None) -> int:
     return segments[0].first if segments else 0
 
 
-def _tail(directory: Path) -> int:
+def _tail(directory: Path) -> int | None:
+    """The number of rows that readers may see; None: there is no journal."""
     try:
         return int.from_bytes((directory / "tail").read_bytes(), "little")
-    except FileNotFoundError:
-        return 0
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _schemas(directory: Path | None) -> dict[str, pa.Schema]:
@@ -827,7 +850,7 @@ def _schemas(directory: Path | None) -> dict[str, pa.Schema]:
     segments = _segments(directory) if directory is not None else []
     if not segments:
         return {}
-    tail = _tail(segments[-1].index.parent)
+    tail = _tail(segments[-1].index.parent) or 0
     found: dict[str, str] = {}
     for line in segments[-1].index.read_bytes().splitlines()[1:]:
         record = _unframe(line) or {}
@@ -914,7 +937,7 @@ def _throw_away(directory: Path) -> int:
     rows = [segment.first for segment in _segments(directory)]
     for path in [*directory.glob("*.index"), *directory.glob("*.arrow")]:
         path.unlink()
-    return max([_tail(directory), *rows])
+    return max([_tail(directory) or 0, *rows])
 
 
 _open_journals: WeakSet[Journal] = WeakSet()

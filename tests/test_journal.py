@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
 import resource
 import shutil
 import signal
+import stat
 import threading
 import time
 from collections import Counter, defaultdict
@@ -560,6 +562,32 @@ def test_a_range_beyond_what_a_reader_can_see_is_retryable(tmp_path: Path) -> No
     three_commits(tmp_path)
     with pytest.raises(RetryableError, match="ends at row 3"):
         rows(tmp_path, 0, 5)
+
+
+@pytest.mark.parametrize("lossy", [False, True])
+def test_a_task_that_cannot_see_the_journal_says_so_and_drops_nothing(tmp_path: Path, lossy: bool) -> None:
+    split = JournalSplit(tmp_path / "journal", 0, 5, lossy=lossy)
+    with pytest.raises(FatalError, match=r"PEN-5016 there is no journal .*/journal on .*\n.*storage that they share"):
+        list(source(tmp_path).read(split))
+    with contextlib.closing(Journal(tmp_path / "journal")) as other:  # a directory of that name, but not the driver's
+        other.append([envelope(1)])
+        other.flush()
+        with pytest.raises(RetryableError, match="ends at row 1 as seen from .*, and row 4 was planned"):
+            list(source(tmp_path).read(split))
+
+
+def test_only_its_user_can_read_a_journal(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with contextlib.closing(Journal(tmp_path / "journal")) as journal:
+            journal.append([envelope(1)])
+            journal.flush()
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "journal").iterdir()}
+    assert stat.S_IMODE((tmp_path / "journal").stat().st_mode) == 0o700
+    assert len(modes) == 4
+    assert set(modes.values()) == {0o600}, modes
 
 
 def test_large_batches_are_cut_so_that_a_task_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

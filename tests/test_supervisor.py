@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -530,6 +531,14 @@ def test_drain_reads_a_backlog_that_is_larger_than_the_journal(build: Any, rows:
     assert rows() == list(range(40_000))
 
 
+def test_a_second_drain_of_a_journaled_source_ends_though_nothing_is_new(build: Any, rows: Any) -> None:
+    for _ in range(2):
+        running = Running(build(Backlog(), epoch_interval_ms=0), drain=True)
+        running.ends()
+        assert running.error is None
+        assert rows() == list(range(40_000))
+
+
 IDLE = """
 import sys, threading
 from pathlib import Path
@@ -670,6 +679,21 @@ def test_rows_that_no_route_takes_are_no_errors(build: Any) -> None:
     pipeline = build(two, unrouted="skip", max_error_rate=0.0)
     pipeline = replace(pipeline, router=Router((Route("a", "/a"),), ("lake",), "skip"))
     assert supervisor.run(pipeline, engine=ForkEngine(1), drain=True).skipped == 10
+
+
+def test_only_its_user_can_read_a_state_directory(build: Any, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        running = Running(build(Backlog(), epoch_interval_ms=0), drain=True)
+        running.ends()
+    finally:
+        os.umask(before)
+    assert running.error is None
+    state = tmp_path / "state"
+    assert stat.S_IMODE(state.stat().st_mode) == 0o700
+    files = [path for path in state.rglob("*") if path.is_file()]
+    assert {"status.json", "pipeline.json", "lock", "tail"} <= {path.name for path in files}
+    assert {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in files} == {p.name: "0o600" for p in files}
 
 
 class Locked(Config):

@@ -96,9 +96,9 @@ class Inventory:
         if self._path is not None:
             data = b"".join(_line(record) for record in records)
             if not self._length:
-                make_directory(self._path.parent)
+                make_directory(self._path.parent, private=True)
                 data = _line({"format": _FORMAT, "inventory": self.id}) + data
-                write_atomic(self._path, data)
+                write_atomic(self._path, data, private=True)
             else:
                 self._write(self._path, data)
             self._length += len(data)

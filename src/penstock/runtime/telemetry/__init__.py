@@ -387,6 +387,7 @@ class Telemetry:
         temporary = self._file.with_name(f".{STATUS_FILE}.{uuid4().hex[:8]}")
         with self._writing:  # asking and replacing are one step: an older status never follows the last one
             try:  # it steers nothing, so it is not synced, and a full disk does not stop a pipeline here
+                temporary.touch(0o600)
                 temporary.write_text(json.dumps(self.status(), ensure_ascii=False, indent=1))
                 os.replace(temporary, self._file)
             except OSError as error:

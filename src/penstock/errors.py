@@ -57,7 +57,6 @@ CODES: dict[str, str] = {
     "PEN-3002": "more records failed than max_error_rate allows",
     "PEN-3003": "a route's SQL failed on a row",
     "PEN-3004": "a file changed after it was planned",
-    "PEN-3005": "a file is gone before it was read",
     "PEN-3006": "a table cannot be read",
     "PEN-3030": "a message names a schema that the registry does not have",
     "PEN-4000": "a schema does not fit",

@@ -347,7 +347,8 @@ class _Supervisor:
             last = time.monotonic()
             self.step = Step(last)
             try:
-                if self.draining and loop.frozen is None and self._caught_up():
+                # The epoch in hand comes first: its range may turn out to be gone.
+                if self.draining and loop.frozen is None and not loop.pending() and self._caught_up():
                     loop.freeze()
                 report = loop.step()
             except ConnectorError as error:

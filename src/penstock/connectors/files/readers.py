@@ -1,4 +1,4 @@
-"""From one file to Arrow batches, in flat memory; bad rows are left out, counted and told at the end."""
+"""From one file to Arrow batches, in flat memory; bad rows are left out, counted and named at the end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from penstock.connectors.files.types import (
     merge,
     widest,
 )
-from penstock.errors import DataError, FatalError, RetryableError
+from penstock.errors import DataError, FatalError, RangeGone, RetryableError
+from penstock.formats.json_parse import has_whole_lists
 
 Format = Literal["jsonl", "csv", "parquet"]
 
@@ -90,7 +91,7 @@ class BadRows:
         error = DataError(
             f"{self.path}, {self._first}{many}",
             code="PEN-3001",
-            hint="mend the file under a new name, give the right types in `columns`, "
+            hint="correct the file, where it is or under a new name; give the right types in `columns`; "
             'or leave such rows out with `on_error = "skip"`',
         )
         error.count = self.count
@@ -98,7 +99,7 @@ class BadRows:
 
 
 def read(split: FileSplit, bad: BadRows) -> Iterator[pa.RecordBatch]:
-    """The rows of a split, with the columns of its schema first; `DataError` if the file is not the one that was planned."""
+    """The rows of a split, with the columns of its schema first; `RangeGone` if the file is not the one that was planned."""
     with _opened(split) as file:
         descriptor = os.dup(file.fileno())  # a reader may close its file, and the name may point to another one by now
         try:
@@ -283,7 +284,8 @@ def _json_batch(data: bytes, schema: pa.Schema | None, explicit: bool) -> pa.Rec
     wanted = merge(schema, inferred_from_json(batch.schema), widen=fixed)
     if not len(wanted):
         return None
-    if all(name in wanted.names and batch.schema.field(name).type == wanted.field(name).type for name in _typed(batch)):
+    as_wanted = all(batch.schema.field(name).type == wanted.field(name).type for name in wanted.names)
+    if as_wanted and all(map(has_whole_lists, batch.columns)):
         return batch.select(wanted.names)
     return _parse_json(data, wanted, "ignore")
 
@@ -311,11 +313,6 @@ def _parse_json(data: bytes, schema: pa.Schema | None, unexpected: str) -> pa.Re
 def _json_type(kind: pa.DataType) -> pa.DataType:
     """Arrow takes dates and times from JSON numbers only; people write them as text."""
     return pa.string() if pa.types.is_date(kind) or pa.types.is_time(kind) else kind
-
-
-def _typed(batch: pa.RecordBatch) -> list[str]:
-    """Columns of which something is known: those that hold more than nulls."""
-    return [field.name for field in batch.schema if not pa.types.is_null(field.type)]
 
 
 # -- CSV -------------------------------------------------------------------------------------------------------------
@@ -500,23 +497,14 @@ def _stream(split: FileSplit, file: pa.NativeFile) -> pa.NativeFile:
 
 @contextlib.contextmanager
 def _opened(split: FileSplit) -> Iterator[pa.NativeFile]:
-    """The planned file; one that is gone or was rewritten is a `DataError`, so that no range ever holds other rows."""
+    """The planned file; one that is gone or was rewritten is a `RangeGone`, so that no range ever holds other rows."""
     try:
         with pa.OSFile(split.path) as file:
             if not _is_planned(split, os.fstat(file.fileno())):
-                raise DataError(
-                    f"{split.path} changed after it was planned",
-                    code="PEN-3004",
-                    hint="files must not change once they are there: write elsewhere and rename; put the old file back, "
-                    'or leave it out with `on_error = "skip"` and add the new one under another name',
-                )
+                raise RangeGone(f"{split.path} changed after it was planned", hint=_PREPARED)
             yield file
     except FileNotFoundError as error:
-        raise DataError(
-            f"{split.path} is gone before it was read",
-            code="PEN-3005",
-            hint='put it back, or leave it out with `on_error = "skip"`',
-        ) from error
+        raise RangeGone(f"{split.path} is gone, and it was planned", hint=_PREPARED) from error
     except PermissionError as error:
         raise FatalError(
             f"cannot read {split.path}", code="PEN-5001", hint="give this user permission to read it"
@@ -527,6 +515,10 @@ def _opened(split: FileSplit) -> Iterator[pa.NativeFile]:
                 f"{split.path} is damaged: {error}", code="PEN-3001", hint="replace it under a new name"
             ) from error
         raise RetryableError(f"cannot read {split.path}: {error.strerror}") from error
+
+
+_PREPARED = "put the file back as it was: a sink has staged its rows, and has to stage them again"
+"""What is left to do once an epoch is prepared; before that, the runtime plans the files again by itself."""
 
 
 def _is_planned(split: FileSplit, about: os.stat_result) -> bool:

@@ -572,7 +572,7 @@ def test_a_task_that_cannot_see_the_journal_says_so_and_drops_nothing(tmp_path: 
     with contextlib.closing(Journal(tmp_path / "journal")) as other:  # a directory of that name, but not the driver's
         other.append([envelope(1)])
         other.flush()
-        with pytest.raises(RetryableError, match="ends at row 1 as seen from .*, and row 4 was planned"):
+        with pytest.raises(RetryableError, match=r"ends at row 1 as seen from .*, and row 4 was planned"):
             list(source(tmp_path).read(split))
 
 

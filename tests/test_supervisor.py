@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -46,6 +47,7 @@ from penstock.source import (
     SourceRecord,
 )
 from penstock.spark import engine_for
+from penstock.tables import TableSource, TableState
 from penstock.testing import ForkEngine
 
 
@@ -544,6 +546,7 @@ import sys, threading
 from pathlib import Path
 from penstock.runtime import monitor, supervisor
 from penstock.pipeline import Pipeline
+from penstock.tables import TableSource, TableState
 from penstock.testing import ForkEngine
 supervisor.run(Pipeline.from_toml(sys.argv[1]), engine=ForkEngine(2))
 """
@@ -694,6 +697,42 @@ def test_only_its_user_can_read_a_state_directory(build: Any, tmp_path: Path) ->
     files = [path for path in state.rglob("*") if path.is_file()]
     assert {"status.json", "pipeline.json", "lock", "tail"} <= {path.name for path in files}
     assert {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in files} == {p.name: "0o600" for p in files}
+
+
+class Captured(Tap, TableSource[NoOptions, Next]):
+    """Says that one of its tables failed."""
+
+    def tables(self, position: Next) -> dict[str, TableState]:
+        return {"rows": TableState("active"), "broken": TableState("failed", code="PEN-3006", error="no such column")}
+
+
+def test_a_drain_tells_which_tables_failed(build: Any) -> None:
+    source = Captured()
+    source.available = 10
+    running = Running(build(source), drain=True)
+    running.ends()
+    assert running.error is None
+    assert running.summary is not None
+    assert running.summary.failed_tables == {"source": ["broken"]}
+    status = running.telemetry.status()
+    assert status["reason"] == "source source is degraded: 1 table failed: broken (PEN-3006 no such column)"
+    again = Running(build(source), drain=True)  # nothing is new, and the table is as it was
+    again.ends()
+    assert again.summary is not None
+    assert again.summary.failed_tables == {"source": ["broken"]}
+
+
+def test_what_an_ingest_counts_is_scraped(build: Any) -> None:
+    running = Running(build(Backlog(), epoch_interval_ms=0), drain=True)
+    running.ends()
+    text = running.telemetry.metrics().decode()
+    assert 'penstock_journal_rows{connector="source"} 0.0' in text
+    assert 'penstock_journal_oldest_seconds{connector="source"} 0.0' in text
+    (fsyncs,) = re.findall(r'^penstock_journal_fsyncs_total\{connector="source"\} (.*)$', text, re.MULTILINE)
+    (seconds,) = re.findall(r'^penstock_journal_fsync_seconds_total\{connector="source"\} (.*)$', text, re.MULTILINE)
+    assert float(fsyncs) >= 2
+    assert float(seconds) > 0
+    assert 'penstock_connector{component="source:source",name="records_total"} 40000.0' in text
 
 
 class Locked(Config):

@@ -168,9 +168,12 @@ class DataError(ConnectorError):
     """How many records; a source that yields the good rows first and then raises sets it."""
     rows: Sequence[int] = ()
     """Which rows of the batch, if a sink knows; else the runtime finds them by halves."""
+    samples: Sequence[str] = ()
+    """The first few of several records: where each is and what is wrong with it, without its values."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (*super().__reduce__(), {"count": self.count, "rows": tuple(self.rows)})
+        kept = {"count": self.count, "rows": tuple(self.rows), "samples": tuple(self.samples)}
+        return (*super().__reduce__(), kept)
 
 
 class SchemaError(ConnectorError):

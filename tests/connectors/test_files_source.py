@@ -26,6 +26,7 @@ from penstock.errors import ConfigError, DataError, FatalError, RangeGone, Retry
 from penstock.pipeline import Pipeline, Processing
 from penstock.pipeline.routing import Router
 from penstock.runtime import supervisor
+from penstock.runtime.telemetry import Telemetry
 from penstock.schema import SchemaInferable, SchemaProvider
 from penstock.schema.typenames import arrow_type
 from penstock.source import HealthState, Note, ReadLimit, SourceBatch, SourceContext
@@ -514,7 +515,36 @@ def test_bad_lines_are_left_out_and_the_first_is_told_with_its_number(landing, t
     assert errors[0].code == "PEN-3001"
     assert f"{path}, line 1,301:" in errors[0].message
     assert "column 'id' is a str, not int64" in errors[0].message
-    assert '\'{"id": "text"}\'' in errors[0].message
+    assert errors[0].samples[0] == f"{path}, line 1,301: column 'id' is a str, not int64"
+    assert "".join(line for error in errors for line in error.samples).count(", line ") == 4
+    assert "text" not in str(errors[0])
+
+
+def test_skipped_and_discarded_rows_are_named_without_their_values(landing, tmp_path, caplog):
+    def run():
+        pipeline = Pipeline(
+            "named",
+            sources={"landing": Files(FilesConfig(path=landing, settle_ms=0, scan_interval_ms=0))},
+            sinks={"lake": FilesSink(FilesSinkConfig(path=str(tmp_path / "{topic}"), schema_evolution="discard_row"))},
+            router=Router((), ("lake",)),
+            processing=Processing(state_dir=tmp_path / "state", on_error="skip"),
+        )
+        telemetry = Telemetry.of(pipeline)
+        supervisor.run(pipeline, ForkEngine(1), drain=True, telemetry=telemetry)
+        return telemetry.status()
+
+    put(landing / "a.jsonl", [{"v": 10}], 30)
+    run()
+    bad = put(landing / "b.jsonl", [{"v": "secret"}, {"v": 11}, {"v": "secret"}, {"v": 12, "w": "secret"}], 20)
+    status = run()
+    assert [each["reason"] for each in status["bad"]] == [
+        f"{bad}, line 1: column 'v' is a str, not int64",
+        f"{bad}, line 3: column 'v' is a str, not int64",
+        "rows or values left out of sink 'lake': 'w' is string, which the target lacks",
+    ]
+    assert (status["skipped"], status["discarded"]) == (2, 1)
+    assert f"PEN-3001: {bad}, line 3: column 'v' is a str" in caplog.text
+    assert "secret" not in caplog.text + json.dumps(status)
 
 
 def test_blank_files_byte_order_marks_and_missing_last_newlines_are_fine(source, landing):

@@ -110,7 +110,10 @@ def options(
 @app.command()
 def run(
     file: File = None,
-    drain: Annotated[bool, typer.Option("--drain", help="Stop once all that is there now is committed.")] = False,
+    drain: Annotated[
+        bool,
+        typer.Option("--drain", help="Stop once all that is there now is committed; exits with 1 if a table failed."),
+    ] = False,
     master: Annotated[str | None, typer.Option(help="Spark master, e.g. local[4] or spark://host:7077.")] = None,
     lost_state: Annotated[
         str, typer.Option(help="When the target knows more than the state directory: stop, resume or start-over.")
@@ -118,6 +121,7 @@ def run(
 ) -> None:
     """Run a pipeline until it is stopped."""
     from penstock.cli import running
+    from penstock.runtime.telemetry import failed_tables
     from penstock.spark.java import java_problem
 
     if lost_state not in ("stop", "resume", "start-over"):
@@ -126,7 +130,9 @@ def run(
     problem = java_problem()
     if problem:
         raise problem
-    running.run(pipeline, drain=drain, master=master, lost_state=lost_state)
+    telemetry = running.run(pipeline, drain=drain, master=master, lost_state=lost_state)
+    if drain and failed_tables(telemetry.status()):  # the closing line names them
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -189,8 +195,6 @@ def status(
         console.print(panel(found, console.width))
         for notice in found["notices"]:
             console.print(Text(f"! {notice}", style="yellow"), soft_wrap=True)
-        if not verdict.ok and found["state"] not in ENDED:
-            console.print(Text(verdict.reason, style="red"), soft_wrap=True)
     if not verdict.ok and found["state"] != "stopped":
         raise typer.Exit(1)
 

@@ -55,6 +55,8 @@ class Summary:
     seconds: float = 0.0
     first_commit_secs: float | None = None
     """From the call of `run` to the first committed epoch."""
+    failed_tables: dict[str, list[str]] = field(default_factory=dict)
+    """Per source, the tables that are set aside at the end."""
 
     def add(self, report: EpochReport, since: float) -> None:
         self.epochs += 1
@@ -207,6 +209,7 @@ class _Supervisor:
                     edge: value and JournalPosition.model_validate(value) for edge, value in state.edges(name).items()
                 }
                 self._open_one(f"source:{name}", ingest, resources, partial(ingest.open, **known, context=context))
+                self.telemetry.counters[f"source:{name}"] = ingest.metrics
                 self.ranges[name] = ingest.range_source
             self._produce(name, source.producer_configs())
 
@@ -243,6 +246,7 @@ class _Supervisor:
             journal,
             self.pipeline.processing,
             on_state=lambda which, health: self.telemetry.state(f"source:{which}", health),
+            on_retry=lambda which, error, pause: self.telemetry.retry(f"source:{which}", error, pause),
             reliable=reliable if direct else None,
             unseeded=unseeded,
             lacking=lambda stream: sorted(self.contexts.copies.lacking(name, stream)),
@@ -267,7 +271,6 @@ class _Supervisor:
                     raise FatalError(f"{label}: {error.message}", code="PEN-5001", hint=error.hint) from error
                 pause = retry.next(error)
                 self.telemetry.retry(label, error, pause)
-                self.telemetry.state(label, HealthStatus.degraded(f"waiting: {error.message}"))
                 self.stop.wait(pause)
             else:
                 break
@@ -335,6 +338,7 @@ class _Supervisor:
             waker.watch(event, clear=False)
         retry = Backoff(processing)
         self.telemetry.state("pipeline", HealthStatus.healthy())
+        self._show_tables(loop)
         last = -interval
         while not self.stop.is_set():
             for ingest in self.ingests.values():
@@ -358,9 +362,10 @@ class _Supervisor:
             retry.reset()
             self.telemetry.state("pipeline", HealthStatus.healthy())
             if report is not None:
-                report = replace(report, skipped=report.skipped + self._newly_skipped())
+                report = self._with_ingested(report)
                 self.summary.add(report, began)
                 self.telemetry.epoch(report)
+                self._show_tables(loop)
                 waker.cut()
             elif self.draining and loop.frozen is None:
                 waker.wait(0.05)  # a journal that is full is emptied by epochs, so they go on meanwhile
@@ -371,10 +376,19 @@ class _Supervisor:
                     return
                 waker.wait(processing.max_backoff_ms / 1000 if loop.unacked and timer is None else timer)
 
-    def _newly_skipped(self) -> int:
-        """Bad records that the ingests left out since this was last asked."""
+    def _with_ingested(self, report: EpochReport) -> EpochReport:
+        """The report with the bad records that the ingests left out since the last one."""
         before, self.skipped = self.skipped, sum(ingest.skipped for ingest in self.ingests.values())
-        return self.skipped - before
+        bad = [each for ingest in self.ingests.values() for each in ingest.take_bad()]
+        return replace(report, skipped=report.skipped + self.skipped - before, bad=(*report.bad, *bad))
+
+    def _show_tables(self, loop: EpochLoop) -> None:
+        """Show what became of each table, and which of them failed."""
+        for name, source in self.ranges.items():
+            if isinstance(source, TableSource) and loop.state.newest is not None:
+                tables = source.tables(loop.position(name))
+                self.telemetry.tables(name, tables)
+                self.summary.failed_tables[name] = sorted(t for t, known in tables.items() if known.state == "failed")
 
     def _phase(self, number: int, phase: str) -> None:
         if phase == "stage":  # the epoch is bound to its ranges: what was asked for is cut
@@ -391,10 +405,9 @@ class _Supervisor:
                 raise error
             pause = retry.next(error)
             self.telemetry.retry("pipeline", error, pause)
-            self.telemetry.state("pipeline", HealthStatus.degraded(f"retrying after {error.message}"))
             if self.stop.wait(pause):
                 return
-            try:  # a broken connection is mended by opening it anew; connectors have no retry loops of their own
+            try:  # a broken connection is opened again here; connectors have no retry loops of their own
                 for connector in (*self.ranges.values(), *self.pipeline.sinks.values()):
                     connector.close()
                 self.contexts.open()

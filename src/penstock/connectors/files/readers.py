@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -33,6 +34,10 @@ Format = Literal["jsonl", "csv", "parquet"]
 BLOCK_BYTES = 4 << 20
 _HEAD_BYTES = 256 << 10
 _BATCH_ROWS = 65536
+_NAMED = 5
+"""Bad rows of a split that are named; the others are counted."""
+_VALUE = re.compile(r"(: invalid value|, couldn't parse).*")
+"""Arrow quotes the value at fault, which may be nobody's business."""
 _ENDINGS: dict[str, Format] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "csv",
     ".parquet": "parquet", ".pq": "parquet",
@@ -73,28 +78,39 @@ def format_of(name: str) -> Format | None:
 
 
 class BadRows:
-    """The rows of a split that could not be used: how many, and the first of them in full."""
+    """The rows of a split that could not be used: how many, and where the first few are and what is wrong with them."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.count = 0
-        self._first = ""
+        self._named: list[str] = []
 
-    def add(self, where: str, why: object, text: str = "", count: int = 1) -> None:
-        if not self.count:
-            excerpt = f": {text[:120]!r}" if text else ""
-            self._first = f"{where}: {str(why).splitlines()[0]}{excerpt}"
-        self.count += count
+    @property
+    def names(self) -> bool:
+        """True while rows are still named, and not only counted."""
+        return len(self._named) < _NAMED
+
+    def add(self, where: str, why: object) -> None:
+        if self.names:
+            reason = _VALUE.sub("", str(why).splitlines()[0])
+            self._named.append(f"{self.path}, {where}: {reason}")
+        self.count += 1
+
+    def clear(self) -> None:
+        """The file is read again."""
+        self.count = 0
+        self._named.clear()
 
     def error(self) -> DataError:
         many = f" and {self.count - 1} more" if self.count > 1 else ""
         error = DataError(
-            f"{self.path}, {self._first}{many}",
+            f"{self._named[0]}{many}",
             code="PEN-3001",
             hint="correct the file, where it is or under a new name; give the right types in `columns`; "
             'or leave such rows out with `on_error = "skip"`',
         )
         error.count = self.count
+        error.samples = tuple(self._named)
         return error
 
 
@@ -186,9 +202,10 @@ def _salvage_lines(
         return batch
 
     yield from _salvage(len(lines), convert, lambda at, why: misfits.append((*lines[at], str(why))))
-    for number, line, why in sorted(misfits):
-        where = "" if bad.count else f"line {_lines_before(split, offset) + number + 1:,}"
-        bad.add(where, why, line.decode(errors="replace"))
+    before: int | None = None
+    for number, _, why in sorted(misfits):
+        before = before if before is not None or not bad.names else _lines_before(split, offset)
+        bad.add(f"line {(before or 0) + number + 1:,}", why)
 
 
 def _sorted_out(block: bytes, schema: pa.Schema | None) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes, str]]]:
@@ -335,7 +352,7 @@ def _read_csv(split: FileSplit, file: pa.NativeFile, bad: BadRows) -> Iterator[p
             yield batch
             done += batch.num_rows
     except pa.ArrowInvalid:
-        bad.count = 0  # the second reading meets the same rows again
+        bad.clear()  # the second reading meets the same rows again
         present = pa.schema([field for field in schema if field.name in own.names])
         with _opened(split) as again:
             for piece in _salvage_csv(split, _stream(split, again), present, bad, done):
@@ -364,9 +381,7 @@ def _salvage_csv(
             yield from _salvage(rows.num_rows, convert, refused.__setitem__)
             misfits.update((numbers[row], str(why)) for row, why in refused.items())
             for number, why in sorted(misfits.items()):
-                (row,) = raw.slice(number, 1).to_pylist()
-                text = {name: value.decode(errors="replace") for name, value in row.items()}
-                bad.add(f"row {at + number + 1:,}", why, str(text))
+                bad.add(f"row {at + number + 1:,}", why)
             at += raw.num_rows
     except pa.ArrowInvalid as error:
         bad.add(f"after row {at:,}", error)
@@ -374,7 +389,7 @@ def _salvage_csv(
 
 def _csv_batches(split: FileSplit, stream: pa.NativeFile, schema: pa.Schema, bad: BadRows) -> Iterator[pa.RecordBatch]:
     def skip(row: pa.csv.InvalidRow) -> str:
-        bad.add(f"line {row.number:,}", f"{row.actual_columns} columns instead of {row.expected_columns}", row.text)
+        bad.add(f"line {row.number:,}", f"{row.actual_columns} columns instead of {row.expected_columns}")
         return "skip"
 
     reader = pa.csv.open_csv(
@@ -423,9 +438,9 @@ def _read_parquet(split: FileSplit, file: pa.NativeFile, bad: BadRows) -> Iterat
             def convert(lo: int, hi: int, batch: pa.RecordBatch = batch) -> pa.RecordBatch:
                 return _conformed(batch.slice(lo, hi - lo), schema)
 
-            def report(row: int, why: pa.ArrowInvalid, batch: pa.RecordBatch = batch, before: int = at) -> None:
+            def report(row: int, why: pa.ArrowInvalid, before: int = at) -> None:
                 where = f"row {before + row + 1:,}" + (f" of row groups from {split.start}" if split.start else "")
-                bad.add(where, why, str(batch.slice(row, 1).to_pylist()[0]))
+                bad.add(where, why)
 
             yield from _salvage(batch.num_rows, convert, report)
             at += batch.num_rows
@@ -450,7 +465,7 @@ def _cast(column: pa.Array, field: pa.Field) -> pa.Array:
     try:
         return column if column.type == field.type else column.cast(field.type)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise type(error)(f"column {field.name!r} is {column.type}, not {field.type}: {error}") from error
+        raise type(error)(f"column {field.name!r} is {column.type}, not {field.type}") from error
 
 
 def _schema_of_rows(split: FileSplit, own: pa.Schema) -> pa.Schema:

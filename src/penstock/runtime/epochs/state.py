@@ -174,7 +174,9 @@ def restage(directory: Path, pipeline: str, without: Sequence[Topic] = ()) -> Ma
 
 def _store(path: Path, value: BaseModel) -> None:
     body = canonical(value.model_dump(mode="json"))
-    write_atomic(path, canonical({"format": FORMAT, "crc32": zlib.crc32(body.encode()), "body": body}).encode(), private=True)
+    write_atomic(
+        path, canonical({"format": FORMAT, "crc32": zlib.crc32(body.encode()), "body": body}).encode(), private=True
+    )
 
 
 def _load(path: Path, kind: type[M]) -> M:

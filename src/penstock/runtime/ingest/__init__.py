@@ -19,6 +19,7 @@ from penstock.changes import CHANGE_FIELDS, Op
 from penstock.changes.old_key import pack_key
 from penstock.durable import Json
 from penstock.errors import NOT_READY, ConnectorError, DataError, FatalError, RetryableError
+from penstock.runtime.job import SAMPLES, Bad
 from penstock.runtime.journal import Item, Journal, JournalConfig, JournalPosition, JournalSource, size_of
 from penstock.runtime.retry import Backoff
 from penstock.source import (
@@ -58,6 +59,7 @@ class Ingest:
         processing: Processing,
         *,
         on_state: Callable[[str, HealthStatus], None] = lambda name, status: None,
+        on_retry: Callable[[str, BaseException | str, float], None] = lambda name, error, pause: None,
         ready: threading.Event | None = None,
         reliable: Callable[[str], bool] | None = None,
         unseeded: Callable[[], Sequence[SnapshotTable]] = lambda: (),
@@ -79,9 +81,11 @@ class Ingest:
         self.retries = 0
         self.skipped = 0
         """Bad records left out by `on_error = "skip"`."""
+        self._bad: deque[Bad] = deque(maxlen=SAMPLES)
         self._directory = journal_dir
         self._processing = processing
         self._on_state = on_state
+        self._on_retry = on_retry
         self._unseeded = unseeded
         self._lacking = lacking
         self._is_reliable = reliable
@@ -510,7 +514,7 @@ class Ingest:
         # A system that is not ready yet is waited for, however long that takes.
         pause = self._backoff.next(None if error is not None and error.code == NOT_READY else error)
         self.retries += 1
-        logger.warning("%s: %s; next try in %.1f s", self.name, why, pause)
+        self._on_retry(self.name, error or why, pause)
         self._say(HealthStatus.degraded(why))
         if self._stop.wait(pause):
             raise _Stopping
@@ -520,7 +524,15 @@ class Ingest:
         if self._processing.on_error == "stop":
             raise error
         self.skipped += error.count
-        logger.warning("%s: skipped: %s", self.name, error)
+        self._bad += [Bad(self.name, "", "", error.code, "source", why) for why in error.samples or [error.message]]
+
+    def take_bad(self) -> list[Bad]:
+        """The first few of the bad records that were left out since this was last asked."""
+        taken = []
+        while self._bad and len(taken) < SAMPLES:
+            taken.append(self._bad.popleft())
+        self._bad.clear()
+        return taken
 
 
 class _Stopping(Exception):

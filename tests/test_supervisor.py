@@ -541,6 +541,25 @@ def test_a_second_drain_of_a_journaled_source_ends_though_nothing_is_new(build: 
         assert rows() == list(range(40_000))
 
 
+class Waking(Backlog):
+    """Is not ready yet when it is opened first."""
+
+    opened = 0
+
+    def open(self, context: SourceContext = SourceContext()) -> None:
+        super().open(context)
+        self.opened += 1
+        if self.opened == 1:
+            raise RetryableError("it is starting up", code="PEN-2007")
+
+
+def test_a_journaled_source_that_is_not_ready_yet_is_waited_for(build: Any, rows: Any) -> None:
+    running = Running(build(Waking(), epoch_interval_ms=0), drain=True)
+    running.ends()
+    assert running.error is None
+    assert rows() == list(range(40_000))
+
+
 IDLE = """
 import sys, threading
 from pathlib import Path

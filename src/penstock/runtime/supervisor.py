@@ -378,8 +378,8 @@ class _Supervisor:
 
     def _with_ingested(self, report: EpochReport) -> EpochReport:
         """The report with the bad records that the ingests left out since the last one."""
-        before, self.skipped = self.skipped, sum(ingest.skipped for ingest in self.ingests.values())
-        bad = [each for ingest in self.ingests.values() for each in ingest.take_bad()]
+        before, self.skipped = self.skipped, sum(ingest.counts.skipped for ingest in self.ingests.values())
+        bad = [each for ingest in self.ingests.values() for each in ingest.counts.take_bad()]
         return replace(report, skipped=report.skipped + self.skipped - before, bad=(*report.bad, *bad))
 
     def _show_tables(self, loop: EpochLoop) -> None:

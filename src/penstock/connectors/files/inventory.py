@@ -80,7 +80,8 @@ class Inventory:
             ) from error
         except OSError as error:
             raise FatalError(f"cannot read the inventory {path}: {error.strerror}", code="PEN-5011") from error
-        records, edges = [], []
+        records: list[Record] = []
+        edges: list[int] = []
         for line in data.splitlines(keepends=True):
             record = _parsed(line)
             if record is None:

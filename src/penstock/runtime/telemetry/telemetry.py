@@ -275,7 +275,7 @@ class Telemetry:
         with self._lock:
             now = self._clock()
             totals = self._totals
-            status = {
+            status: dict[str, Json] = {
                 "pipeline": self.pipeline,
                 "version": __version__,
                 "host": socket.gethostname(),

@@ -25,6 +25,7 @@ from penstock.runtime.epochs import EpochReport, Manifest, Range, State
 from penstock.runtime.telemetry import STATUS_FILE, Telemetry
 from penstock.sink import WriteResult
 from penstock.source import HealthStatus
+from penstock.tables import TableState
 
 PIPELINE = """
 connector_name = "orders"
@@ -323,6 +324,24 @@ class TestView:
         assert max(map(len, lines)) <= width
         assert any("123,456" in line for line in lines)
 
+    @pytest.mark.parametrize("width", [30, 46, 72, 100, 200])
+    def test_a_long_reason_does_not_tear_the_figures_apart(self, telemetry, width):
+        story = "a very long story " * 40 + "\n  → and what to do about it"
+        for component in ("pipeline", "source:generator", "sink:out"):
+            telemetry.state(component, HealthStatus.degraded(story))
+        lines = text_of(panel(telemetry.status(), width), width).splitlines()
+        assert max(map(len, lines)) <= width
+        assert len(lines) < 35
+        for name in ("source", "sink"):
+            (figures,) = [line for line in lines if line.startswith(f"│ {name} ") and "123,456" in line]
+            assert "story" not in figures
+
+    def test_the_closing_line_names_tables_that_failed(self, telemetry):
+        broken = TableState("failed", code="PEN-4001", error="x")
+        telemetry.tables("generator", {f"public.t{number}": broken for number in range(5)})
+        telemetry.close()
+        assert closing(telemetry.status()).plain.endswith("5 tables failed: public.t0, public.t1, public.t2, …")
+
     def test_errors_are_shown_as_they_were_written(self, telemetry):
         telemetry.retry("sink:out", RetryableError("bucket [red]lake[/red] is away"), 1)
         assert "bucket [red]lake[/red] is away" in text_of(panel(telemetry.status(), 100))
@@ -351,6 +370,17 @@ class TestView:
         assert [size(b) for b in (12, 1500, 38_100_000, 5e15)] == ["12 B", "1.5 kB", "38.1 MB", "5,000.0 TB"]
         assert sparkline([0, 0, 1, 4, 8], 10) == "▁▄█"
         assert sparkline([0, 0], 10) == ""
+
+
+def test_a_drain_exits_with_1_when_a_table_failed(file, monkeypatch):
+    monkeypatch.setattr("penstock.spark.java.java_problem", lambda: None)
+    for state, code in (("active", 0), ("failed", 1)):
+        telemetry = Telemetry("orders", sources=["generator"])
+        telemetry.tables("generator", {"public.orders": TableState(state, code="PEN-4001", error="x")})
+        monkeypatch.setattr(running, "run", lambda *_, telemetry=telemetry, **__: telemetry)
+        with pytest.raises(SystemExit) as ended:
+            main(["run", str(file), "--drain"])
+        assert ended.value.code == code
 
 
 class TestCheck:

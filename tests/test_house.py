@@ -19,12 +19,6 @@ FUNCTION_LINES = 60
 WAIVED = {
     "connectors/files/readers.py": "537 lines",
     "connectors/files/source.py:Files": "28 methods",
-    "runtime/ingest/__init__.py": "724 lines",
-    "runtime/ingest/__init__.py:Ingest": "36 methods",
-    "runtime/journal/__init__.py": "931 lines",
-    "runtime/journal/__init__.py:Journal": "32 methods",
-    "runtime/telemetry/__init__.py": "571 lines",
-    "runtime/telemetry/__init__.py:Telemetry": "23 methods",
     "testing/tables.py:TableSourceContract": "22 methods",
 }
 """What is still too large. An entry goes when the room is divided; none is added."""

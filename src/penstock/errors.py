@@ -57,7 +57,6 @@ CODES: dict[str, str] = {
     "PEN-3002": "more records failed than max_error_rate allows",
     "PEN-3003": "a route's SQL failed on a row",
     "PEN-3004": "a file changed after it was planned",
-    "PEN-3005": "a file is gone before it was read",
     "PEN-3006": "a table cannot be read",
     "PEN-3030": "a message names a schema that the registry does not have",
     "PEN-4000": "a schema does not fit",
@@ -82,6 +81,7 @@ CODES: dict[str, str] = {
     "PEN-5013": "too many retries",
     "PEN-5014": "Spark is gone",
     "PEN-5015": "a planned range can never be read again",
+    "PEN-5016": "a task cannot see the journal",
     "PEN-5020": "a target's own record of its epochs is lost or corrupt",
     "PEN-5021": "a target cannot be rewritten for a wider type",
     "PEN-5030": "a source's change stream cannot be understood",
@@ -181,9 +181,12 @@ class DataError(ConnectorError):
     """How many records; a source that yields the good rows first and then raises sets it."""
     rows: Sequence[int] = ()
     """Which rows of the batch, if a sink knows; else the runtime finds them by halves."""
+    samples: Sequence[str] = ()
+    """The first few of several records: where each is and what is wrong with it, without its values."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (*super().__reduce__(), {"count": self.count, "rows": tuple(self.rows)})
+        kept = {"count": self.count, "rows": tuple(self.rows), "samples": tuple(self.samples)}
+        return (*super().__reduce__(), kept)
 
 
 class SchemaError(ConnectorError):

@@ -200,12 +200,12 @@ class Requests:
     def add(self, verb: Verb, streams: Sequence[str]) -> Request:
         """Leave a request; it is on disk when this returns."""
         assert self._place is not None, "a source without a state directory takes no requests"
-        durable.make_directory(self._place)
+        durable.make_directory(self._place, private=True)
         # After all that wait, also when the clock was set back.
         last = max((int(each.name.partition("-")[0]) for each in self.pending()), default=0)
         name = f"{max(time.time_ns(), last + 1):020d}-{uuid4().hex[:8]}"
         request = Request(name=name, verb=verb, streams=tuple(streams))
-        durable.write_atomic(self._place / f"{name}.json", request.model_dump_json().encode())
+        durable.write_atomic(self._place / f"{name}.json", request.model_dump_json().encode(), private=True)
         return request
 
     def pending(self) -> list[Request]:

@@ -94,7 +94,8 @@ def options(
 def run(
     file: File = None,
     drain: Annotated[
-        bool, typer.Option("--drain", help="Stop once everything that is there now is committed.")
+        bool,
+        typer.Option("--drain", help="Stop once all that is there now is committed; exits with 1 if a table failed."),
     ] = False,
     master: Annotated[str | None, typer.Option(help="Spark master, e.g. local[4] or spark://host:7077.")] = None,
     lost_state: Annotated[
@@ -104,12 +105,15 @@ def run(
     """Run a pipeline until it is stopped."""
     from penstock.cli import running
     from penstock.cli.checking import require
+    from penstock.runtime.telemetry import failed_tables
 
     if lost_state not in ("stop", "resume", "start-over"):
         raise ConfigError(f"--lost-state is {lost_state}", hint="it is stop, resume or start-over")
     pipeline = load(file)
     require(pipeline, master)
-    running.run(pipeline, drain=drain, master=master, lost_state=lost_state)
+    telemetry = running.run(pipeline, drain=drain, master=master, lost_state=lost_state)
+    if drain and failed_tables(telemetry.status()):  # the closing line names them
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -182,8 +186,6 @@ def status(
         console.print(panel(found, console.width))
         for notice in found["notices"]:
             console.print(Text(f"! {notice}", style="yellow"), soft_wrap=True)
-        if not verdict.ok and found["state"] not in ENDED:
-            console.print(Text(verdict.reason, style="red"), soft_wrap=True)
     if not verdict.ok and found["state"] != "stopped":
         raise typer.Exit(1)
 

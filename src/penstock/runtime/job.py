@@ -145,6 +145,8 @@ class TaskResult:
     """Sources and streams that a sink refused where no part of theirs was being read, with the notes that say so."""
     columns: dict[Topic, pa.Schema] = field(default_factory=dict)
     """Columns of payloads that the epoch did not know yet, together with those that it did."""
+    samples: list[Bad] = field(default_factory=list)
+    """The first of the rows that sinks left out."""
     attempt: int = 0
     """Which try of the task this was; more than 0 means that an earlier one may have left staged data."""
 

@@ -86,7 +86,8 @@ class Reading:
                     if self._job.on_error.of(part.source) != "skip":
                         raise
                     tally.skipped[""] = tally.skipped.get("", 0) + error.count
-                    _show(tally, "", error.code, "source", error.message)
+                    for why in error.samples or [error.message]:
+                        _show(tally, "", error.code, "source", why)
         finally:
             for source in opened.values():
                 source.close()

@@ -35,7 +35,6 @@ from penstock.schema import discover
 from penstock.sink import SinkConnector, Topic
 from penstock.source import (
     HealthStatus,
-    PollingSource,
     ProducerConfig,
     RangeSource,
     Schemas,
@@ -57,6 +56,8 @@ class Summary:
     seconds: float = 0.0
     first_commit_secs: float | None = None
     """From the call of `run` to the first committed epoch."""
+    failed_tables: dict[str, list[str]] = field(default_factory=dict)
+    """Per source, the tables that are set aside at the end."""
 
     def add(self, report: EpochReport, since: float) -> None:
         self.epochs += 1
@@ -126,6 +127,7 @@ class _Supervisor:
     """Those of the pipeline, and the one that takes dead letters."""
     messages: Messages = field(default_factory=Messages)
     skipped: int = 0
+    drain_began: float | None = None
     step: Step | None = None
     """The step in hand, for the monitor."""
 
@@ -208,6 +210,7 @@ class _Supervisor:
                     edge: value and JournalPosition.model_validate(value) for edge, value in state.edges(name).items()
                 }
                 self._open_one(f"source:{name}", ingest, resources, partial(ingest.open, **known, context=context))
+                self.telemetry.counters[f"source:{name}"] = ingest.metrics
                 self.ranges[name] = ingest.range_source
             self._produce(name, source.producer_configs())
 
@@ -244,15 +247,17 @@ class _Supervisor:
             journal,
             self.pipeline.processing,
             on_state=lambda which, health: self.telemetry.state(f"source:{which}", health),
+            on_retry=lambda which, error, pause: self.telemetry.retry(f"source:{which}", error, pause),
             reliable=reliable if direct else None,
             unseeded=unseeded,
             lacking=lambda stream: sorted(self.contexts.copies.lacking(name, stream)),
         )
 
     def _caught_up(self) -> bool:
-        """For `--drain`: True once every source that is asked has come to the end of what it has."""
-        asked = (PollingSource, ChangeCapture)
-        return all(ingest.idle.is_set() for ingest in self.ingests.values() if isinstance(ingest.source, asked))
+        """For `--drain`: True once every source has handed over what it had when the drain was first noticed."""
+        if self.drain_began is None:
+            self.drain_began = time.monotonic()
+        return all(ingest.caught_up(self.drain_began) for ingest in self.ingests.values())
 
     def _open_one(
         self, label: str, connector: Any, resources: contextlib.ExitStack, opening: Callable[[], None]
@@ -267,7 +272,6 @@ class _Supervisor:
                     raise FatalError(f"{label}: {error.message}", code="PEN-5001", hint=error.hint) from error
                 pause = retry.next(error)
                 self.telemetry.retry(label, error, pause)
-                self.telemetry.state(label, HealthStatus.degraded(f"waiting: {error.message}"))
                 self.stop.wait(pause)
             else:
                 break
@@ -337,6 +341,7 @@ class _Supervisor:
             waker.watch(event, clear=False)
         retry = Backoff(processing)
         self.telemetry.state("pipeline", HealthStatus.healthy())
+        self._show_tables(loop)
         last = -interval
         while not self.stop.is_set():
             for ingest in self.ingests.values():
@@ -349,7 +354,8 @@ class _Supervisor:
             last = time.monotonic()
             self.step = Step(last)
             try:
-                if self.draining and loop.frozen is None and self._caught_up():
+                # The epoch in hand comes first: its range may turn out to be gone.
+                if self.draining and loop.frozen is None and not loop.pending() and self._caught_up():
                     loop.freeze()
                 report = loop.step()
             except ConnectorError as error:
@@ -359,23 +365,33 @@ class _Supervisor:
             retry.reset()
             self.telemetry.state("pipeline", HealthStatus.healthy())
             if report is not None:
-                report = replace(report, skipped=report.skipped + self._newly_skipped())
+                report = self._with_ingested(report)
                 self.summary.add(report, began)
                 self.telemetry.epoch(report)
+                self._show_tables(loop)
                 waker.cut()
-            elif self.draining and loop.frozen is not None and not loop.unacked:
-                return
             elif self.draining and loop.frozen is None:
                 waker.wait(0.05)  # a journal that is full is emptied by epochs, so they go on meanwhile
             else:
                 if loop.unacked:
                     loop.ack()
+                if self.draining and not loop.unacked:
+                    return
                 waker.wait(processing.max_backoff_ms / 1000 if loop.unacked and timer is None else timer)
 
-    def _newly_skipped(self) -> int:
-        """Bad records that the ingests left out since this was last asked."""
-        before, self.skipped = self.skipped, sum(ingest.skipped for ingest in self.ingests.values())
-        return self.skipped - before
+    def _with_ingested(self, report: EpochReport) -> EpochReport:
+        """The report with the bad records that the ingests left out since the last one."""
+        before, self.skipped = self.skipped, sum(ingest.counts.skipped for ingest in self.ingests.values())
+        bad = [each for ingest in self.ingests.values() for each in ingest.counts.take_bad()]
+        return replace(report, skipped=report.skipped + self.skipped - before, bad=(*report.bad, *bad))
+
+    def _show_tables(self, loop: EpochLoop) -> None:
+        """Show what became of each table, and which of them failed."""
+        for name, source in self.ranges.items():
+            if isinstance(source, TableSource) and loop.state.newest is not None:
+                tables = source.tables(loop.position(name))
+                self.telemetry.tables(name, tables)
+                self.summary.failed_tables[name] = sorted(t for t, known in tables.items() if known.state == "failed")
 
     def _phase(self, number: int, phase: str) -> None:
         if phase == "stage":  # the epoch is bound to its ranges: what was asked for is cut
@@ -392,7 +408,6 @@ class _Supervisor:
                 raise error
             pause = retry.next(error)
             self.telemetry.retry("pipeline", error, pause)
-            self.telemetry.state("pipeline", HealthStatus.degraded(f"retrying after {error.message}"))
             if self.stop.wait(pause):
                 return
             try:  # a broken connection is closed and opened again; connectors have no retry loops of their own

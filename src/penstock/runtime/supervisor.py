@@ -31,6 +31,7 @@ from penstock.runtime.messages.store import letter_sink
 from penstock.runtime.monitor import Monitor, Step
 from penstock.runtime.retry import Backoff
 from penstock.runtime.telemetry import Telemetry
+from penstock.runtime.waker import Waker
 from penstock.schema import discover
 from penstock.sink import SinkConnector, Topic
 from penstock.source import (
@@ -170,7 +171,7 @@ class _Supervisor:
             state.save_identity(shape=shape)
         for ingest in self.ingests.values():
             ingest.start()
-        waker = _Waker(self.stop)
+        waker = Waker(self.stop)
         resources.callback(waker.close)
         monitor = Monitor(self.pipeline, self.telemetry, engine, self.ingests, lambda: self.step)
         resources.callback(monitor.close)
@@ -328,7 +329,7 @@ class _Supervisor:
 
     # -- epochs --------------------------------------------------------------------------------------------------
 
-    def _drive(self, loop: EpochLoop, waker: _Waker, began: float) -> None:
+    def _drive(self, loop: EpochLoop, waker: Waker, began: float) -> None:
         processing = self.pipeline.processing
         interval = processing.epoch_interval_ms / 1000
         signalled = [(name, source.data_ready_notify()) for name, source in self.ranges.items()]
@@ -463,41 +464,3 @@ class _Starting:
             started = self._started
         if started:
             self._engine.stop()
-
-
-class _Waker:
-    """One wait for many events: a source's signal, a request for an epoch, the stop."""
-
-    def __init__(self, stop: threading.Event) -> None:
-        self._wake = threading.Event()
-        self._closed = False
-        self._cuts = 0
-        self.watch(stop, clear=False)
-
-    def watch(self, event: threading.Event, *, clear: bool) -> None:
-        """Wake when the event is set. With `clear` it is cleared at once; else it counts again after the next cut."""
-        threading.Thread(target=self._relay, args=(event, clear), name="penstock-waker", daemon=True).start()
-
-    def wait(self, seconds: float | None) -> None:
-        self._wake.wait(seconds)
-        self._wake.clear()
-
-    def cut(self) -> None:
-        """An epoch was cut."""
-        self._cuts += 1
-
-    def close(self) -> None:
-        self._closed = True
-
-    def _relay(self, event: threading.Event, clear: bool) -> None:
-        relayed = -1
-        while not self._closed:  # looked at once a second, so that no thread outlives its run
-            if not event.wait(1.0):
-                continue
-            if clear:
-                event.clear()
-            elif relayed == self._cuts:
-                time.sleep(0.05)
-                continue
-            relayed = self._cuts
-            self._wake.set()

@@ -10,13 +10,13 @@ import pyarrow.json
 from pydantic import PositiveInt
 
 from penstock.config import Config
-from penstock.errors import ConfigError, DataError, FatalError
+from penstock.errors import ConfigError, DataError, FatalError, reason_of
 from penstock.source import Position, RangeSource, ReadLimit, Schemas, SourceBatch, SourceContext
 
 
 class JsonlDirConfig(Config):
     path: Path
-    """Directory to watch. A file is moved there whole, and its name sorts behind all that came before it."""
+    """Directory to watch. A file is moved there whole, and its name sorts after all earlier ones."""
 
     columns: dict[str, str]
     """Arrow type of each column, e.g. `{ id = "int64", note = "string" }`."""
@@ -26,7 +26,7 @@ class JsonlDirConfig(Config):
 
 
 class LastFile(Position):
-    """The name of the last file that was read; a range begins behind it and ends with it."""
+    """The name of the last file that was read; a range begins after the start and includes the end."""
 
     file: str = ""
 
@@ -42,19 +42,19 @@ class JsonlDir(RangeSource[JsonlDirConfig, LastFile]):
 
     def open(self, context: SourceContext = SourceContext()) -> None:
         if not self.config.path.is_dir():
-            raise ConfigError(f"{self.config.path} is not a directory", code="PEN-1016", hint="make it, or mend `path`")
+            raise ConfigError(f"{self.config.path} is not a directory", code="PEN-1016", hint="make it, or fix `path`")
 
     def schema(self) -> Schemas:
         return {"lines": pa.schema([(name, pa.type_for_alias(kind)) for name, kind in self.config.columns.items()])}
 
     def latest(self, start: LastFile, limit: ReadLimit) -> LastFile:
-        waiting = self._behind(start)
+        waiting = self._files_after(start)
         if limit.rows is not None:  # None asks for all there is, and gets it
             waiting = waiting[: self.config.max_files_per_epoch]
         return limit.bounded(LastFile(file=waiting[-1])) if waiting else start
 
     def split(self, start: LastFile, end: LastFile) -> Sequence[str]:
-        return [name for name in self._behind(start) if name <= end.file]
+        return [name for name in self._files_after(start) if name <= end.file]
 
     def read(self, split: str) -> Iterator[SourceBatch]:
         file = self.config.path / split
@@ -64,8 +64,8 @@ class JsonlDir(RangeSource[JsonlDirConfig, LastFile]):
         except FileNotFoundError as error:
             raise FatalError(f"{file} is gone", code="PEN-5011", hint="put it back") from error
         except pa.ArrowInvalid as error:
-            raise DataError(f"{file} is not JSON lines of these columns: {error}", code="PEN-3001") from error
+            raise DataError(f"{file} does not fit these columns: {reason_of(error)}", code="PEN-3001") from error
         yield from (SourceBatch(batch, stream="lines") for batch in table.to_batches())
 
-    def _behind(self, position: LastFile) -> list[str]:
+    def _files_after(self, position: LastFile) -> list[str]:
         return sorted(file.name for file in self.config.path.glob("*.jsonl") if file.name > position.file)

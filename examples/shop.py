@@ -43,7 +43,7 @@ CUSTOMERS, ORDERS = ROWS // 10, ROWS * 3 // 10
 TRANSACTIONS = min(750, max(50, ROWS // 20))
 PER_SECOND = 50
 LONGEST_SECS = 60
-"""The shop closes after so long even if it has not made all its transactions."""
+"""The shop closes after this time even if it has not made all its transactions."""
 
 TABLES = {"customers": ("id", CUSTOMERS), "orders": ("id", ORDERS), "order_items": ("order_id", ORDERS)}
 """Each with a column that grows from row to row, and its largest value at first."""
@@ -282,7 +282,7 @@ def _figures(status: dict[str, Any], trade: Trade, lake: Path, behind: int) -> d
         "changes": f"{changes:,} in {stream:.1f} s, {changes / stream:,.0f} per second",
         "made of": f"{done['transactions']:,} transactions: {done['inserted']:,} rows inserted, {done['updated']:,} updated, "
         f"{done['deleted']:,} deleted, {done['ALTER TABLE']} ALTER TABLE",
-        "commit to visible": f"{p50:.2f} s at the median, {p99:.2f} s at the 99th percentile, behind the first copy",
+        "commit to visible": f"{p50:.2f} s at the median, {p99:.2f} s at the 99th percentile, after the first copy",
         "lag": f"at most {size(trade.most_behind)} of log, at the end {size(behind)}",
         "rows": f"{status['rows']['in']:,} in, {status['rows']['out']:,} out, in {status['epochs']:,} epochs",
         "tables": f"{proof.near(lake)} (Delta)",

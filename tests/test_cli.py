@@ -5,16 +5,18 @@ import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+import typer
 from rich.console import Console
 
 from penstock import __version__
-from penstock.cli import main, running
+from penstock.cli import app, main, running
 from penstock.cli.view import closing, duration, panel, size, sparkline
 from penstock.errors import FatalError, RetryableError
 from penstock.pipeline import Pipeline
@@ -23,6 +25,7 @@ from penstock.runtime.epochs import EpochReport, Manifest, Range, State
 from penstock.runtime.telemetry import STATUS_FILE, Telemetry
 from penstock.sink import WriteResult
 from penstock.source import HealthStatus
+from penstock.tables import TableState
 
 PIPELINE = """
 connector_name = "orders"
@@ -132,6 +135,18 @@ class TestErrors:
         assert code == 2
         assert "PEN-1014" in err
         assert not (tmp_path / "state").exists()
+
+    def test_a_shell_completes_commands_and_their_words(self):
+        def complete(line: str) -> str:
+            words = {"_PENSTOCK_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+            command = [sys.executable, "-c", "from penstock.cli import main; main()"]
+            return subprocess.run(
+                command, env={**os.environ, **words}, capture_output=True, text=True, check=False
+            ).stdout
+
+        assert complete("penstock tab").split() == ["tables"]
+        assert complete("penstock offsets re").split() == ["reset", "restage"]
+        assert complete("penstock connectors gen").split() == ["generator"]
 
     def test_the_version_is_told(self, cli):
         assert cli("--version")[:2] == (0, f"penstock {__version__}\n")
@@ -309,6 +324,24 @@ class TestView:
         assert max(map(len, lines)) <= width
         assert any("123,456" in line for line in lines)
 
+    @pytest.mark.parametrize("width", [30, 46, 72, 100, 200])
+    def test_a_long_reason_does_not_tear_the_figures_apart(self, telemetry, width):
+        story = "a very long story " * 40 + "\n  → and what to do about it"
+        for component in ("pipeline", "source:generator", "sink:out"):
+            telemetry.state(component, HealthStatus.degraded(story))
+        lines = text_of(panel(telemetry.status(), width), width).splitlines()
+        assert max(map(len, lines)) <= width
+        assert len(lines) < 35
+        for name in ("source", "sink"):
+            (figures,) = [line for line in lines if line.startswith(f"│ {name} ") and "123,456" in line]
+            assert "story" not in figures
+
+    def test_the_closing_line_names_tables_that_failed(self, telemetry):
+        broken = TableState("failed", code="PEN-4001", error="x")
+        telemetry.tables("generator", {f"public.t{number}": broken for number in range(5)})
+        telemetry.close()
+        assert closing(telemetry.status()).plain.endswith("5 tables failed: public.t0, public.t1, public.t2, …")
+
     def test_errors_are_shown_as_they_were_written(self, telemetry):
         telemetry.retry("sink:out", RetryableError("bucket [red]lake[/red] is away"), 1)
         assert "bucket [red]lake[/red] is away" in text_of(panel(telemetry.status(), 100))
@@ -339,6 +372,17 @@ class TestView:
         assert sparkline([0, 0], 10) == ""
 
 
+def test_a_drain_exits_with_1_when_a_table_failed(file, monkeypatch):
+    monkeypatch.setattr("penstock.spark.java.java_problem", lambda: None)
+    for state, code in (("active", 0), ("failed", 1)):
+        telemetry = Telemetry("orders", sources=["generator"])
+        telemetry.tables("generator", {"public.orders": TableState(state, code="PEN-4001", error="x")})
+        monkeypatch.setattr(running, "run", lambda *_, telemetry=telemetry, **__: telemetry)
+        with pytest.raises(SystemExit) as ended:
+            main(["run", str(file), "--drain"])
+        assert ended.value.code == code
+
+
 class TestCheck:
     def test_it_shows_where_rows_would_go(self, cli, file):
         code, out, _ = cli("check", file)
@@ -360,7 +404,8 @@ class TestCheck:
         code, out, _ = cli("check", file)
         assert code == 1
         assert "✗ source db" in out
-        assert "wal_level is replica" in out
+        assert "    ✓ the server is 18" in out
+        assert "    ✗ wal_level is replica" in out
         assert "→ ALTER SYSTEM" in out
         assert "1 to fix" in out
 
@@ -377,6 +422,112 @@ class TestCheck:
         assert code == 1
         assert "PEN-5001 no one answers" in out
         assert "✓ sink out" in out
+
+    def test_a_taken_port_is_to_fix_for_check_and_run(self, cli, file):
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            file.write_text(PIPELINE.replace("[processing]", f"[processing]\nmetrics_port = {port}"))
+            code, out, _ = cli("check", file)
+            assert code == 1
+            assert f"✗ PEN-1000 cannot serve metrics on port {port}" in out
+            assert f"cannot serve metrics on port {port}" in cli("run", file)[2]
+        assert f"✓ port {port} is free" in cli("check", file)[1]
+
+    def test_a_state_directory_that_cannot_be_used_is_to_fix_for_check_and_run(self, cli, file):
+        (file.parent / "state").write_text("a file")
+        code, out, _ = cli("check", file)
+        assert code == 1
+        assert "✗ PEN-5009 the state directory" in out
+        code, _, err = cli("run", file)
+        assert code == 1
+        assert "PEN-5009 the state directory" in err
+        assert "choose another `state_dir`" in err
+
+    def test_a_state_that_the_connector_does_not_understand_is_to_fix(self, cli, file):
+        state = State(file.parent / "state", "orders")
+        state.open()
+        ranges = {"generator": Range(start={}, end={"bytes": 7})}
+        state.save(
+            Manifest(pipeline="orders", incarnation=state.identity.incarnation, number=1, ranges=ranges, attempts=[])
+        )
+        state.close()
+        code, out, _ = cli("check", file)
+        assert code == 1
+        assert "✗ PEN-5006 the position of source 'generator'" in out
+        assert "PEN-5006" in cli("run", file)[2]
+
+    def test_a_wrong_master_is_named_by_check_and_run(self, cli, file):
+        code, out, _ = cli("check", file, "--master", "lokal[2]")
+        assert code == 1
+        assert "✗ PEN-1003 --master is 'lokal[2]'" in out
+        code, _, err = cli("run", file, "--master", "lokal[2]")
+        assert code == 2
+        assert "'lokal[2]'" in err
+        assert not (file.parent / "state").exists()
+
+    @pytest.mark.parametrize(
+        "master", ["local", "local[2]", "local[*]", "local[2, 3]", "yarn", "spark://a:7077,b:7077", "k8s://https://h:1"]
+    )
+    def test_a_master_that_spark_knows_is_fine(self, cli, file, master):
+        assert f"✓ Spark master {master}" in cli("check", file, "--master", master)[1]
+
+    def test_without_java_it_is_not_ready(self, cli, file, monkeypatch, tmp_path):
+        monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+        code, out, _ = cli("check", file)
+        assert code == 1
+        assert "✗ PEN-1014" in out
+
+    def test_a_pattern_that_matches_nothing_is_said(self, cli, file):
+        file.write_text(
+            PIPELINE + '\n[[routes]]\nfrom = "*"\nexclude = ["tmp_*"]\n[[routes]]\nfrom = "ordrs"\nto = "/x"\n'
+        )
+        code, out, _ = cli("check", file)
+        assert code == 0
+        assert "! the route from 'ordrs' matches no stream that is there now; did you mean 'orders'?" in out
+        assert "! exclude = 'tmp_*'" in out
+
+    def test_a_name_with_a_line_break_cannot_pass_for_a_finding(self, cli, file):
+        (file.parent / "odd.py").write_text(
+            "import pyarrow as pa\n"
+            "from penstock.connectors.generator import Generator\n"
+            "class Odd(Generator):\n"
+            "    def schema(self):\n"
+            "        return {'orders': pa.schema([('id\\n✓ forged\\x1b[2J', pa.int64())])}\n"
+        )
+        file.write_text(PIPELINE.replace('connector = "generator"', 'connector = "odd:Odd"'))
+        out = cli("check", file)[1]
+        assert "id\\n✓ forged\\x1b[2J int64" in out
+        assert not any(line.startswith("✓ forged") for line in out.splitlines())
+
+    def test_no_hint_of_it_points_to_itself(self, cli, file):
+        (file.parent / "refusing.py").write_text(
+            "from penstock.errors import FatalError\n"
+            "from penstock.connectors.generator import Generator\n"
+            "class Shut(Generator):\n"
+            "    def open(self, context=None):\n"
+            "        raise FatalError('refused', code='PEN-5001', hint='see `penstock check` for what is needed')\n"
+        )
+        file.write_text(PIPELINE.replace('connector = "generator"', 'connector = "refusing:Shut"'))
+        out = cli("check", file)[1]
+        assert "PEN-5001 refused" in out
+        assert "penstock check" not in out
+
+    def test_to_check_changes_nothing(self, cli, file):
+        kept = file.parent / "state" / "sources" / "generator"
+        kept.mkdir(parents=True)
+        (kept / "seen").write_text("1")
+        (file.parent / "eager.py").write_text(
+            "from penstock.connectors.generator import Generator\n"
+            "class Eager(Generator):\n"
+            "    def open(self, context=None):\n"
+            "        assert (context.state_dir / 'seen').read_text() == '1'\n"
+            "        (context.state_dir / 'seen').write_text('2')\n"
+        )
+        file.write_text(PIPELINE.replace('connector = "generator"', 'connector = "eager:Eager"\nname = "generator"'))
+        assert cli("check", file)[0] == 0
+        assert (kept / "seen").read_text() == "1"
 
     def test_a_change_that_a_run_would_refuse_is_to_fix(self, cli, file):
         state = State(file.parent / "state", "orders")
@@ -484,7 +635,22 @@ class TestOffsets:
         assert code == 0
         assert "epoch 4 prepared" in out
         assert state.identity.incarnation in out
-        assert '{"ids":{"orders":100}}' in out
+        assert "orders to row 100" in out
+        assert "the beginning" in out
+
+    def test_show_prints_positions_as_they_are_recorded_on_request(self, cli, file, state):
+        code, out, _ = cli("offsets", "show", file, "--json")
+        assert code == 0
+        assert json.loads(out)["ranges"]["generator"]["end"] == {"ids": {"orders": 100}}
+
+    @pytest.mark.parametrize("group", ["offsets", "tables"])
+    def test_every_word_has_a_help_of_its_own(self, cli, group):
+        code, out, _ = cli(group, "--help")
+        assert code == 0
+        commands = typer.main.get_command(app).commands[group].commands
+        for word in commands:
+            assert word in out
+            assert cli(group, word, "--help")[0] == 0
 
     def test_reset_begins_a_new_incarnation(self, cli, file, state):
         code, out, _ = cli("offsets", file, "reset", "--yes")
@@ -577,9 +743,13 @@ class TestDoctor:
 
 
 class TestNew:
-    @pytest.mark.parametrize("kind", ["source", "sink"])
-    def test_what_it_writes_passes_the_kit(self, cli, tmp_path, kind):
-        code, out, _ = cli("new", kind, "acme_crm", "--dir", tmp_path)
+    @pytest.mark.parametrize(
+        "words",
+        [("source",), ("source", "--kind", "polling"), ("source", "--kind", "streaming"), ("sink",)],
+        ids=" ".join,
+    )
+    def test_what_it_writes_passes_the_kit(self, cli, tmp_path, words):
+        code, out, _ = cli("new", words[0], "acme_crm", *words[1:], "--dir", tmp_path)
         assert code == 0
         assert 'connector = "acme_crm:AcmeCrm"' in out
         command = [
@@ -604,7 +774,16 @@ class TestNew:
         assert (tmp_path / "mine.py").read_text() == "x = 1\n"
         assert not (tmp_path / "test_mine.py").exists()
 
-    @pytest.mark.parametrize("words", [("pump", "acme"), ("source", "Acme CRM"), ("source", "Acme")])
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ("pump", "acme"),
+            ("source", "Acme CRM"),
+            ("source", "Acme"),
+            ("source", "acme", "--kind", "pull"),
+            ("sink", "acme", "--kind", "polling"),
+        ],
+    )
     def test_a_wrong_kind_or_name_is_refused(self, cli, tmp_path, words):
         assert cli("new", *words, "--dir", tmp_path)[0] == 2
         assert not list(tmp_path.iterdir())

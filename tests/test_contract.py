@@ -31,8 +31,6 @@ USERS = ("connectors", "pipeline", "runtime", "spark", "web", "cli", "reference.
 
 LATER = {
     "SchemaRegistryAware": "schema registries",
-    "fetch_schema": "schema registries",
-    "fetch_schema_by_id": "schema registries",
     "check_compatibility": "schema registries",
     "register_schema": "schema registries",
     "BufferedBridge": "the first client that calls back",

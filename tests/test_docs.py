@@ -58,7 +58,10 @@ def test_a_command_that_is_shown_can_be_parsed(line):
     words = shlex.split(line, comments=True)
     name, *rest = words[words.index("penstock") + 1 :]
     command = typer.main.get_command(app).commands[name]
-    command.make_context(name, rest)
+    context = command.make_context(name, rest)
+    if isinstance(command, typer.core.TyperGroup):
+        word, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        command.make_context(word, rest)
 
 
 @pytest.mark.parametrize("page", PAGES)

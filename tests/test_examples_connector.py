@@ -1,12 +1,15 @@
 """The connector of `docs/writing-a-connector.md`: as short as the page says, and it passes the kit."""
 
+import inspect
 import re
 import sys
 from pathlib import Path
+from string import Template
 
 import pytest
 
 from penstock.errors import DataError
+from penstock.source import ENVELOPE_SCHEMA, PollingSource, Sender
 from penstock.testing import SourceContract
 
 ROOT = Path(__file__).parents[1]
@@ -65,7 +68,32 @@ def test_the_page_shows_the_connector_and_its_test_as_they_are():
     shown = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert shown
     for block in shown:
-        assert any(lines_of(block) in lines_of(text) for text in (connector, Path(__file__).read_text())), block
+        assert any(
+            lines_of(block) in lines_of(text) for text in (connector, Path(__file__).read_text(), *scaffold())
+        ), block
+
+
+def scaffold():
+    """What `penstock new source acme` writes for sources that are polled or push."""
+    for template in (ROOT / "src" / "penstock" / "cli" / "templates").glob("[ps]*_source.py.txt"):
+        yield Template(template.read_text()).substitute(name="acme", Class="Acme", title="acme")
+
+
+def test_the_page_lists_the_columns_of_an_envelope_as_they_are():
+    page = (ROOT / "docs" / "writing-a-connector.md").read_text()
+    for field in ENVELOPE_SCHEMA:
+        assert f"| `{field.name}` | {field.type} |" in page
+
+
+@pytest.mark.parametrize("contract", [PollingSource, Sender])
+def test_the_page_lists_every_method_with_its_arguments(contract):
+    page = (ROOT / "docs" / "writing-a-connector.md").read_text()
+    for name, method in vars(contract).items():
+        if inspect.isfunction(method) and not name.startswith("_"):
+            arguments = [each.partition(":")[0].strip() for each in inspect.signature(method).parameters][1:]
+            shown = re.search(rf"`{name}\(([^)]*)\)", page)
+            assert shown, name
+            assert [each.partition("=")[0].strip() for each in shown[1].split(",") if each] == arguments
 
 
 def lines_of(code):

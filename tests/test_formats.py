@@ -70,7 +70,7 @@ class TestFinding:
         monkeypatch.setattr(formats, "find_spec", lambda name: None if name == "orjson" else object())
         with pytest.raises(ConfigError, match="PEN-1007 the format 'json_schema' needs the module orjson") as caught:
             load("json_schema")
-        assert caught.value.hint == "pip install 'penstock[json_schema]'"
+        assert caught.value.hint == "pip install 'penstock[json-schema]'"
 
     def test_every_extra_exists(self):
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

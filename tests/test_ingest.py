@@ -261,7 +261,7 @@ def test_full_polls_are_journaled_while_the_next_one_is_read(
     until(lambda: source.calls.count("poll") > 2)
     assert not any(call.startswith("commit") for call in source.calls)
     disk.set()
-    until(lambda: one.idle.is_set())
+    until(lambda: one.line.idle.is_set())
     commits = [int(call.split()[1]) for call in source.calls if call.startswith("commit")]
     assert commits == list(range(1000, 50_001, 1000))
     assert journaled(tmp_path / "journal") == list(range(50_000))
@@ -277,7 +277,7 @@ def test_a_signal_is_read_at_once_however_long_the_poll_interval_is(tmp_path: Pa
     source = Signalled(count=0)
     one = ingest(source, fast(poll_interval_ms=60_000))
     one.start()
-    until(lambda: one.idle.is_set())
+    until(lambda: one.line.idle.is_set())
     polls = source.calls.count("poll")
     one.ready.clear()
     source.count = 1
@@ -285,7 +285,7 @@ def test_a_signal_is_read_at_once_however_long_the_poll_interval_is(tmp_path: Pa
     assert one.ready.wait(2)
     until(lambda: "commit 1" in source.calls, 2)
     assert journaled(tmp_path / "journal") == [0]
-    until(lambda: one.idle.is_set())
+    until(lambda: one.line.idle.is_set())
     assert source.calls.count("poll") == polls + 2
     began = time.monotonic()
     assert one.stop()
@@ -301,7 +301,7 @@ def test_an_idle_source_costs_next_to_no_processor_time(ingest: Any) -> None:
 
     one = ingest(Signalled(count=5))
     one.start()
-    until(lambda: one.idle.is_set())
+    until(lambda: one.line.idle.is_set())
     before = time.process_time()
     threading.Event().wait(1)
     assert time.process_time() - before < 0.02
@@ -333,8 +333,8 @@ def test_a_passing_failure_degrades_backs_off_and_goes_on(tmp_path: Path, ingest
     source.fails = [RetryableError("timed out", code="PEN-2003"), RetryableError("rate limited", code="PEN-2002")]
     one = ingest(source, on_state=lambda name, status: states.append(status))
     one.start()
-    until(lambda: one.idle.is_set())
-    assert one.retries == 2
+    until(lambda: one.line.idle.is_set())
+    assert one.counts.retries == 2
     assert [s.state for s in states if s.state is not HealthState.UNKNOWN] == ["degraded", "degraded", "healthy"]
     assert "timed out" in states[0].reason
     assert one.health() == HealthStatus.healthy()
@@ -402,7 +402,7 @@ def test_the_first_open_is_not_retried(ingest: Any, raised: Exception, code: str
 def test_an_invalid_checkpoint_stops_the_start(ingest: Any) -> None:
     one = ingest(Log(count=3))
     one.start()
-    until(lambda: one.idle.is_set())
+    until(lambda: one.line.idle.is_set())
     one.close()
 
     class Picky(Log):
@@ -418,8 +418,8 @@ def test_bad_data_stops_or_is_skipped_by_policy(tmp_path: Path, ingest: Any) -> 
     source.fails = [DataError("not JSON")]
     one = ingest(source, fast(on_error="skip"))
     one.start()
-    until(lambda: one.idle.is_set())
-    assert one.skipped == 1
+    until(lambda: one.line.idle.is_set())
+    assert one.counts.skipped == 1
     one.close()
     assert journaled(tmp_path / "journal") == [0, 1, 2]
     source = Log(count=3)
@@ -484,7 +484,7 @@ def test_a_broken_connection_is_called_again_and_a_healthy_run_resets_the_count(
     one.start()
     until(lambda: source.runs == 5)
     assert one.failure is None
-    assert one.retries == 4
+    assert one.counts.retries == 4
     assert HealthStatus.degraded("PEN-2001 the connection broke") in states
     assert HealthStatus.healthy() in states
     assert one.health().state is HealthState.UNKNOWN  # it runs again and has said nothing yet
@@ -586,7 +586,7 @@ def test_envelopes_that_cannot_be_stored_are_skipped_by_policy_and_still_acknowl
     one = ingest(Pushes(sends), fast(on_error="skip"))
     one.start()
     assert told.wait(10)
-    assert one.skipped == 1
+    assert one.counts.skipped == 1
     assert journaled(tmp_path / "journal") == [1, 2]
 
 
@@ -643,7 +643,7 @@ def test_the_checkpoint_of_bypassing_rows_waits_until_they_are_committed(ingest:
     source = Log(count=6)
     one = ingest(source, reliable=lambda stream: False)
     one.start()
-    until(lambda: one.idle.is_set())
+    until(lambda: one.line.idle.is_set())
     assert not any(call.startswith("commit") for call in source.calls)
     one.range_source.ack(JournalPosition(direct=3))
     until(lambda: "commit 3" in source.calls)
@@ -651,7 +651,7 @@ def test_the_checkpoint_of_bypassing_rows_waits_until_they_are_committed(ingest:
     again = Log(count=6)
     two = ingest(again, reliable=lambda stream: False)
     two.start()
-    until(lambda: two.idle.is_set())
+    until(lambda: two.line.idle.is_set())
     assert again.calls[1] == "restore 3"
 
 
@@ -747,7 +747,7 @@ def test_many_changes_share_few_records(tmp_path: Path, ingest: Any) -> None:
     one = ingest(source, fast(linger_ms=50))
     one.start()
     until(lambda: one.journal.tail == 5000)
-    assert one.journal.commits < 200
+    assert one.journal.counts()["journal_commits_total"] < 200
     assert [r["id"] for r in changes(tmp_path / "journal")] == list(range(5000))
 
 
@@ -787,7 +787,7 @@ def test_a_broken_capture_goes_on_from_its_resume_point(tmp_path: Path, ingest: 
     one = ingest(Capture(tmp_path / "slot", events))
     one.start()
     until(lambda: one.journal.tail == 3)
-    assert one.retries == 1
+    assert one.counts.retries == 1
     assert [r["id"] for r in changes(tmp_path / "journal")] == [0, 1, 2]
 
 
@@ -800,7 +800,7 @@ def test_unseeded_tables_are_copied_first_and_only_once(tmp_path: Path, ingest: 
     one.close()
     found = changes(tmp_path / "journal")
     assert [(r["_op"], r["id"]) for r in found] == [("r", n) for n in range(10)] + [("u", 100)]
-    assert one.seeded == {"public.orders": JournalPosition(row=10)}
+    assert one.feeder.seeded() == {"public.orders": 10}
 
     again = Capture(tmp_path / "slot", [upsert(100), upsert(101)], copy)
     one = ingest(again, unseeded=lambda: [ORDERS])
@@ -828,7 +828,7 @@ def test_a_copy_that_was_cut_short_is_cleared_before_it_is_made_again(tmp_path: 
 
     one = ingest(Short(tmp_path / "slot", [], [upsert(n) for n in range(3)]), unseeded=lambda: [ORDERS, USERS])
     one.start()
-    until(lambda: len(one.seeded) == 2)
+    until(lambda: len(one.feeder.seeded()) == 2)
     found = changes(tmp_path / "journal")
     assert [(r["_op"], r["id"]) for r in found] == [
         *(("r", n) for n in range(3)),
@@ -842,7 +842,7 @@ def test_a_copy_that_no_epoch_has_yet_is_not_made_again(tmp_path: Path, ingest: 
         source = Capture(tmp_path / "slot", [upsert(1)])
         one = ingest(source, unseeded=lambda: [ORDERS])
         one.start()
-        until(lambda one=one: one.journal.tail == 1 and one.seeded)
+        until(lambda one=one: one.journal.tail == 1 and one.feeder.seeded())
         one.close()
     assert source.snapshots == 0
 
@@ -975,5 +975,5 @@ def test_batches_of_a_polling_source_keep_their_schema(tmp_path: Path, ingest: A
 
     one = ingest(Arrow())
     one.start()
-    until(lambda: one.idle.is_set())
+    until(lambda: one.line.idle.is_set())
     assert one.range_source.schema() == {"t": pa.schema([("x", pa.int64())])}

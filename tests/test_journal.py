@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
 import resource
 import shutil
 import signal
+import stat
 import threading
 import time
 from collections import Counter, defaultdict
@@ -21,17 +23,13 @@ from hypothesis import strategies as st
 
 from penstock import failpoints
 from penstock.errors import DataError, FatalError, RetryableError
-from penstock.runtime import journal
-from penstock.runtime.journal import (
-    ENVELOPE_SCHEMA,
-    Journal,
-    JournalConfig,
-    JournalPosition,
-    JournalSource,
-    JournalSplit,
-)
+from penstock.runtime.journal import Journal, JournalConfig, JournalPosition, JournalSource, JournalSplit
+from penstock.runtime.journal import disk as disks
+from penstock.runtime.journal import envelopes as enveloped
+from penstock.runtime.journal import segment as segments
+from penstock.runtime.journal import source as sources
 from penstock.schema import key_of, with_key
-from penstock.source import ReadLimit, SourceBatch, SourceEnvelope, SourceRecord
+from penstock.source import ENVELOPE_SCHEMA, ReadLimit, SourceBatch, SourceEnvelope, SourceRecord
 
 processes = multiprocessing.get_context("fork")
 
@@ -75,7 +73,7 @@ def in_child(work: Callable[[], None]) -> multiprocessing.Process:
 
 @pytest.fixture
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "SEGMENT_BYTES", 2000)
+    monkeypatch.setattr(disks, "SEGMENT_BYTES", 2000)
 
 
 def test_envelopes_and_batches_come_back_as_they_went_in(tmp_path: Path) -> None:
@@ -279,7 +277,7 @@ def test_a_repeated_key_is_dropped_and_still_called_back_after_its_original(tmp_
 def test_a_key_whose_row_never_became_durable_is_not_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, segment_bytes: int
 ) -> None:
-    monkeypatch.setattr(journal, "SEGMENT_BYTES", segment_bytes)
+    monkeypatch.setattr(disks, "SEGMENT_BYTES", segment_bytes)
 
     def dies() -> None:
         failpoints.arm("journal.data=kill@2")
@@ -299,7 +297,7 @@ def test_a_key_whose_row_never_became_durable_is_not_remembered(
 
 
 def test_the_window_of_keys_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "DEDUPE_KEYS", 10)
+    monkeypatch.setattr(enveloped, "DEDUPE_KEYS", 10)
     writer = Journal(tmp_path)
     writer.append([envelope(n, key=str(n)) for n in range(20)])
     writer.append([envelope(n, key=str(n)) for n in (15, 0)])
@@ -496,7 +494,7 @@ def test_a_flipped_byte_of_the_index_is_fatal_unless_it_is_in_the_last_record(tm
 
 
 def test_damage_before_the_last_segment_is_fatal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(disks, "SEGMENT_BYTES", 1)
     index, *_ = three_commits(tmp_path / "j")
     raw = index.read_bytes()
     index.write_bytes(raw[:-1])
@@ -524,7 +522,7 @@ def test_a_missing_index_is_fatal_and_never_a_fresh_start(tmp_path: Path) -> Non
 
 
 def test_files_left_by_a_crash_between_two_steps_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(disks, "SEGMENT_BYTES", 1)
     three_commits(tmp_path)
     first, *_, last = sorted(tmp_path.glob("*.index"))
     first.unlink()  # retention died before it deleted the data
@@ -548,7 +546,7 @@ def test_a_manifest_that_points_beyond_the_tail_is_fatal(tmp_path: Path) -> None
 
 def test_a_newer_format_is_refused_by_writer_and_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr(journal, "FORMAT_VERSION", 2)
+        newer.setattr(disks, "FORMAT_VERSION", 2)
         three_commits(tmp_path)
     with pytest.raises(FatalError, match=r"PEN-5006.* version 2"):
         Journal(tmp_path)
@@ -562,8 +560,52 @@ def test_a_range_beyond_what_a_reader_can_see_is_retryable(tmp_path: Path) -> No
         rows(tmp_path, 0, 5)
 
 
+@pytest.mark.parametrize("lossy", [False, True])
+def test_a_task_that_cannot_see_the_journal_says_so_and_drops_nothing(tmp_path: Path, lossy: bool) -> None:
+    split = JournalSplit(tmp_path / "journal", 0, 5, lossy=lossy)
+    with pytest.raises(FatalError, match=r"PEN-5016 there is no journal .*/journal on .*\n.*storage that they share"):
+        list(source(tmp_path).read(split))
+    with contextlib.closing(Journal(tmp_path / "journal")) as other:  # a directory of that name, but not the driver's
+        other.append([envelope(1)])
+        other.flush()
+        with pytest.raises(RetryableError, match=r"ends at row 1 as seen from .*, and row 4 was planned"):
+            list(source(tmp_path).read(split))
+
+
+def test_only_its_user_can_read_a_journal(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with contextlib.closing(Journal(tmp_path / "journal")) as journal:
+            journal.append([envelope(1)])
+            journal.flush()
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "journal").iterdir()}
+    assert stat.S_IMODE((tmp_path / "journal").stat().st_mode) == 0o700
+    assert len(modes) == 4
+    assert set(modes.values()) == {0o600}, modes
+
+
+def test_what_waits_for_its_commit_is_counted_with_its_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.closing(Journal(tmp_path)) as one:
+        assert (one.counts()["journal_rows"], one.counts()["journal_oldest_seconds"]) == (0, 0)
+        one.append([envelope(1), envelope(2)])
+        one.flush()
+    with contextlib.closing(Journal(tmp_path)) as one:  # also over a restart
+        written = time.time()
+        monkeypatch.setattr(time, "time", lambda: written + 100)
+        counts = one.counts()
+        assert (counts["journal_rows"], counts["journal_bytes"]) == (2, one.held_bytes)
+        assert 100 <= counts["journal_oldest_seconds"] < 130
+        one.append([envelope(3)])
+        one.flush()
+        assert one.counts()["journal_fsyncs_total"] == 2
+        one.retain(3)
+        assert (one.counts()["journal_rows"], one.counts()["journal_oldest_seconds"]) == (0, 0)
+
+
 def test_large_batches_are_cut_so_that_a_task_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "BLOCK_BYTES", 8000)
+    monkeypatch.setattr(segments, "BLOCK_BYTES", 8000)
     writer = Journal(tmp_path)
     writer.append(numbers(*range(10_000)))
     for n in range(500):
@@ -642,9 +684,9 @@ def test_ranges_add_up_and_splits_cover_them(
 ) -> None:
     directory = tmp_path_factory.mktemp("ranges")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(journal, "SEGMENT_BYTES", 1500)
-        patched.setattr(journal, "BLOCK_BYTES", 100)
-        patched.setattr(journal, "LEAST_SPLIT_ROWS", 2)
+        patched.setattr(disks, "SEGMENT_BYTES", 1500)
+        patched.setattr(segments, "BLOCK_BYTES", 100)
+        patched.setattr(sources, "LEAST_SPLIT_ROWS", 2)
         writer = Journal(directory, linger_ms=0)
         for commit in appended:
             for item in commit:
@@ -673,8 +715,8 @@ def test_ranges_add_up_and_splits_cover_them(
 @settings(max_examples=25, deadline=None)
 @given(streams=st.lists(st.sampled_from("abcd"), min_size=1, max_size=60))
 def test_grouping_by_stream_keeps_the_order_within_each(streams: list[str]) -> None:
-    batch = journal.encode([envelope(n, stream) for n, stream in enumerate(streams)])
-    grouped = list(journal._by_stream(batch))
+    batch = enveloped.encode([envelope(n, stream) for n, stream in enumerate(streams)])
+    grouped = list(enveloped.by_stream(batch))
     assert sorted(b.stream for b in grouped) == sorted(set(streams))
     for found in grouped:
         assert set(found.records.column("stream").to_pylist()) == {found.stream}

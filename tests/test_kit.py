@@ -54,11 +54,14 @@ from penstock.testing import (
     SinkContract,
     SourceContract,
     crash,
+    processes,
     sinks,
-    sources,
 )
+from penstock.testing.crash import applying, scenarios
 from penstock.testing.engine import Forked, Killed
 from penstock.testing.memory import MemoryReceipt
+from penstock.testing.sinks.changes import WIDER
+from penstock.testing.sources import journaled
 
 ROWS = [[{"id": 3 * item + row} for row in range(3)] for item in range(10)]
 
@@ -581,7 +584,7 @@ def test_a_sink_that_breaks_a_law_is_caught(law, tmp_path, monkeypatch):
         "tmp_path": tmp_path,
         "monkeypatch": monkeypatch,
         "rival": "a later incarnation",
-        **dict(zip(("narrow", "wide"), sinks.WIDER[0], strict=True)),
+        **dict(zip(("narrow", "wide"), WIDER[0], strict=True)),
         "lose_staged": lambda receipts: sinks._delete_named(tmp_path, receipts),
         "partitioned_sink": broken(MemorySinkConfig(path=tmp_path / "target", partition_by=("part",))),
     }
@@ -801,7 +804,7 @@ BROKEN_SOURCES = [
 
 @pytest.mark.parametrize(("law", "broken", "message"), BROKEN_SOURCES)
 def test_a_source_that_breaks_a_law_is_caught(law, broken, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "STOP_SECS", 0.2)
+    monkeypatch.setattr(journaled, "STOP_SECS", 0.2)
     messages = issubclass(broken, Poller | Streamer)
     source = broken(OutsideConfig(path=tmp_path)) if messages else broken.of(tmp_path, *ROWS[:8], Pause(), *ROWS[8:])
     rows = [f"message {n}".encode() for n in range(20)] if messages else [row for rows in ROWS[:8] for row in rows]
@@ -890,13 +893,13 @@ class CrashOfCommitsWhatItFinds(CrashOf):
 @pytest.mark.parametrize(
     ("contract", "scenario", "args", "message"),
     [
-        (CrashOfCommitsTwice, crash._killed, ("commit.after", 1), "doubled"),
-        (CrashOfVisibleTooEarly, crash._killed, ("stage.after", 1), "not a prefix of whole epochs|PEN-500"),
-        (CrashOfCommitsWhatItFinds, crash._killed, ("stage.task", 1), "doubled|File is too small"),
-        (CrashOfNumbersOnly, crash._zombie_of_lost_state, (), "fenced|PEN-5011"),
-        (CrashOfRetriesBlindly, crash._zombie_of_lost_state, (), "fenced|doubled"),
-        (CrashOfSkipsWhatIsLost, crash._staging_lost, ("prepare.after",), "lost"),
-        (CrashOfRemembersInMemory, crash._state_lost, ("commit.after",), "PEN-5011"),
+        (CrashOfCommitsTwice, scenarios.killed, ("commit.after", 1), "doubled"),
+        (CrashOfVisibleTooEarly, scenarios.killed, ("stage.after", 1), "not a prefix of whole epochs|PEN-500"),
+        (CrashOfCommitsWhatItFinds, scenarios.killed, ("stage.task", 1), "doubled|File is too small"),
+        (CrashOfNumbersOnly, scenarios.zombie_of_lost_state, (), "fenced|PEN-5011"),
+        (CrashOfRetriesBlindly, scenarios.zombie_of_lost_state, (), "fenced|doubled"),
+        (CrashOfSkipsWhatIsLost, scenarios.staging_lost, ("prepare.after",), "lost"),
+        (CrashOfRemembersInMemory, scenarios.state_lost, ("commit.after",), "PEN-5011"),
     ],
 )
 def test_a_sink_that_breaks_in_a_crash_is_caught(contract, scenario, args, message, tmp_path):
@@ -906,12 +909,12 @@ def test_a_sink_that_breaks_in_a_crash_is_caught(contract, scenario, args, messa
 
 def test_the_crash_suite_passes_every_failpoint_of_the_protocol():
     protocol = {name for name in failpoints.NAMES if not name.startswith("journal.")}
-    assert {step.partition("@")[0] for step in (*crash.STEPS, *crash.APPLY_STEPS)} == protocol
+    assert {step.partition("@")[0] for step in (*crash.STEPS, *applying.APPLY_STEPS)} == protocol
 
 
 def test_the_crash_matrix_of_the_spec_names_every_step_and_every_test_it_claims():
     page = (Path(__file__).parents[1] / "docs" / "spec" / "epochs.md").read_text()
-    steps = {step.partition("@")[0] for step in (*crash.STEPS, *crash.APPLY_STEPS)}
+    steps = {step.partition("@")[0] for step in (*crash.STEPS, *applying.APPLY_STEPS)}
     assert steps <= set(re.findall(r"`([a-z_]+\.[a-z]+)(?:@\d)?`", page))
     claimed = set(re.findall(r"`(?:CrashContract\.)?(test_[a-z_]+)…?`", page))
     assert len(claimed) >= 10
@@ -921,7 +924,7 @@ def test_the_crash_matrix_of_the_spec_names_every_step_and_every_test_it_claims(
 
 def test_a_failpoint_that_is_never_passed_is_not_taken_for_a_success(tmp_path):
     with pytest.raises(AssertionError, match="never passed"):
-        CrashOf()._play(crash._killed, tmp_path, "commit.before@99", 1)
+        CrashOf()._play(scenarios.killed, tmp_path, "commit.before@99", 1)
 
 
 # -- the forking engine ---------------------------------------------------------------------------------------------
@@ -1031,10 +1034,12 @@ def test_tasks_die_with_their_driver(tmp_path):
     source = FaultySource(MemorySource.of(tmp_path, *ROWS[:2]), Fault("read", "hang", tmp_path, times=2))
     work = job(tmp_path, tmp_path / "lake", source=source)
     driver = Forked(lambda: ForkEngine().run(work))
-    tasks = crash.wait_until(lambda: (c := list(crash._children(driver.pid))) and len(c) == 2 and c, "two tasks")
-    crash.wait_until(lambda: source.fault.struck == 2, "both to hang")
+    tasks = processes.wait_until(
+        lambda: (c := list(processes.children_of(driver.pid))) and len(c) == 2 and c, "two tasks"
+    )
+    processes.wait_until(lambda: source.fault.struck == 2, "both to hang")
     driver.kill()
-    crash.wait_until(lambda: all(crash._process_state(task) in ("", "Z") for task in tasks), "the tasks to die")
+    processes.wait_until(lambda: all(processes.process_state(task) in ("", "Z") for task in tasks), "the tasks to die")
 
 
 # -- scripts and faults ---------------------------------------------------------------------------------------------

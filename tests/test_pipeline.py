@@ -316,7 +316,7 @@ ERRORS = [
     (
         "[[routes]]\nfrom = 'a'\n[[routes]]\nfrom = 'a+'",
         6,
-        "PEN-1010 {}`from` = 'a+': `+` and `#` stand for whole levels",
+        "PEN-1010 {}`from` = 'a+': `+` and `#` are whole levels",
     ),
     ("[[routes]]\nto = '/{tabel}'", 4, "PEN-1010 {}`to` = '/{{tabel}}': there is no {{tabel}}"),
     ("[[routes]]\nmatch = { site = 'a#' }", 4, "PEN-1010 {}`match.site` = 'a#'"),
@@ -485,7 +485,7 @@ class TestDelivery:
             ({"sinks": {"k": Keyed(LakeConfig())}}, r"sink 'k' \(keyed\) may write a row twice", "set `key`"),
             (
                 {"sources": {"o": Once(Config())}, "routes": (Route(reliable_dispatch=False),)},
-                "source 'o' cannot send again what bypasses the journal",
+                "reliable_dispatch = false would lose rows of source 'o'",
                 "remove reliable_dispatch = false",
             ),
         ],
@@ -524,7 +524,7 @@ class TestDelivery:
             processing=Processing(checkpoint=False),
         )
         assert pipeline.notices == [
-            "checkpoint = false: a restart begins anew and writes again what was written before",
+            "checkpoint = false: a restart begins from the start and writes again what was written before",
             "sink 's' (screen) may repeat rows after a crash",
             "sink 'idle' gets no rows: no route names it",
             "source 'o' is at-most-once for 'a': what a crash finds in memory is lost",
@@ -663,6 +663,10 @@ class TestChanges:
                 "the route from 'a' to '/a' works differently from now on",
             ),
             ({"routes": (Route("a", "/a", sinks=("x",), partitions=4), Route("b", "/b"))}, None),
+            (
+                {"routes": (Route("a", "/a", sinks=("x",), exclude=("a1",)), Route("b", "/b"))},
+                "the route from 'a' to '/a' leaves 'a1' out from now on; earlier rows stay in the targets",
+            ),
             (
                 {"delivery": DeliveryGuarantee.EXACTLY_ONCE},
                 "delivery is exactly-once from now on; earlier rows were written at-least-once",

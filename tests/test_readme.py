@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 
 from penstock.cli import app
 from penstock.pipeline import Pipeline
@@ -27,7 +28,7 @@ def test_its_links_lead_somewhere(link):
 
 
 def test_its_commands_exist():
-    known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    known = set(typer.main.get_command(app).commands)
     named = set(re.findall(r"^penstock (\w+)", README, re.MULTILINE)) | set(
         re.findall(r"`(\w+)` (?:lists|shows|writes|looks)", README)
     )

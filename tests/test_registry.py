@@ -153,7 +153,7 @@ class TestModules:
             registry.load("source", spec, base)
 
     def test_a_class_that_is_no_connector_is_refused(self, base):
-        with pytest.raises(ConfigError, match="PEN-1006 'pathlib:Path' is no connector, not a source"):
+        with pytest.raises(ConfigError, match="PEN-1006 'pathlib:Path' is not a connector class"):
             registry.load("source", "pathlib:Path", base)
 
     def test_a_module_of_the_same_name_from_elsewhere_is_not_mistaken_for_it(self, base):

@@ -130,6 +130,23 @@ class TestTemplates:
         assert topic_name("lake/orders") == topic_name("/lake/orders") == "/lake/orders"
 
 
+class TestExclude:
+    ROUTES = (Route("public.*", "/{table}", exclude=("public.tmp_*", "public.log")),)
+
+    def test_a_stream_that_is_excluded_is_not_taken(self):
+        router = Router(self.ROUTES, ("lake",))
+        assert [target.topic for target in router.targets("db", "public.orders")] == ["/orders"]
+        assert router.targets("db", "public.tmp_1") == ()
+        assert router.targets("db", "public.log") == ()
+
+    def test_another_route_may_take_what_one_excludes(self):
+        router = Router((*self.ROUTES, Route("public.tmp_*", "/scratch")), ("lake",))
+        assert [target.topic for target in router.targets("db", "public.tmp_1")] == ["/scratch"]
+
+    def test_a_wrong_pattern_is_a_problem(self):
+        assert "`exclude` = 'a+'" in Route(exclude=("a+",)).problems()[0]
+
+
 class TestTargets:
     def test_without_routes_every_stream_goes_to_its_own_name_and_all_sinks(self):
         (target,) = router(sinks=("a", "b")).targets("in", "public.orders")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -45,6 +47,7 @@ from penstock.source import (
     SourceRecord,
 )
 from penstock.spark import engine_for
+from penstock.tables import TableSource, TableState
 from penstock.testing import ForkEngine
 
 
@@ -530,11 +533,39 @@ def test_drain_reads_a_backlog_that_is_larger_than_the_journal(build: Any, rows:
     assert rows() == list(range(40_000))
 
 
+def test_a_second_drain_of_a_journaled_source_ends_though_nothing_is_new(build: Any, rows: Any) -> None:
+    for _ in range(2):
+        running = Running(build(Backlog(), epoch_interval_ms=0), drain=True)
+        running.ends()
+        assert running.error is None
+        assert rows() == list(range(40_000))
+
+
+class Waking(Backlog):
+    """Is not ready yet when it is opened first."""
+
+    opened = 0
+
+    def open(self, context: SourceContext = SourceContext()) -> None:
+        super().open(context)
+        self.opened += 1
+        if self.opened == 1:
+            raise RetryableError("it is starting up", code="PEN-2007")
+
+
+def test_a_journaled_source_that_is_not_ready_yet_is_waited_for(build: Any, rows: Any) -> None:
+    running = Running(build(Waking(), epoch_interval_ms=0), drain=True)
+    running.ends()
+    assert running.error is None
+    assert rows() == list(range(40_000))
+
+
 IDLE = """
 import sys, threading
 from pathlib import Path
 from penstock.runtime import monitor, supervisor
 from penstock.pipeline import Pipeline
+from penstock.tables import TableSource, TableState
 from penstock.testing import ForkEngine
 supervisor.run(Pipeline.from_toml(sys.argv[1]), engine=ForkEngine(2))
 """
@@ -624,7 +655,7 @@ def test_a_health_check_that_never_returns_is_told_and_does_not_hold_up_the_end(
         return HealthStatus.healthy()
 
     running = Running(build(Moody(silent), health_timeout_secs=1))
-    until(lambda: health_of(running).startswith("unhealthy asked, it says nothing"))
+    until(lambda: health_of(running).startswith("unhealthy its health check has not answered"))
     running.stopped()
     answer.set()
 
@@ -670,6 +701,57 @@ def test_rows_that_no_route_takes_are_no_errors(build: Any) -> None:
     pipeline = build(two, unrouted="skip", max_error_rate=0.0)
     pipeline = replace(pipeline, router=Router((Route("a", "/a"),), ("lake",), "skip"))
     assert supervisor.run(pipeline, engine=ForkEngine(1), drain=True).skipped == 10
+
+
+def test_only_its_user_can_read_a_state_directory(build: Any, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        running = Running(build(Backlog(), epoch_interval_ms=0), drain=True)
+        running.ends()
+    finally:
+        os.umask(before)
+    assert running.error is None
+    state = tmp_path / "state"
+    assert stat.S_IMODE(state.stat().st_mode) == 0o700
+    files = [path for path in state.rglob("*") if path.is_file()]
+    assert {"status.json", "pipeline.json", "lock", "tail"} <= {path.name for path in files}
+    assert {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in files} == {p.name: "0o600" for p in files}
+
+
+class Captured(Tap, TableSource[NoOptions, Next]):
+    """Says that one of its tables failed."""
+
+    def tables(self, position: Next) -> dict[str, TableState]:
+        return {"rows": TableState("active"), "broken": TableState("failed", code="PEN-3006", error="no such column")}
+
+
+def test_a_drain_tells_which_tables_failed(build: Any) -> None:
+    source = Captured()
+    source.available = 10
+    running = Running(build(source), drain=True)
+    running.ends()
+    assert running.error is None
+    assert running.summary is not None
+    assert running.summary.failed_tables == {"source": ["broken"]}
+    status = running.telemetry.status()
+    assert status["reason"] == "source source is degraded: 1 table failed: broken (PEN-3006 no such column)"
+    again = Running(build(source), drain=True)  # nothing is new, and the table is as it was
+    again.ends()
+    assert again.summary is not None
+    assert again.summary.failed_tables == {"source": ["broken"]}
+
+
+def test_what_an_ingest_counts_is_scraped(build: Any) -> None:
+    running = Running(build(Backlog(), epoch_interval_ms=0), drain=True)
+    running.ends()
+    text = running.telemetry.metrics().decode()
+    assert 'penstock_journal_rows{connector="source"} 0.0' in text
+    assert 'penstock_journal_oldest_seconds{connector="source"} 0.0' in text
+    (fsyncs,) = re.findall(r'^penstock_journal_fsyncs_total\{connector="source"\} (.*)$', text, re.MULTILINE)
+    (seconds,) = re.findall(r'^penstock_journal_fsync_seconds_total\{connector="source"\} (.*)$', text, re.MULTILINE)
+    assert float(fsyncs) >= 2
+    assert float(seconds) > 0
+    assert 'penstock_connector{component="source:source",name="records_total"} 40000.0' in text
 
 
 class Locked(Config):

@@ -7,15 +7,18 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from dataclasses import replace
 
 import pytest
 
 from penstock import web
 from penstock.errors import ConfigError, FatalError, RetryableError
 from penstock.runtime.epochs import EpochReport
-from penstock.runtime.telemetry import STATUS_FILE, Telemetry, judge, read_status, ready
+from penstock.runtime.job import Bad
+from penstock.runtime.telemetry import STATUS_FILE, Telemetry, Verdict, failed_tables, judge, read_status, ready
 from penstock.sink import WriteResult
 from penstock.source import ConnectorMetrics, HealthStatus
+from penstock.tables import TableState
 
 
 class Clock:
@@ -148,6 +151,33 @@ class TestStatus:
                 telemetry.state("source:orders", HealthStatus.degraded("broker away"))
         assert len(caplog.records) == 1
 
+    def test_a_failure_that_is_tried_again_is_one_log_line(self, telemetry, caplog):
+        with caplog.at_level(logging.INFO):
+            telemetry.retry("source:orders", RetryableError("refused", hint="wait"), 0.1)
+            telemetry.state("source:orders", HealthStatus.degraded("PEN-2000 refused"))
+            assert telemetry.status()["sources"]["orders"]["state"] == "degraded"
+            telemetry.state("source:orders", HealthStatus.healthy())
+        assert [record.getMessage() for record in caplog.records] == [
+            "source:orders: PEN-2000 refused → wait; trying again in 0.1 s"
+        ]
+        telemetry.state("source:orders", HealthStatus.degraded("slow"))
+        assert "source:orders is degraded: slow" in caplog.text, "what no retry has said is logged as ever"
+
+    def test_the_first_bad_records_of_an_epoch_are_named_in_log_and_status(self, telemetry, caplog):
+        bad = [Bad("orders", "files", "", "PEN-3001", "source", "a.jsonl, line 7: column 'v' is a str, not int64")]
+        telemetry.epoch(replace(report(3), skipped=1, bad=bad))
+        assert "epoch=3 bad source=orders stream=files PEN-3001: a.jsonl, line 7: column 'v' is a str" in caplog.text
+        assert telemetry.status()["bad"] == [
+            {
+                "epoch": 3,
+                "source": "orders",
+                "stream": "files",
+                "topic": "",
+                "code": "PEN-3001",
+                "reason": "a.jsonl, line 7: column 'v' is a str, not int64",
+            }
+        ]
+
     def test_threads_lose_no_count(self, telemetry):
         def work() -> None:
             for number in range(200):
@@ -201,6 +231,32 @@ class TestHealth:
         verdict = judge(telemetry.status())
         assert (verdict.ok, verdict.reason) == (True, "degraded: backing off")
 
+    def test_the_pipeline_is_as_well_as_the_worst_of_its_parts_on_every_front(self, telemetry):
+        telemetry.state("pipeline", HealthStatus.healthy())
+        telemetry.state("sink:lake", HealthStatus.degraded("slow"))
+        status = telemetry.status()
+        assert (status["state"], status["reason"]) == ("degraded", "sink lake is degraded: slow")
+        assert judge(status) == Verdict(True, "degraded: sink lake is degraded: slow")
+        assert 'penstock_state{component="pipeline",state="degraded"} 1.0' in telemetry.metrics().decode()
+
+    def test_a_failed_table_shows_on_every_front(self, telemetry, caplog):
+        telemetry.state("pipeline", HealthStatus.healthy())
+        telemetry.state("source:orders", HealthStatus.healthy())
+        broken = TableState("failed", code="PEN-4001", error="a column changed", hint="cast it")
+        for _ in range(2):
+            telemetry.tables("orders", {"public.a": TableState("active"), "public.b": broken})
+        status = telemetry.status()
+        reason = "source orders is degraded: 1 table failed: public.b (PEN-4001 a column changed)"
+        assert (status["state"], status["reason"]) == ("degraded", reason)
+        assert judge(status).reason == f"degraded: {reason}"
+        assert list(failed_tables(status)) == ["public.b"]
+        text = telemetry.metrics().decode()
+        assert 'penstock_table{connector="orders",state="failed",table="public.b"} 1.0' in text
+        assert 'penstock_table{connector="orders",state="active",table="public.a"} 1.0' in text
+        assert caplog.text.count("table public.b failed: PEN-4001 a column changed → cast it") == 1
+        telemetry.tables("orders", {"public.a": TableState("active"), "public.b": TableState("seeding")})
+        assert telemetry.status()["state"] == "running"
+
     def test_ready_means_an_epoch_or_open_and_idle_sources(self, telemetry):
         assert not ready(telemetry.status()).ok
         telemetry.state("pipeline", HealthStatus.healthy())
@@ -231,6 +287,16 @@ class TestStatusFile:
             written.add((tmp_path / STATUS_FILE).stat().st_mtime_ns)
         assert len(written) <= 3
         wait_until(lambda: read_status(tmp_path)["epochs"] == 100)
+
+    def test_a_run_that_fails_at_once_still_shows_the_last_epoch_of_the_run_before(self, telemetry, tmp_path):
+        telemetry.publish(tmp_path)
+        telemetry.epoch(report(41))
+        telemetry.close()
+        failing = Telemetry("orders-to-lake", sources=["orders"], sinks=["lake"])
+        failing.publish(tmp_path)
+        failing.close(FatalError("no Java"))
+        found = read_status(tmp_path)
+        assert (found["state"], found["epochs"], found["last_epoch"]["number"]) == ("failed", 0, 41)
 
     def test_a_directory_that_cannot_be_written_stops_nothing(self, telemetry, tmp_path):
         telemetry.publish(tmp_path / "missing")

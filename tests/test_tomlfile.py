@@ -171,7 +171,11 @@ class TestRefusals:
     [
         ("postgres://u:p@ss@h/d", "postgres://u:…@h/d"),
         ("host=h password=secret dbname=d", "host=h password=… dbname=d"),
+        ("host=h password='a b' dbname=d", "host=h password=… dbname=d"),
         ("https://h/path?a=b", "https://h/path?a=b"),
+        ('password = { env = "DB_PASSWORD" }', 'password = { env = "DB_PASSWORD" }'),
+        ('password={file="pw"}', 'password={file="pw"}'),
+        ("password={hunter2", "password=…"),
         ("lake/{topic}", "lake/{topic}"),
     ],
 )

@@ -102,7 +102,7 @@ class AckSink:
 
 
 LEAST_PAUSE_SECS = 0.1
-"""So long a capture that waits cannot be stopped."""
+"""Longest time that a waiting capture goes without noticing a stop."""
 
 
 def pause(seconds: float) -> Iterator[None]:
@@ -139,6 +139,14 @@ class ChangeCapture(SourceConnector[C]):
     def live(self) -> Iterator[Change | None]:
         """Changes from the mechanism's own resume point; None now and then when there is none, so that it can be stopped."""
         raise NotImplementedError
+
+    def caught_up(self, since: float) -> bool:
+        """
+        False while `live` holds back a change that was there at `since` (`time.monotonic()`): `--drain` waits for it.
+
+        Asked from another thread. Needed only by a mechanism that says None while it knows of changes.
+        """
+        return True
 
     def snapshot(self, tables: Sequence[SnapshotTable]) -> Iterator[Change]:
         """The rows of `tables` as upserts; their acks move nothing, and there is no end marker."""

@@ -32,21 +32,29 @@ def fsync(*paths: str | os.PathLike[str]) -> None:
             _sync(path)
 
 
-def make_directory(path: Path) -> None:
-    """Make a directory and its parents, each entry synced in the directory above it."""
+def make_directory(path: Path, *, private: bool = False) -> None:
+    """Make a directory and its parents, each entry synced in the directory above it; `private`: for this user alone."""
     with disk_errors(path):
         missing = [p for p in (path, *path.parents) if not p.exists()]
-        path.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
+        except FileExistsError as error:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename) from error
         for made in reversed(missing):
             _sync(made.parent)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`: after a crash it holds the old bytes or the new ones, synced, never a mixture."""
+def write_atomic(path: Path, data: bytes, *, private: bool = False) -> None:
+    """
+    Replace `path` by `data`: after a crash it holds the old bytes or the new ones, synced, never a mixture.
+
+    `private`: for this user alone, as everything in a state directory is.
+    """
     temporary = path.with_name(f".{path.name}.{uuid4().hex[:8]}")
     with disk_errors(path):
         try:
-            _write_synced(temporary, data)
+            _write_synced(temporary, data, 0o600 if private else 0o666)
             os.replace(temporary, path)
             _sync(path.parent)
         except BaseException:
@@ -90,7 +98,7 @@ def disk_errors(path: str | os.PathLike[str] | None = None) -> Iterator[None]:
             errno.EDQUOT: "raise the quota and start again; nothing that was committed is lost",
             errno.EACCES: "give this user write permission there, or choose another directory",
             errno.EROFS: "choose a directory that can be written",
-            errno.ENOTDIR: "a file stands where a directory should be: choose another path",
+            errno.ENOTDIR: "a file is where a directory should be: move it away, or choose another path",
             errno.ENAMETOOLONG: "choose a shorter name",
         }
         where = error.filename or path
@@ -116,7 +124,7 @@ def lock_file(path: Path, holder: str) -> int:
     The file stays when the lock is gone, so that nobody locks a dead name.
     """
     with disk_errors(path):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with disk_errors(path):
@@ -132,8 +140,8 @@ def lock_file(path: Path, holder: str) -> int:
     return descriptor
 
 
-def _write_synced(path: Path, data: bytes) -> None:
-    with open(path, "xb") as file:
+def _write_synced(path: Path, data: bytes, mode: int = 0o666) -> None:
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

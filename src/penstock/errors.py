@@ -58,7 +58,6 @@ CODES: dict[str, str] = {
     "PEN-3002": "more records failed than max_error_rate allows",
     "PEN-3003": "a route's SQL failed on a row",
     "PEN-3004": "a file changed after it was planned",
-    "PEN-3005": "a file is gone before it was read",
     "PEN-3006": "a table cannot be read",
     "PEN-3030": "a message names a schema that the registry does not have",
     "PEN-4000": "a schema does not fit",
@@ -83,8 +82,9 @@ CODES: dict[str, str] = {
     "PEN-5013": "too many retries",
     "PEN-5014": "Spark is gone",
     "PEN-5015": "a planned range can never be read again",
+    "PEN-5016": "a task cannot see the journal",
     "PEN-5020": "a target's own record of its epochs is lost or corrupt",
-    "PEN-5021": "a target cannot be written anew for a wider type",
+    "PEN-5021": "a target cannot be rewritten for a wider type",
     "PEN-5030": "a source's change stream cannot be understood",
     "PEN-5040": "the embedded schema registry is damaged",
 }
@@ -111,6 +111,19 @@ def without_secrets(text: str) -> str:
     return text
 
 
+_TAILS = re.compile(r"(got \d+|would lose data|data loss): .*|(Could not convert ).*?(?= with type )", re.DOTALL)
+_QUOTED = re.compile(
+    r"(column '(?:[^'\\]|\\.)*')|'(?:[^'\\]|\\.)*'|((?:^|\W)[Vv]alue )[^\s.…'][^\s]*|(\] )[-+]?\d[^\s]*"
+)
+"""How Arrow and Spark quote values of rows in their messages; the groups are what is kept."""
+
+
+def reason_of(error: object) -> str:
+    """The first line of a library's message without the row values that it quotes: errors end up in logs and manifests."""
+    text = _TAILS.sub(lambda found: found[1] or f"{found[2]}…", str(error).strip())  # a value may hold line breaks
+    return _QUOTED.sub(lambda found: found[1] or f"{found[2] or found[3] or ''}…", text.partition("\n")[0])
+
+
 class Action(StrEnum):
     """What the runtime does about an error."""
 
@@ -122,7 +135,7 @@ class Action(StrEnum):
 
 
 class ConnectorError(Exception):
-    """Root of all errors. The code stands first in the message, since a worker's exception reaches the driver as text."""
+    """Root of all errors. The message begins with the code, since a worker's exception reaches the driver as text."""
 
     default_code: ClassVar[str] = "PEN-5000"
 
@@ -179,14 +192,16 @@ class DataError(ConnectorError):
     """How many records; a source that yields the good rows first and then raises sets it."""
     rows: Sequence[int] = ()
     """Which rows of the batch, if a sink knows; else the runtime finds them by halves."""
+    samples: Sequence[str] = ()
+    """The first few of several records: where each is and what is wrong with it, without its values."""
 
     stream: str = ""
     records: Sequence[BadRecord] = ()
     """The records themselves, and their stream, if a source has all of them: they can be kept as dead letters then."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        more = {"count": self.count, "rows": tuple(self.rows), "stream": self.stream, "records": tuple(self.records)}
-        return (*super().__reduce__(), more)
+        kept = {name: tuple(getattr(self, name)) for name in ("rows", "samples", "records")}
+        return (*super().__reduce__(), {"count": self.count, "stream": self.stream, **kept})
 
 
 class SchemaError(ConnectorError):
@@ -239,7 +254,7 @@ def is_of_stream(error: ConnectorError) -> bool:
 
 
 def from_text(text: str) -> ConnectorError | None:
-    """The error whose code stands in a worker's traceback, or None if there is none."""
+    """The error whose code is in a worker's traceback, or None if there is none."""
     codes = [match for match in _CODE.finditer(text) if match.group() in CODES]
     if not codes:
         return None

@@ -30,11 +30,11 @@ NAMES: dict[str, str] = {
     "commit.sink": "a sink has committed and its answer is lost: before the next sink or the manifest",
     "commit.before": "in a sink, at the very point where the epoch would become visible",
     "commit.after": "every sink has committed, the manifest still says prepared",
-    "committed.after": "the committed manifest is durable, the sources are not told",
-    "ack.after": "the sources are told",
+    "committed.after": "the committed manifest is durable, the sources do not know it",
+    "ack.after": "the sources know it",
     "journal.data": "the journal's rows are on disk, their index record is not",
-    "journal.index": "the index record is on disk, the outside system is not told",
-    "journal.told": "the outside system is told",
+    "journal.index": "the index record is on disk, the outside system does not know it",
+    "journal.told": "the outside system knows it",
 }
 
 

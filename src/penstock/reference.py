@@ -22,6 +22,8 @@ from penstock.config import Config, Secret, type_text
 from penstock.pipeline import registry
 from penstock.pipeline.options import Processing, RouteEntry, SchemaEntry
 from penstock.pipeline.registry import BUILT_IN, Entry
+from penstock.schema.registry import BUILT_IN as BUILT_IN_REGISTRIES
+from penstock.schema.registry import registry_type
 from penstock.sink import DeliveryGuarantee, SinkConnector
 from penstock.source import Connector
 
@@ -175,6 +177,12 @@ def file_schema() -> dict[str, Any]:
     sections: dict[str, type[Config]] = {"processing": Processing, "route": RouteEntry, "schema": SchemaEntry}
     for title, model in sections.items():
         definitions[title] = _schema(model, definitions)
+    registries = []
+    for name in BUILT_IN_REGISTRIES:
+        options = _schema(registry_type(name).config_type, definitions)
+        options["properties"] = {"type": {"const": name}, **options["properties"]}
+        definitions[f"{name}_registry"] = {**options, "title": f"{name}_registry"}
+        registries.append({"$ref": f"#/$defs/{name}_registry"})
     many = {
         kind: {"type": "array", "items": {"$ref": f"#/$defs/{kind}"}} for kind in ("source", "sink", "route", "schema")
     }
@@ -187,6 +195,7 @@ def file_schema() -> dict[str, Any]:
             "connector_name": {"type": "string"},
             "delivery": {"enum": [str(each) for each in DeliveryGuarantee]},
             "processing": {"$ref": "#/$defs/processing"},
+            "registry": {"anyOf": registries},
             "schemas": many["schema"],
             "source": {"$ref": "#/$defs/source"},
             "sources": many["source"],

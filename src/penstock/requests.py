@@ -26,12 +26,12 @@ class Inbox(Generic[R]):
     def leave(self, make: Callable[[str], R]) -> R:
         """Leave the request that `make` gives for a name; it is on disk when this returns."""
         assert self._place is not None, "nobody without a state directory takes requests"
-        durable.make_directory(self._place)
+        durable.make_directory(self._place, private=True)
         # After all that wait, also when the clock was set back.
         last = max((int(file.stem.partition("-")[0]) for file in self._files()), default=0)
         name = f"{max(time.time_ns(), last + 1):020d}-{uuid4().hex[:8]}"
         request = make(name)
-        durable.write_atomic(self._place / f"{name}.json", request.model_dump_json().encode())
+        durable.write_atomic(self._place / f"{name}.json", request.model_dump_json().encode(), private=True)
         return request
 
     def pending(self) -> list[R]:

@@ -29,6 +29,11 @@ class Position(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    def describe(self) -> str:
+        """The position in a few words, for `penstock offsets show`; by default its fields, without those at their defaults."""
+        given = self.model_dump(mode="json", exclude_defaults=True)
+        return _in_words(given) if given else "the beginning"
+
 
 P = TypeVar("P", bound=Position)
 
@@ -470,10 +475,19 @@ class BufferedBridge:
         return taken or None
 
     def close(self) -> None:
-        """Refuse further envelopes and wake whoever waits to put one."""
+        """Refuse further envelopes and wake threads that wait to put one."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+
+def _in_words(value: Json) -> str:
+    if isinstance(value, dict):
+        shown = [f"{name} {_in_words(each)}" for name, each in list(value.items())[:8]]
+        return ", ".join(shown) + (f" and {len(value) - 8:,} more" if len(value) > 8 else "")
+    if isinstance(value, list):
+        return f"{len(value):,} entries" if len(value) != 1 else "1 entry"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def _lesser(a: Json, b: Json) -> Json:

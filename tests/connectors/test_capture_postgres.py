@@ -15,7 +15,7 @@ from penstock.changes import Op
 from penstock.connectors.postgres_capture.source import PostgresCapture, PostgresCaptureConfig
 from penstock.connectors.postgres_cdc.log import slot
 from penstock.errors import DataError, FatalError
-from penstock.runtime.ingest import _batch
+from penstock.runtime.ingest.capturing import as_rows
 from penstock.source import ReadLimit, SourceBatch, SourceContext
 from penstock.testing import CaptureContract
 from penstock.testing.postgres import PostgresServer, binaries
@@ -253,7 +253,7 @@ def test_values_reach_the_journal_as_postgres_cdc_reads_them(database, tmp_path)
     (expected,) = (item.records for item in log.read(split) if isinstance(item, SourceBatch))
     expected = expected.select(["id", *TYPES])
     for changes in (live, copied):
-        found = _batch("public.kinds", opened.schema()["public.kinds"], changes).select(["id", *TYPES])
+        found = as_rows("public.kinds", opened.schema()["public.kinds"], changes).select(["id", *TYPES])
         assert found.schema.equals(expected.schema)
         assert found.equals(expected)
     log.close()

@@ -12,10 +12,14 @@ import pytest
 from pydantic import ValidationError
 
 from penstock.capture import Delete, Upsert
+from penstock.connectors.files.sink import FilesSink, FilesSinkConfig, read_published
 from penstock.connectors.sql_poll import SqlPoll, SqlPollConfig, source
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError
+from penstock.pipeline import Pipeline, Processing
+from penstock.pipeline.routing import Router
+from penstock.runtime import supervisor
 from penstock.source import SourceContext
-from penstock.testing import CaptureContract
+from penstock.testing import CaptureContract, ForkEngine
 
 _NUMBERS = itertools.count()
 
@@ -330,3 +334,27 @@ def test_a_connection_that_broke_is_made_again(server, tmp_path):
         outside.put((1, "a", 1))
         assert ids(take(opened)) == [1]
         opened.close()
+
+
+def test_a_drain_waits_for_the_rows_that_have_yet_to_settle(sqlite, tmp_path):
+    sqlite.put((1, "a", 10), (2, "b", 20))
+    pipeline = Pipeline(
+        "polled",
+        sources={"shop": SqlPoll(sqlite.capture(settle_ms=300).config)},
+        sinks={"lake": FilesSink(FilesSinkConfig(path=str(tmp_path / "lake" / "{topic}")))},
+        router=Router((), ("lake",)),
+        processing=Processing(state_dir=tmp_path / "state"),
+    )
+    supervisor.run(pipeline, ForkEngine(1), drain=True)
+    assert sorted(read_published(tmp_path / "lake" / "orders")["id"].to_pylist()) == [1, 2]
+
+
+def test_it_has_caught_up_once_what_was_there_then_is_handed_over_though_more_keeps_coming(sqlite, monkeypatch):
+    now = iter(range(1000))
+    monkeypatch.setattr(source.time, "monotonic", lambda: float(next(now)))
+    settling = source._Settling(3)
+    assert settling.upto(None) is None
+    assert settling.settled_at == 0
+    found = [(settling.upto(cursor), settling.settled_at) for cursor in range(1, 7)]
+    # The cursor of the look at 1 has settled at 4: what was there at 1 is known, what came at 2 is not.
+    assert found == [(None, 0), (None, 0), (None, 0), (1, 1), (2, 2), (3, 3)]

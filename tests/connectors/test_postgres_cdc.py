@@ -25,9 +25,9 @@ from penstock.connectors.postgresql import connections
 from penstock.errors import ConfigError, FatalError, RetryableError
 from penstock.source import Note, ReadLimit
 from penstock.testing import SourceContract
-from penstock.testing.crash import wait_until
 from penstock.testing.mirror import Mirror, replayed, versions_are_dense
 from penstock.testing.postgres import PostgresServer, binaries
+from penstock.testing.processes import wait_until
 
 _NUMBERS = itertools.count()
 

@@ -15,8 +15,8 @@ from mirrored import Lake, database_on
 from penstock.connectors.postgres_cdc import plan, table_errors
 from penstock.connectors.postgres_cdc.log import slot
 from penstock.source import ReadLimit
-from penstock.testing.crash import wait_until
 from penstock.testing.mirror import Mirror, replayed
+from penstock.testing.processes import wait_until
 
 _NUMBERS = itertools.count()
 

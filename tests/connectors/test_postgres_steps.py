@@ -22,8 +22,8 @@ from penstock.connectors.postgres_cdc.log.read import Prefetch
 from penstock.connectors.postgresql import connections
 from penstock.errors import RetryableError
 from penstock.source import Note, ReadLimit, SourceContext
-from penstock.testing.crash import wait_until
 from penstock.testing.postgres import PostgresServer, binaries
+from penstock.testing.processes import wait_until
 
 COPIES = "SELECT slot_name FROM pg_replication_slots WHERE temporary"
 

@@ -25,11 +25,11 @@ from penstock.runtime.epochs import EpochLoop, State
 from penstock.source import Note, ReadLimit, SourceContext
 from penstock.tables import Refused, Requests
 from penstock.testing import TableSourceContract
-from penstock.testing.crash import wait_until
 from penstock.testing.engine import ForkEngine
 from penstock.testing.memory import MemorySink, MemorySinkConfig
 from penstock.testing.mirror import Mirror, replayed
 from penstock.testing.postgres import PostgresServer, binaries
+from penstock.testing.processes import wait_until
 
 _NUMBERS = itertools.count()
 

@@ -23,9 +23,9 @@ from penstock.errors import NOT_READY, FatalError, RetryableError
 from penstock.pipeline import Pipeline
 from penstock.runtime import supervisor
 from penstock.source import ReadLimit
-from penstock.testing.crash import wait_until
 from penstock.testing.engine import ForkEngine
 from penstock.testing.postgres import PostgresServer, binaries
+from penstock.testing.processes import wait_until
 
 _NUMBERS = itertools.count()
 

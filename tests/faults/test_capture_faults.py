@@ -23,10 +23,10 @@ from penstock.pipeline.routing import Router
 from penstock.runtime import supervisor
 from penstock.sink import DeliveryGuarantee
 from penstock.testing import ForkEngine, MemorySink, MemorySinkConfig
-from penstock.testing.crash import wait_until
 from penstock.testing.engine import Forked, Killed
 from penstock.testing.mirror import versions_are_dense
 from penstock.testing.postgres import PostgresServer, binaries
+from penstock.testing.processes import wait_until
 
 ROWS = 200
 TABLE = "CREATE TABLE orders (id bigint PRIMARY KEY, version bigint, at bigint, gone boolean)"

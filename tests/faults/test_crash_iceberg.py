@@ -5,7 +5,7 @@ from pyiceberg.exceptions import NoSuchTableError
 
 from penstock.connectors.iceberg import Iceberg, IcebergConfig
 from penstock.testing import CrashContract
-from penstock.testing.crash import EPOCH_ROWS, SINKS, TOPICS, Run
+from penstock.testing.crash.stage import EPOCH_ROWS, SINKS, TOPICS, Run
 from penstock.testing.engine import Forked
 
 

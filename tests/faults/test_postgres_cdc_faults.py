@@ -17,10 +17,10 @@ from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig
 from penstock.connectors.postgresql import connections
 from penstock.errors import ConfigError, RetryableError
 from penstock.source import Note, ReadLimit
-from penstock.testing.crash import wait_until
 from penstock.testing.engine import Killed
 from penstock.testing.mirror import Mirror, replayed, versions_are_dense
 from penstock.testing.postgres import PostgresServer, binaries
+from penstock.testing.processes import wait_until
 
 STEPS = (
     "plan.after",

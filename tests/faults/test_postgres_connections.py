@@ -16,9 +16,9 @@ from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, fol
 from penstock.connectors.postgresql import connections
 from penstock.errors import FatalError, RetryableError
 from penstock.source import ReadLimit
-from penstock.testing.crash import wait_until
 from penstock.testing.engine import Killed
 from penstock.testing.mirror import Mirror, replayed
+from penstock.testing.processes import wait_until
 
 _NUMBERS = itertools.count()
 ORDERS = "CREATE TABLE orders (id int8 PRIMARY KEY, version int8 NOT NULL DEFAULT 0, note text)"

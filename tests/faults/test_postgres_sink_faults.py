@@ -17,9 +17,11 @@ from penstock.connectors.postgres import Postgres, PostgresSinkConfig
 from penstock.errors import RetryableError
 from penstock.schema import with_key
 from penstock.sink import Epoch, Task
-from penstock.testing.crash import Run, Stage, _scenario, _submit
+from penstock.testing.crash import play
+from penstock.testing.crash.stage import Run, Stage
 from penstock.testing.engine import Forked
 from penstock.testing.postgres import PostgresServer, binaries
+from penstock.testing.processes import submit
 
 END = {"source": {"index": 7}}
 STEPS = ["stage.middle", "prepare.after", "commit.before@2", "commit.sink"]
@@ -147,7 +149,7 @@ class Upserting(Appending):
 @pytest.mark.parametrize("contract", [Appending, Upserting])
 def test_a_reader_never_sees_two_tables_at_different_epochs(server, tmp_path, contract):
     (tmp_path / "dsn").write_text(server.dsn)
-    _submit(_scenario, contract, tmp_path, _watched, ())
+    submit(play, contract, tmp_path, _watched, ())
 
 
 def _watched(stage: Stage) -> None:

@@ -11,9 +11,9 @@ import pytest
 from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, chunks, plan
 from penstock.runtime.epochs import State
 from penstock.tables import Requests
-from penstock.testing.crash import wait_until
 from penstock.testing.mirror import Mirror, replayed
 from penstock.testing.postgres import PostgresServer, binaries
+from penstock.testing.processes import wait_until
 
 STEPS = (
     "plan.before",

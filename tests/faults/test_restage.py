@@ -7,7 +7,7 @@ import pytest
 from penstock.errors import ConfigError, FatalError
 from penstock.runtime.epochs import State, restage
 from penstock.testing import CrashContract, MemorySink, MemorySinkConfig
-from penstock.testing.crash import EPOCH_ROWS, EPOCHS, Run, _kill
+from penstock.testing.crash.stage import EPOCH_ROWS, EPOCHS, Run, kill_at
 
 
 class Stubborn(MemorySink):
@@ -43,7 +43,7 @@ def mended(stage, step):
     refuse(stage)
     restage(stage.path / "state", "crash")
     (stage.path / "refuses").unlink()
-    stage.killed(Run(_kill(step)))
+    stage.killed(Run(kill_at(step)))
     stage.run()
     stage.check_all()
 
@@ -52,7 +52,7 @@ def left_out(stage, step):
     refuse(stage)
     restage(stage.path / "state", "crash", ["/b"])
     if step:
-        stage.killed(Run(_kill(step), epoch=1))
+        stage.killed(Run(kill_at(step), epoch=1))
     (stage.path / "refuses").unlink()
     stage.run()
     rows = stage.rows()

@@ -18,7 +18,7 @@ def check_changes(rows: pa.Table, key: Sequence[str]) -> None:
     for name in key:
         if types.is_nested(kind := rows.schema.field(name).type) or types.is_null(kind):
             raise SchemaError(
-                f"the key column {name!r} is {kind}, by which rows cannot be told apart",
+                f"the key column {name!r} is {kind}, which cannot tell rows apart",
                 code="PEN-4002",
                 hint="set `key` in the sink to other columns; or bring it as text: `text_columns` in the source, or SQL",
             )

@@ -154,7 +154,7 @@ def _gathered(column: pa.ChunkedArray, indices: Ints) -> pa.ChunkedArray:
 
 class _Log:
     """
-    Events in their order, and behind them, for each that moved a row, its leaving of the old key.
+    Events in their order, and after them, for each that moved a row, its leaving of the old key.
 
     An entry is an index into both; `_by` sorts entries by key and then by order.
     """
@@ -229,7 +229,7 @@ def _union(tables: Sequence[pa.Table], columns: pa.Schema | None) -> tuple[pa.Ta
     logs = {is_changelog(table.schema) for table in tables}
     if len(logs) > 1:
         raise SchemaError(
-            "some rows of an epoch are changes and others are not: their order cannot be told",
+            "some rows of an epoch are changes and others are not: their order is unknown",
             code="PEN-4002",
             hint="route them to topics of their own",
         )

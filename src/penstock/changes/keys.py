@@ -145,7 +145,7 @@ class Keys:
         left = self._likely(rows)
         hashes = hashes_of(rows.take(pa.array(left)) if len(left) < rows.num_rows else rows)
         at = np.searchsorted(self._hashes, hashes)
-        while len(left):  # seldom more than once: other keys with the same hash stand side by side
+        while len(left):  # seldom more than once: other keys with the same hash are next to each other
             there = np.flatnonzero(at < len(self._hashes))
             there = there[self._hashes[at[there]] == hashes[there]]
             left, hashes, at = left[there], hashes[there], at[there]

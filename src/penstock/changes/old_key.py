@@ -161,7 +161,7 @@ def parse_moments(texts: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def _moment(kind: pa.DataType) -> tuple[str, pa.DataType]:
-    """numpy's unit of a date or timestamp, and the type of the number behind it."""
+    """numpy's unit of a date or timestamp, and the type of the number that holds it."""
     if types.is_timestamp(kind):
         return kind.unit, pa.int64()
     return ("D", pa.int32()) if types.is_date32(kind) else ("ms", pa.int64())

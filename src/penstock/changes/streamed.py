@@ -30,7 +30,7 @@ _NUMBER = "\0number"
 
 
 class Part(Protocol):
-    """Changes that stand somewhere and can be read more than once, always in the same pieces."""
+    """Changes that are stored and can be read more than once, always in the same pieces."""
 
     @property
     def schema(self) -> pa.Schema: ...
@@ -57,7 +57,7 @@ def collapse_parts(
         return collapse([pa.concat_tables(part.read(part.schema.names)) for part in parts], key, columns)
     unchanged, moves = _said(parts)
     traced = [name for name in columns.names if name in unchanged and name not in key]
-    # Values of a row that has moved stand under another key.
+    # Values of a row that has moved are under another key.
     several = 1 if traced and moves else min(-(-count // (BUCKET_ROWS * share[1])), MAX_BUCKETS)
     equality = Equality.of([part.schema for part in parts], key)
     buckets = _buckets(parts, key, several, bool(traced), equality, share)
@@ -189,7 +189,7 @@ def _buckets(
     """
     What tells the last change of every key, in lists of pieces: all of one key in one list, and in their order.
 
-    A row that leaves its old key is deleted there, unless its values are to be traced; a truncate stands in every list.
+    A row that leaves its old key is deleted there, unless its values are to be traced; a truncate is in every list.
     Numbers leave room for it: the change with the number n has 2n + 1. Positions are there only if rows have another order.
     """
     buckets: list[list[pa.Table]] = [[] for _ in range(count)]

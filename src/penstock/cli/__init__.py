@@ -10,43 +10,26 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from penstock import __version__
+from penstock.cli import offsets, tables
+from penstock.cli.groups import File
 from penstock.errors import CODES, ConfigError, ConnectorError, FatalError
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
-    from penstock.runtime.epochs import State
     from penstock.schema.registry import Registry
 
 app = typer.Typer(
     help="Connectors that feed Apache Spark, exactly once.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
-File = Annotated[
-    Path | None,
-    typer.Argument(envvar="CONNECTOR_CONFIG_PATH", help="The pipeline's TOML file.", show_default=False),
-]
-
-
-TABLES = """
-Show what becomes of each table, or change it, whether the pipeline runs or not.
-
-\b
-show    state, rows copied, remarks (last error, what is left out) and the next try
-pause   from now on its changes are dropped: one log serves all tables and cannot wait for one
-resume  a paused or failed table is cleared and copied again, then followed
-skip    it is left out until resync
-resync  it is cleared and copied again now, while the others are followed
-
-NAME is a table or a pattern such as public.*; show without one lists all.
-"""
+app.add_typer(offsets.app, name="offsets")
+app.add_typer(tables.app, name="tables")
 
 DLQ = """
 Show the records that could not be used, try them again, or let go of them, whether the pipeline runs or not.
@@ -115,7 +98,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from; stands anywhere.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
     ] = False,
@@ -126,7 +109,10 @@ def options(
 @app.command()
 def run(
     file: File = None,
-    drain: Annotated[bool, typer.Option("--drain", help="Stop once all that is there now is committed.")] = False,
+    drain: Annotated[
+        bool,
+        typer.Option("--drain", help="Stop once all that is there now is committed; exits with 1 if a table failed."),
+    ] = False,
     master: Annotated[str | None, typer.Option(help="Spark master, e.g. local[4] or spark://host:7077.")] = None,
     lost_state: Annotated[
         str, typer.Option(help="When the target knows more than the state directory: stop, resume or start-over.")
@@ -134,28 +120,36 @@ def run(
 ) -> None:
     """Run a pipeline until it is stopped."""
     from penstock.cli import running
-    from penstock.spark.java import java_problem
+    from penstock.cli.checking import require
+    from penstock.runtime.telemetry import failed_tables
 
     if lost_state not in ("stop", "resume", "start-over"):
         raise ConfigError(f"--lost-state is {lost_state}", hint="it is stop, resume or start-over")
     pipeline = load(file)
-    problem = java_problem()
-    if problem:
-        raise problem
-    running.run(pipeline, drain=drain, master=master, lost_state=lost_state)
-
-
-@app.command()
-def check(file: File = None) -> None:
-    """Say what is wrong with a pipeline, and where its rows would go."""
-    from penstock.cli.checking import check
-
-    if not check(load(file), stdout()):
+    require(pipeline, master)
+    telemetry = running.run(pipeline, drain=drain, master=master, lost_state=lost_state)
+    if drain and failed_tables(telemetry.status()):  # the closing line names them
         raise typer.Exit(1)
 
 
 @app.command()
-def connectors(name: Annotated[str | None, typer.Argument(help="Show the options of this one.")] = None) -> None:
+def check(
+    file: File = None,
+    master: Annotated[str | None, typer.Option(help="The Spark master that the run will have.")] = None,
+) -> None:
+    """Say what is wrong with a pipeline, and where its rows would go."""
+    from penstock.cli.checking import check
+
+    if not check(load(file), stdout(), master):
+        raise typer.Exit(1)
+
+
+@app.command()
+def connectors(
+    name: Annotated[
+        str | None, typer.Argument(help="Show the options of this one.", autocompletion=lambda: _connector_names())
+    ] = None,
+) -> None:
     """List the connectors, or the options of one."""
     from penstock.cli import catalogue
 
@@ -164,14 +158,17 @@ def connectors(name: Annotated[str | None, typer.Argument(help="Show the options
 
 @app.command()
 def new(
-    kind: Annotated[str, typer.Argument(help="source or sink")],
+    what: Annotated[str, typer.Argument(help="source or sink")],
     name: Annotated[str, typer.Argument(help="The system's name, in lower_snake.")],
     dir: Annotated[Path, typer.Option("--dir", help="Where to put the two files.")] = Path(),
+    kind: Annotated[
+        str, typer.Option(help="Of a source: range (can be read again), polling (is asked) or streaming (pushes).")
+    ] = "range",
 ) -> None:
     """Write a connector to start from, with its test."""
     from penstock.cli import scaffold
 
-    scaffold.write(kind, name, dir, stdout())
+    scaffold.write(what, kind, name, dir, stdout())
 
 
 @app.command()
@@ -179,7 +176,7 @@ def status(
     file: File = None,
     json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Show what a pipeline does, or how it ended; exits with 1 when it is not well."""
+    """Show what a pipeline does, or how it ended. Exits with 1 when it is not healthy."""
     import json as codec
 
     from penstock.cli.view import panel
@@ -205,60 +202,8 @@ def status(
         console.print(panel(found, console.width))
         for notice in found["notices"]:
             console.print(Text(f"! {notice}", style="yellow"), soft_wrap=True)
-        if not verdict.ok and found["state"] not in ENDED:
-            console.print(Text(verdict.reason, style="red"), soft_wrap=True)
     if not verdict.ok and found["state"] != "stopped":
         raise typer.Exit(1)
-
-
-@app.command()
-def offsets(
-    words: Annotated[list[str], typer.Argument(metavar="show|reset|restage [FILE]", show_default=False)],
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask first.")] = False,
-    without: Annotated[
-        list[str] | None, typer.Option("--without", metavar="TOPIC", help="Leave a topic out (restage).")
-    ] = None,
-) -> None:
-    """Show where the sources are, have the next run start over, or have it stage a refused epoch again."""
-    from penstock.runtime import epochs
-
-    actions = [word for word in words if word in ("show", "reset", "restage")]
-    files = [word for word in words if word not in actions]
-    if len(actions) != 1 or len(files) > 1:
-        raise ConfigError(
-            f"offsets {' '.join(words)}", hint="penstock offsets show FILE, offsets reset FILE, or offsets restage FILE"
-        )
-    (action,) = actions
-    pipeline = load(Path(files[0]) if files else None)
-    directory = pipeline.processing.state_dir
-    if action == "reset":
-        question = f"The next run of {pipeline.name} will read every source from its beginning. Go on?"
-        if not yes and not typer.confirm(question):
-            raise typer.Exit(1)
-        epochs.reset(directory, pipeline.name)
-        print("a new incarnation begins with the next run; empty the targets first, or they will hold the rows twice")
-        return
-    state = epochs.State(directory, pipeline.name).peek()
-    if action == "restage":
-        _restage(state, without or [], yes)
-        return
-    _show_offsets(state, stdout())
-
-
-@app.command("tables", help=TABLES)
-def each_table(
-    words: Annotated[
-        list[str], typer.Argument(metavar="[FILE] show|pause|resume|skip|resync [NAME …]", show_default=False)
-    ],
-    json: Annotated[bool, typer.Option("--json", help="Print it as JSON (show).")] = False,
-) -> None:
-    from penstock.cli import tables
-
-    action, file, names = tables.parse(words)
-    if action == "show":
-        tables.show(load(file), names, stdout(), json)
-    else:
-        tables.command(load(file), action, names, stdout())
 
 
 @app.command("dlq", help=DLQ)
@@ -303,7 +248,7 @@ def each_schema(context: typer.Context) -> None:
 
 @app.command()
 def doctor() -> None:
-    """Look whether this machine has what Penstock needs."""
+    """Check that this machine has what Penstock needs."""
     from penstock.cli import machine
 
     if not machine.show(stdout()):
@@ -322,45 +267,10 @@ def stdout() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=160)
 
 
-def _show_offsets(state: State, console: Console) -> None:
-    from penstock.durable import canonical
+def _connector_names() -> list[str]:
+    from penstock.pipeline import registry
 
-    newest = state.newest
-    if newest is None:
-        what = "never ran" if state.fresh else "starts over with the next run"
-        console.print(f"{state.pipeline} {what}: no epoch in {state.directory}", soft_wrap=True)
-        return
-    console.print(Text.assemble(("epoch ", "dim"), f"{newest.number} {newest.state}"))
-    console.print(Text.assemble(("incarnation ", "dim"), newest.incarnation))
-    table = Table("source", "from", "to", box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for source, range in newest.ranges.items():
-        table.add_row(source, canonical(range.start), canonical(range.end))
-    console.print(table)
-    if newest.state == "prepared":
-        held = Table("sink", "topic", "rows", box=None, header_style="dim", padding=(0, 2, 0, 0))
-        for sink, topics in sorted(newest.rows_out.items()):
-            for topic, (rows, _) in sorted(topics.items()):
-                held.add_row(sink, topic, f"{rows:,}")
-        console.print(held)
-
-
-def _restage(state: State, without: list[str], yes: bool) -> None:
-    from penstock.runtime.epochs import restage
-
-    newest = state.newest
-    if newest is not None and newest.state == "prepared" and without:
-        rows = {topic: n for topics in newest.rows_out.values() for topic, (n, _) in topics.items() if topic in without}
-        named = ", ".join(f"{topic} ({n:,} rows)" for topic, n in sorted(rows.items()))
-        question = (
-            f"Epoch {newest.number} will be committed without {named}, where it is not yet. "
-            "Captured tables are copied again; rows of other sources will be missing there. Go on?"
-        )
-        if rows and not yes and not typer.confirm(question):
-            raise typer.Exit(1)
-    manifest = restage(state.directory, state.pipeline, without)
-    print(
-        f"the next run stages again what the targets do not hold of epoch {manifest.number}, by the file as it is now"
-    )
+    return sorted({entry.name for entry in registry.entries()})
 
 
 def _fetch(url: str) -> dict[str, Any] | None:

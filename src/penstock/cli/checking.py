@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -11,62 +16,138 @@ from rich.text import Text
 from penstock.cli.schemas import checked, entries_of
 from penstock.errors import ConfigError, ConnectorError, is_of_stream
 from penstock.pipeline import Pipeline
+from penstock.pipeline.checks import stream_notices
 from penstock.pipeline.routing import Target
-from penstock.pipeline.shape import changes_between
-from penstock.runtime.epochs import State
+from penstock.runtime import readiness
 from penstock.schema import discover
 from penstock.sink import SinkConnector
-from penstock.source import Connector, Finding, Schemas, SourceConnector
+from penstock.source import Connector, Finding, ProducerConfig, Schemas, SourceConnector, SourceContext
+from penstock.spark.java import find_java, java_problem
+from penstock.spark.master import check_master
 
 
-def check(pipeline: Pipeline, console: Console) -> bool:
+def require(pipeline: Pipeline, master: str | None) -> None:
+    """Refuse to start a run for what `check` finds on this machine."""
+    for look in readiness.LOOKS:
+        look(pipeline)
+    check_master(master)
+    problem = java_problem()
+    if problem:
+        raise problem
+
+
+def check(pipeline: Pipeline, console: Console, master: str | None = None) -> bool:
     """Print all findings and the planned routes; True when nothing has to be fixed."""
-    console.print(
-        Text.assemble((pipeline.name, "bold"), f" · {pipeline.delivery} · state in {pipeline.processing.state_dir}"),
-        soft_wrap=True,
-    )
+    report = _Report(console)
+    console.print(Text.assemble((printable(pipeline.name), "bold"), f" · {pipeline.delivery}"), soft_wrap=True)
     for notice in pipeline.notices:
-        console.print(Text(f"! {notice}", style="yellow"), soft_wrap=True)
+        report.notice(notice)
+    for finding in _machine(pipeline, master):
+        report.add(finding)
     streams: dict[str, Schemas] = {}
-    faults = 0
-    for kind, connectors in (("source", pipeline.sources), ("sink", pipeline.sinks)):
-        for name, connector in connectors.items():
-            findings = list(_examine(name, connector, streams, pipeline))
-            faults += sum(not finding.ok for finding in findings)
-            _show(kind, name, connector, findings, console)
+    with tempfile.TemporaryDirectory(prefix="penstock-check-") as scratch:
+        for kind, connectors in (("source", pipeline.sources), ("sink", pipeline.sinks)):
+            for name, connector in connectors.items():
+                context = _context(pipeline, name, Path(scratch)) if kind == "source" else None
+                findings = list(_examine(name, connector, context, streams, pipeline))
+                report.connector(kind, name, connector, findings)
     schemas = list(_schemas(pipeline))
     if schemas:
-        faults += sum(not finding.ok for finding in schemas)
-        _show("registry", pipeline.schemas.registry.type, None, schemas, console)
+        report.connector("registry", pipeline.schemas.registry.type, None, schemas)
     _routes(pipeline, streams, console)
+    for notice in stream_notices(pipeline, streams):
+        report.notice(notice)
     for problem in pipeline.check_streams(streams):
-        faults += 1
-        console.print(Text(f"  {problem.code} {problem.what}", style="red"), soft_wrap=True)
-        if problem.hint:
-            console.print(Text(f"    → {problem.hint}"), soft_wrap=True)
-    for finding in _since_the_last_run(pipeline):
-        faults += not finding.ok
-        console.print(Text(f"  {finding.what}", style="" if finding.ok else "red"), soft_wrap=True)
-        if not finding.ok:
-            console.print(Text(f"    → {finding.fix}"), soft_wrap=True)
+        report.add(Finding(False, f"{problem.code} {problem.what}", problem.hint))
     if any(route.sql or route.transform for route in pipeline.router.routes):
         console.print(Text("  SQL and transforms are analysed by Spark when the run starts", style="dim"))
-    if faults:
-        console.print(Text(f"{faults} to fix", style="bold red"))
+    if report.faults:
+        console.print(Text(f"{report.faults} to fix", style="bold red"))
     else:
         console.print(Text("ready to run", style="bold green"))
-    return not faults
+    return not report.faults
+
+
+@dataclass
+class _Report:
+    """Prints findings, each with a mark, and counts what has to be fixed."""
+
+    console: Console
+    faults: int = field(default=0)
+
+    def notice(self, text: str) -> None:
+        self.console.print(Text(f"! {printable(text)}", style="yellow"), soft_wrap=True)
+
+    def add(self, finding: Finding, indent: str = "") -> None:
+        self.faults += not finding.ok
+        mark = (f"{indent}✓ ", "green") if finding.ok else (f"{indent}✗ ", "bold red")
+        line = Text.assemble(mark, (printable(finding.what), "" if finding.ok else "red"))
+        self.console.print(line, soft_wrap=True)
+        if finding.fix:
+            self.console.print(Text(f"{indent}  → {printable(finding.fix)}"), soft_wrap=True)
+
+    def connector(self, kind: str, name: str, connector: Connector[Any] | None, findings: Sequence[Finding]) -> None:
+        mark = ("✓ ", "green") if all(finding.ok for finding in findings) else ("✗ ", "bold red")
+        system = name if connector is None else getattr(type(connector), "name", type(connector).__name__)
+        beside = (f" ({system})" if system != name else "", "dim")
+        self.console.print(Text.assemble(mark, (f"{kind} ", "dim"), name, beside))
+        for finding in findings:
+            self.add(finding, "    ")
+
+
+def printable(text: str) -> str:
+    """The text on one line: a name that holds a line break or an escape code must not pass for a finding."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def _machine(pipeline: Pipeline, master: str | None) -> Iterator[Finding]:
+    """What a run needs besides its connectors: the list of `require`."""
+    looks: list[Callable[[], str]] = [
+        *(partial(look, pipeline) for look in readiness.LOOKS),
+        partial(check_master, master),
+        _java,
+    ]
+    for look in looks:
+        try:
+            said = look()
+        except ConnectorError as error:
+            yield _refusal(error)
+        else:
+            if said:
+                yield Finding(True, said)
+
+
+def _java() -> str:
+    problem = java_problem()
+    if problem:
+        raise problem
+    java = find_java()
+    return f"Java {java.version}" if java else ""
+
+
+def _context(pipeline: Pipeline, name: str, scratch: Path) -> SourceContext:
+    """What a run would give the source, with a copy of its state: to check is not to change anything."""
+    kept = pipeline.processing.state_dir / "sources" / name
+    if kept.is_dir():
+        shutil.copytree(kept, scratch / name)
+    routes = [route for route in pipeline.router.effective if route.source in (None, name)]
+    produces = tuple(ProducerConfig(route.to, route.partitions, route.reliable_dispatch) for route in routes)
+    return SourceContext(scratch / name, produces)
 
 
 def _examine(
     name: str,
     connector: SourceConnector[Any] | SinkConnector[Any, Any],
+    context: SourceContext | None,
     streams: dict[str, Schemas],
     pipeline: Pipeline,
 ) -> Iterator[Finding]:
     try:
         try:
-            connector.open()
+            if isinstance(connector, SourceConnector) and context is not None:
+                connector.open(context)
+            else:
+                connector.open()
         except ConfigError as refused:
             found = _all_that_is_wrong(connector)
             yield from found
@@ -79,9 +160,14 @@ def _examine(
         if isinstance(connector, SinkConnector):
             yield from _places(name, connector, streams, pipeline)
     except ConnectorError as error:
-        yield Finding(False, f"{error.code} {error.message}", error.hint)
+        yield _refusal(error)
     finally:
         connector.close()
+
+
+def _refusal(error: ConnectorError) -> Finding:
+    """An error as a finding. A hint that sends the reader to `penstock check` is left out: this is what it says."""
+    return Finding(False, f"{error.code} {error.message}", "" if "penstock check" in error.hint else error.hint)
 
 
 def _all_that_is_wrong(connector: Connector[Any]) -> Sequence[Finding]:
@@ -111,22 +197,8 @@ def _places(
 def _targets(pipeline: Pipeline, source: str, stream: str) -> tuple[Target, ...]:
     try:
         return pipeline.router.targets(source, stream)
-    except ConfigError:  # `check_streams` tells it
+    except ConfigError:  # `check_streams` reports it
         return ()
-
-
-def _since_the_last_run(pipeline: Pipeline) -> Iterator[Finding]:
-    """What a run would say of the changes in the file, see docs/spec/changes.md."""
-    directory = pipeline.processing.state_dir
-    if not pipeline.processing.checkpoint or not directory.exists():
-        return
-    try:
-        state = State(directory, pipeline.name).peek()
-        if not state.fresh and state.identity.shape is not None:
-            for each in changes_between(state.identity.shape, pipeline.shape()):
-                yield Finding(each.ok, f"{'' if each.ok else 'PEN-1013 '}since the last run {each.what}", each.fix)
-    except ConnectorError as error:
-        yield Finding(False, f"{error.code} {error.message}", error.hint)
 
 
 def _schemas(pipeline: Pipeline) -> Iterator[Finding]:
@@ -139,35 +211,17 @@ def _schemas(pipeline: Pipeline) -> Iterator[Finding]:
             yield Finding(False, f"{entry.subject}: {error.code} {error.message}", error.hint)
 
 
-def _show(kind: str, name: str, connector: Connector[Any] | None, findings: list[Finding], console: Console) -> None:
-    well = all(finding.ok for finding in findings)
-    mark = ("✓ ", "green") if well else ("✗ ", "bold red")
-    system = name if connector is None else getattr(type(connector), "name", type(connector).__name__)
-    console.print(Text.assemble(mark, (f"{kind} ", "dim"), name, (f" ({system})" if system != name else "", "dim")))
-    for finding in findings:
-        console.print(Text(f"    {finding.what}", style="" if finding.ok else "red"), soft_wrap=True)
-        if finding.fix:
-            console.print(Text(f"    → {finding.fix}"), soft_wrap=True)
-
-
 def _routes(pipeline: Pipeline, streams: dict[str, Schemas], console: Console) -> None:
     for source, schemas in streams.items():
         for stream, schema in sorted(schemas.items()):
-            columns = ", ".join(f"{column.name} {column.type}" for column in schema)
-            console.print(
-                Text.assemble(("  ", ""), (f"{source}:", "dim"), stream, (f" ({columns})", "dim")), soft_wrap=True
-            )
+            columns = ", ".join(f"{printable(column.name)} {column.type}" for column in schema)
+            line = Text.assemble("  ", (f"{source}:", "dim"), printable(stream), (f" ({columns})", "dim"))
+            console.print(line, soft_wrap=True)
             targets = _targets(pipeline, source, stream)
             if not targets and pipeline.processing.unrouted == "skip":
                 console.print(Text("    → nowhere: no route takes it, and its rows are skipped", style="yellow"))
             for target in targets:
                 how = " through SQL" if target.route.sql else f" through {target.route.transform}"
-                console.print(
-                    Text.assemble(
-                        "    → ",
-                        (target.topic, "cyan"),
-                        how if target.route.sql or target.route.transform else "",
-                        f" → {', '.join(target.sinks)}",
-                    ),
-                    soft_wrap=True,
-                )
+                how = how if target.route.sql or target.route.transform else ""
+                line = Text.assemble("    → ", (target.topic, "cyan"), how, f" → {', '.join(target.sinks)}")
+                console.print(line, soft_wrap=True)

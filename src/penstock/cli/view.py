@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from penstock.runtime.telemetry import ENDED, Telemetry
+from penstock.runtime.telemetry import ENDED, Telemetry, failed_tables
 
 Status = Mapping[str, Any]
 
@@ -38,6 +38,11 @@ _BARS = "▁▂▃▄▅▆▇█"
 _WHEEL = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _TOPICS = 8
 _ERRORS = 3
+_BAD = 3
+_NAMED = 3
+_PROBLEMS = 5
+_PROBLEM_LINES = 3
+"""Lines of the terminal that one problem may take."""
 
 
 class LiveView:
@@ -60,9 +65,10 @@ def panel(status: Status, width: int, doing: str = "") -> RenderableType:
     colour = _COLOURS.get(status["state"], "white")
     title = Text.assemble((f"{status['pipeline']} ", "bold"), (f"● {status['state']}", colour))
     parts: list[RenderableType] = [_now(status, doing)]
-    if status["reason"]:
-        parts.append(Text(status["reason"], style=colour))
+    parts += [Text(line, style=colour) for line in _problems(status, width)]
     parts += [Text(), _numbers(status, width)]
+    if status["bad"]:
+        parts += [Text(), *(_bad(each, width) for each in status["bad"][-_BAD:])]
     errors = status["errors"][: -1 if status["state"] == "failed" else None]  # the last one is then the reason
     errors = errors[-_ERRORS:]
     if errors:
@@ -86,6 +92,10 @@ def closing(status: Status) -> Text:
         _count(retries, "retry", "retries") if (retries := sum(status["retries"].values())) else "",
         duration(status["uptime_secs"]),
     ]
+    failed = failed_tables(status)
+    if failed:
+        more = ", …" if len(failed) > _NAMED else ""
+        parts.append(f"{_count(len(failed), 'table')} failed: {', '.join(list(failed)[:_NAMED])}{more}")
     return Text.assemble((status["state"], f"bold {colour}"), *(f" · {part}" for part in parts if part))
 
 
@@ -172,7 +182,8 @@ def _numbers(status: Status, width: int) -> Table:
             add("sink", name, "0", "", _health(sink))
         for number, (topic, written) in enumerate(topics[:_TOPICS]):
             label = Text.assemble(name, (f" {topic}", "cyan"))
-            more = _health(sink) if number == 0 and sink["reason"] else Text(f"epoch {written['last_epoch']}", "dim")
+            ill = sink["state"] in ("degraded", "unhealthy")
+            more = _health(sink) if number == 0 and ill else Text(f"epoch {written['last_epoch']}", "dim")
             add("sink", label, f"{written['rows']:,}", size(written["bytes"]), more)
         rest = topics[_TOPICS:]
         if rest:
@@ -181,11 +192,28 @@ def _numbers(status: Status, width: int) -> Table:
     return grid
 
 
+def _problems(status: Status, width: int) -> list[str]:
+    """What is wrong, each problem cut to a few lines; a hint has a line of its own."""
+    problems = status["problems"]
+    most = _PROBLEM_LINES * max(20, width - 4)
+    lines = [line for problem in problems[:_PROBLEMS] for line in problem.splitlines() if line.strip()]
+    lines = [line if len(line) <= most else f"{line[: most - 1]}…" for line in lines]
+    return [*lines, f"and {len(problems) - _PROBLEMS} more"] if len(problems) > _PROBLEMS else lines
+
+
 def _health(part: Status) -> Text:
+    """The state alone: the reason is shown above, where there is room for it."""
     colour = _COLOURS.get(part["state"], "dim")
     retries = f", {_count(part['retries'], 'retry', 'retries')}" if part["retries"] else ""
-    reason = f": {part['reason']}" if part["reason"] else ""
-    return Text("" if part["state"] == "unknown" and not retries else f"{part['state']}{reason}{retries}", style=colour)
+    return Text("" if part["state"] == "unknown" and not retries else f"{part['state']}{retries}", style=colour)
+
+
+def _bad(bad: Status, width: int) -> Text:
+    line = Text.assemble(
+        (f"epoch {bad['epoch']} ", "dim"), (f"{bad['code']} ", "yellow"), " ".join(bad["reason"].split())
+    )
+    line.truncate(max(20, width - 4), overflow="ellipsis")
+    return line
 
 
 def _error(error: Status, width: int) -> Text:

@@ -66,7 +66,7 @@ class GeneratorConfig(Config):
     @classmethod
     def _no_repeats(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(names)) < len(names):
-            raise ValueError("a name stands here twice")
+            raise ValueError("a name is here twice")
         return names
 
 
@@ -76,6 +76,9 @@ class NextIds(Position):
     ids: dict[str, int] = Field(default_factory=dict)
     due_us: dict[str, int] = Field(default_factory=dict)
     """Microseconds since 1970 at which each stream's next row is due; only with `rows_per_sec`."""
+
+    def describe(self) -> str:
+        return ", ".join(f"{stream} to row {id:,}" for stream, id in self.ids.items()) or "the beginning"
 
 
 @dataclass(frozen=True)

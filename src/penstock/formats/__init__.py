@@ -35,7 +35,7 @@ Failed: TypeAlias = dict[int, tuple[str, str]]
 
 @dataclass(frozen=True)
 class WireSchema:
-    """A schema as it stands in a file or a registry."""
+    """A schema as a file or a registry holds it."""
 
     type: str
     """`avro`, `json_schema` or `protobuf`."""
@@ -58,7 +58,7 @@ class Failures:
     """Payloads that could not be decoded. The three have one entry each per payload."""
 
     positions: Positions = field(default_factory=lambda: np.empty(0, np.int64))
-    """Where they stand in the batch, ascending."""
+    """Their places in the batch, ascending."""
     rules: tuple[str, ...] = ()
     """What was broken, a stable name: `json.syntax`, `json_schema.required`, `avro.truncated`."""
     reasons: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ class Decoded:
 
     rows: pa.RecordBatch
     positions: Positions
-    """Where each row's payload stands in the batch, ascending."""
+    """The place of each row's payload in the batch, ascending."""
     failures: Failures = field(default_factory=Failures)
 
     @classmethod
@@ -174,7 +174,7 @@ BUILT_IN: dict[str, Entry] = {
     entry.name: entry
     for entry in (
         Entry("json", "penstock.formats.json:Json"),
-        Entry("json_schema", "penstock.formats.json_schema:JsonSchema", "json_schema", ("jsonschema_rs", "orjson")),
+        Entry("json_schema", "penstock.formats.json_schema:JsonSchema", "json-schema", ("jsonschema_rs", "orjson")),
         Entry("avro", "penstock.formats.avro:Avro"),
         Entry("protobuf", "penstock.formats.protobuf:Protobuf", "protobuf", ("ptars", "grpc_tools")),
         Entry("debezium", "penstock.formats.debezium:Debezium"),
@@ -187,7 +187,7 @@ BUILT_IN: dict[str, Entry] = {
 
 
 def entries() -> list[Entry]:
-    """Everything that can be named, nothing imported; a built-in name goes before an entry point's."""
+    """Everything that can be named, nothing imported; a built-in name takes precedence over an entry point's."""
     points = [Entry(point.name, point.value) for point in entry_points(group=GROUP) if point.name not in BUILT_IN]
     return [*BUILT_IN.values(), *points]
 

@@ -149,7 +149,7 @@ class _Reading:
         return batch, fields
 
     def _confirmed(self, bodies: pa.Array, suspects: Positions) -> Failed:
-        """Those of the suspects that have no place in the columns of before: more columns would not help them."""
+        """Those of the suspects that have no place in the earlier columns: more columns would not help them."""
         found: Failed = {}
         for at, body in zip(suspects.tolist(), bodies.take(pa.array(suspects)).to_pylist(), strict=True):
             try:

@@ -14,7 +14,7 @@ from penstock.capture import ChangeCapture
 from penstock.errors import ConfigError
 from penstock.pipeline import registry
 from penstock.pipeline.registry import Kind
-from penstock.pipeline.routing import Route
+from penstock.pipeline.routing import Route, matches
 from penstock.pipeline.toml import Where, without_password
 from penstock.schema.evolution import EvolutionConfig
 from penstock.schema.registry.versions import Pinned
@@ -172,7 +172,7 @@ def delivery_problems(pipeline: Pipeline) -> Iterator[Problem]:
             yield Problem("PEN-1008", what, f"use another source, {way_out}", ("sources", name))
     for place, route in enumerate(pipeline.router.routes):
         for name in _at_most_once(pipeline, route):
-            what = f"source {name!r} cannot send again what bypasses the journal by reliable_dispatch = false"
+            what = f"reliable_dispatch = false would lose rows of source {name!r} in a crash: it cannot send them again"
             hint = f"remove reliable_dispatch = false from the route, {way_out}"
             yield Problem("PEN-1008", what, hint, ("routes", place, "reliable_dispatch"))
     for name, sink in pipeline.sinks.items():
@@ -188,7 +188,7 @@ def delivery_problems(pipeline: Pipeline) -> Iterator[Problem]:
 
 def notices(pipeline: Pipeline) -> Iterator[str]:
     if not pipeline.processing.checkpoint:
-        yield "checkpoint = false: a restart begins anew and writes again what was written before"
+        yield "checkpoint = false: a restart begins from the start and writes again what was written before"
     for name, sink in pipeline.sinks.items():
         if not _writes_once(pipeline, name):
             yield f"sink {name!r} ({_connector_name(sink)}) may repeat rows after a crash"
@@ -227,7 +227,7 @@ def _at_most_once(pipeline: Pipeline, route: Route) -> list[str]:
 
 
 def _writes_once(pipeline: Pipeline, name: str) -> bool:
-    """True for a sink that is exactly-once, or idempotent and told the key by its options or by every route to it."""
+    """True for a sink that is exactly-once, or idempotent and given the key by its options or by every route to it."""
     sink = pipeline.sinks[name]
     if sink.capabilities.exactly_once:
         return True
@@ -253,6 +253,22 @@ def stream_problems(pipeline: Pipeline, streams: Mapping[str, Iterable[str]]) ->
             first = targets.setdefault(key, mine)
             if first != mine:
                 yield _meeting(first, mine, place)
+
+
+def stream_notices(pipeline: Pipeline, streams: Mapping[str, Iterable[str]]) -> Iterator[str]:
+    """Patterns that match nothing of what the sources have now: they may match later, or never were what was meant."""
+    for name, known in streams.items():
+        if not list(known):
+            yield f"source {name!r} has no streams now, so no rows will come until it has one"
+    for route in pipeline.router.routes:
+        known = [s for name, found in streams.items() if route.source in (None, name) for s in found]
+        if known and not any(matches(route.stream, stream) for stream in known):
+            near = nearest(route.stream, known)
+            guess = f"; did you mean {near!r}?" if near else ""
+            yield f"the route from {route.stream!r} matches no stream that is there now{guess}"
+        for pattern in route.exclude:
+            if known and not any(matches(pattern, stream) for stream in known):
+                yield f"exclude = {pattern!r} of the route from {route.stream!r} matches no stream that is there now"
 
 
 def _target_of(sink: SinkConnector[Any, Any], name: str, topic: Topic) -> tuple[tuple[str, str], str]:

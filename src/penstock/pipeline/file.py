@@ -115,7 +115,7 @@ class Reader:
         return TopicSchemas(tuple(entries), self._registry())
 
     def _schema(self, given: dict[str, Any], where: Where) -> TopicSchema | None:
-        """An entry's own keys and its format's, which stand in one table."""
+        """An entry's own keys and its format's, which are in one table."""
         own = {info.alias or name for name, info in SchemaEntry.model_fields.items()}
         name = given.get("schema_type")
         try:
@@ -260,7 +260,7 @@ def _way(given: dict[str, Any], error: Any) -> Where:
 def _from_pydantic(
     error: Any, model: type[Config], given: dict[str, Any], label: str, where: Where, way: Where, also: Sequence[str]
 ) -> Problem:
-    """One of pydantic's errors in our words: the key, what was expected, what stands there."""
+    """One of pydantic's errors in our words: the key, what was expected, what was found."""
     fields = {info.alias or name: info for name, info in model.model_fields.items()}
     key = ".".join(map(str, way))
     if not way:

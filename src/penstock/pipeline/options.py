@@ -21,7 +21,7 @@ class Processing(Config):
     """Directory of manifests, journals and the lock. Relative to the pipeline file."""
 
     checkpoint: bool = True
-    """Keep manifests. Without them a restart begins anew, and exactly-once is refused."""
+    """Keep manifests. Without them a restart reads everything again, and exactly-once is refused."""
 
     poll_interval_ms: PositiveInt = 100
     """How often a source that sends no signal is asked for new data while it is idle."""
@@ -81,6 +81,9 @@ class RouteEntry(Config):
     stream: str = Field(default="#", alias="from", min_length=1)
     """Streams it takes: `*` is any run of characters except `/`, `+` one level, `#` at the end all levels that follow."""
 
+    exclude: list[str] = Field(default=[], min_length=1)
+    """Streams that it leaves out, by the same patterns: with `from = "public.*"`, `exclude = ["public.tmp_*"]`."""
+
     source: str | None = None
     """Name of the source whose streams it takes; none: all sources."""
 
@@ -118,8 +121,14 @@ class RouteEntry(Config):
     """What to do with this route's bad records; none: as the source says, else as `[processing]` says."""
 
     def route(self) -> Route:
-        fields = self.model_dump(exclude={"match", "sinks", "key"})
-        return Route(**fields, match=tuple(self.match.items()), sinks=tuple(self.sinks), key=tuple(self.key))
+        fields = self.model_dump(exclude={"match", "sinks", "key", "exclude"})
+        return Route(
+            **fields,
+            match=tuple(self.match.items()),
+            sinks=tuple(self.sinks),
+            key=tuple(self.key),
+            exclude=tuple(self.exclude),
+        )
 
 
 Metadata = Literal["key", "timestamp", "attributes", "offset", "stream"]
@@ -127,7 +136,7 @@ Metadata = Literal["key", "timestamp", "attributes", "offset", "stream"]
 
 
 class SchemaEntry(Config):
-    """One `[[schemas]]` entry: what the payloads of a topic are. Options of the format stand beside these."""
+    """One `[[schemas]]` entry: what the payloads of a topic are. Options of the format go beside these."""
 
     topic: str = Field(min_length=1)
     """The topic, or a pattern as in a route: `/iot/+/temperature`, `/shop/#`."""

@@ -54,14 +54,14 @@ BUILT_IN: dict[tuple[Kind, str], Entry] = {
             "source",
             "postgres_cdc",
             "penstock.connectors.postgres_cdc:PostgresCdc",
-            "postgres_cdc",
+            "postgres-cdc",
             ("psycopg", "adbc_driver_postgresql"),
         ),
         Entry(
             "source",
             "postgres_capture",
             "penstock.connectors.postgres_capture.source:PostgresCapture",
-            "postgres_capture",
+            "postgres-capture",
             ("psycopg", "adbc_driver_postgresql"),
         ),
         Entry("source", "sql_poll", "penstock.connectors.sql_poll:SqlPoll"),
@@ -209,7 +209,7 @@ def _checked(kind: Kind, name: str, found: Any) -> type[Connector[Any]]:
         return found
     other = next((each for each, base in _BASES.items() if inspect.isclass(found) and issubclass(found, base)), None)
     raise ConfigError(
-        f"{name!r} is {f'a {other}' if other else 'no connector'}, not a {kind}",
+        f"{name!r} is {f'a {other}, not a {kind}' if other else 'not a connector class'}",
         code="PEN-1006",
         hint=f"a {kind} derives from {_BASES[kind].__module__}.{_BASES[kind].__name__}",
     )

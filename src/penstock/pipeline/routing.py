@@ -2,8 +2,8 @@
 Which topics a stream's rows go to, and which sinks a topic's rows go to.
 
 Patterns, of streams and of attributes: `*` is any run of characters except `/`; `+` is one level and `#`, at the end,
-all that follow, where `/` separates levels (`plant/#` also takes `plant`). Everything else stands for itself.
-Templates: `{stream}`, `{source}`, `{schema}` and `{table}` (what stands before and after the first dot of the stream),
+all that follow, where `/` separates levels (`plant/#` also takes `plant`). Everything else is taken literally.
+Templates: `{stream}`, `{source}`, `{schema}` and `{table}` (what comes before and after the first dot of the stream),
 `{1}`, `{2}`… (what the first, second… wildcard matched).
 """
 
@@ -62,6 +62,8 @@ class Route:
     """None: as the sink says."""
     on_error: OnError | None = None
     """None: as the source says."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of streams that it does not take after all."""
 
     def key_columns(self, schema: pa.Schema) -> list[str]:
         """The columns whose value keeps its order over `partitions`: the route's, else the schema's, else an envelope's."""
@@ -70,7 +72,11 @@ class Route:
 
     def problems(self) -> list[str]:
         """What is wrong with the pattern and the template, before any stream is known."""
-        patterns = [("from", self.stream), *((f"match.{name}", pattern) for name, pattern in self.match)]
+        patterns = [
+            ("from", self.stream),
+            *(("exclude", pattern) for pattern in self.exclude),
+            *((f"match.{name}", pattern) for name, pattern in self.match),
+        ]
         found = [f"`{key}` = {pattern!r}: {wrong}" for key, pattern in patterns if (wrong := _wrong_pattern(pattern))]
         wildcards = len(re.findall(r"[*+#]", self.stream))
         known = {"stream", "source", "schema", "table", *(str(n + 1) for n in range(wildcards))}
@@ -91,7 +97,7 @@ class Route:
         if self.source not in (None, source):
             return None
         matched = _compiled(self.stream).fullmatch(stream)
-        if matched is None:
+        if matched is None or any(matches(pattern, stream) for pattern in self.exclude):
             return None
         schema, dot, table = stream.partition(".")
         values = {
@@ -150,7 +156,7 @@ class Router:
 
     @property
     def effective(self) -> tuple[Route, ...]:
-        """The routes, or the one that stands in for none."""
+        """The routes, or the default route if there are none."""
         return self.routes or (Route(),)
 
     def targets(self, source: str, stream: str) -> tuple[Target, ...]:
@@ -287,7 +293,7 @@ def _wrong_pattern(pattern: str) -> str | None:
     levels = pattern.split("/")
     for place, level in enumerate(levels):
         if any(wild in level and level != wild for wild in "+#"):
-            return "`+` and `#` stand for whole levels; within a name write `*`"
+            return "`+` and `#` are whole levels; within a name write `*`"
         if level == "#" and place < len(levels) - 1:
             return "`#` takes all that follows, so it must be the last level"
     return None
@@ -356,7 +362,7 @@ def _words(name: str, column: pa.Array) -> Words:
         return words_of(values)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         raise ConfigError(
-            f"the key column {name!r} has type {column.type}, which is no key",
+            f"the key column {name!r} has type {column.type}, which cannot be used as a key",
             code="PEN-1010",
             hint="name other columns in `key` of the route",
         ) from None

@@ -67,7 +67,7 @@ class TopicSchemas:
     registry: RegistryRef = field(default_factory=RegistryRef)
 
     def of(self, topic: Topic, direction: Literal["source", "sink"]) -> TopicSchema | None:
-        """The entry of a topic: one for this direction alone goes before one for both, and the first before later ones."""
+        """The entry of a topic: one for this direction alone wins over one for both, and the first over later ones."""
         found = [each for each in self.entries if each.serves(direction) and each.takes(topic)]
         return next((each for each in found if each.entry.direction), next(iter(found), None))
 

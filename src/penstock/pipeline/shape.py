@@ -39,6 +39,7 @@ def shape_of(
             "match": dict(route.match),
             "to": "/" + route.to.lstrip("/"),
             "sinks": sorted(route.sinks or router.sinks),
+            **({"exclude": sorted(route.exclude)} if route.exclude else {}),
             "work": {"sql": route.sql, "transform": route.transform, "key": list(route.key)},
         }
         for route in router.effective
@@ -161,6 +162,7 @@ def _compare_routes(old: Json, new: Json, sinks: Json) -> Iterator[Finding]:
             if gone:
                 what = f"the route from {route['from']!r} to {route['to']!r} no longer names the sink {_names(gone)}"
                 yield Finding(False, what, _RESET)
+            yield from _compare_exclude(route, kept)
             if route["work"] != kept["work"]:
                 yield Finding(
                     True, f"the route from {route['from']!r} to {route['to']!r} works differently from now on"
@@ -168,6 +170,15 @@ def _compare_routes(old: Json, new: Json, sinks: Json) -> Iterator[Finding]:
     for route in new:
         if not any((_takes(each), each["to"]) == (_takes(route), route["to"]) for each in old):
             yield Finding(True, f"the route from {route['from']!r} to {route['to']!r} is new and gets rows from now on")
+
+
+def _compare_exclude(old: Json, new: Json) -> Iterator[Finding]:
+    before, now = old.get("exclude", []), new.get("exclude", [])
+    name = f"the route from {old['from']!r} to {old['to']!r}"
+    if added := [each for each in now if each not in before]:
+        yield Finding(True, f"{name} leaves {_names(added)} out from now on; earlier rows stay in the targets")
+    if gone := [each for each in before if each not in now]:
+        yield Finding(True, f"{name} takes {_names(gone)} from now on; earlier rows of it are not read again")
 
 
 def _takes(route: Json) -> Json:

@@ -1,4 +1,4 @@
-"""A TOML file as data, with the line on which each key stands (which `tomllib` does not tell)."""
+"""A TOML file as data, with the line of each key (which `tomllib` does not give)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _SECRET = re.compile(
     r"pass(word|wd|phrase)?|secret|token|credential|api_?key|private_?key|access_?key|auth", re.IGNORECASE
 )
 _IN_ADDRESS = re.compile(r"(://[^/\s:@]*):\S*@")
-_IN_DSN = re.compile(r"(pass(?:word|wd)?\s*=\s*)[^\s;&]+", re.IGNORECASE)
+_IN_DSN = re.compile(
+    r"(pass(?:word|wd)?\s*=\s*)(?!\{\s*(?:env|file)\b)(?:'(?:\\.|[^'\\])*'|[^\s;&]+)", re.IGNORECASE
+)  # not of a reference to a secret, which may be shown
 _AT = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _SCALAR = re.compile(r"[^,\]}\n#]*")
@@ -29,7 +31,7 @@ _SPACE_AND_LINES = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
 
 @dataclass(frozen=True)
 class TomlFile:
-    """The data of a file, and where it stands."""
+    """The data of a file, and its lines."""
 
     path: Path
     data: dict[str, Any]
@@ -44,7 +46,7 @@ class TomlFile:
 
 
 def read(path: Path) -> TomlFile:
-    """Read and parse a file; what is wrong is told with its line."""
+    """Read and parse a file; an error names its line."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError:

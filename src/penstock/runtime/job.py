@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True)
 class OnErrors:
-    """What becomes of records that cannot be used: the route's word goes before the source's, that before the pipeline's."""
+    """What becomes of records that cannot be used: the route's setting wins over the source's, that over the pipeline's."""
 
     pipeline: OnError = "stop"
     sources: Mapping[str, OnError] = field(default_factory=dict)
@@ -146,6 +146,8 @@ class TaskResult:
     """Sources and streams that a sink refused where no part of theirs was being read, with the notes that say so."""
     columns: dict[Topic, pa.Schema] = field(default_factory=dict)
     """Columns of payloads that the epoch did not know yet, together with those that it did."""
+    samples: list[Bad] = field(default_factory=list)
+    """The first of the rows that sinks left out."""
     attempt: int = 0
     """Which try of the task this was; more than 0 means that an earlier one may have left staged data."""
 

@@ -64,7 +64,9 @@ class Monitor:
             self._questions = self._questions or list(self._asked_of_all())
             for question in self._questions:
                 if question.put() > processing.health_timeout_secs:
-                    silent = HealthStatus.unhealthy(f"asked, it says nothing for {processing.health_timeout_secs} s")
+                    silent = HealthStatus.unhealthy(
+                        f"its health check has not answered for {processing.health_timeout_secs} s"
+                    )
                     self._telemetry.state(question.component, silent)
             self._watch_step()
 
@@ -136,5 +138,5 @@ def _asked(question: Callable[[], Any], otherwise: Callable[[str], Any]) -> Any:
         return question()
     except ConnectorError as error:
         return otherwise(error.message)
-    except Exception as error:  # noqa: BLE001 (a bug in a connector is told, and must not silence all others)
+    except Exception as error:  # noqa: BLE001 (a bug in a connector is reported, and must not silence all others)
         return otherwise(without_secrets(f"{type(error).__name__}: {error}"))

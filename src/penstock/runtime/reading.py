@@ -107,7 +107,8 @@ class Reading:
         policy = self._job.on_error.of(part.source)
         if policy == "stop" or (policy == "dead_letter" and len(error.records) < error.count):
             raise error
-        show(tally, "", error.code, "source", error.message)
+        for why in error.samples or [error.message]:
+            show(tally, "", error.code, "source", why)
         if policy == "skip":
             tally.skipped[""] = tally.skipped.get("", 0) + error.count
             return

@@ -18,6 +18,7 @@ from penstock.capture import ChangeCapture, SnapshotTable
 from penstock.durable import Json
 from penstock.errors import NOT_READY, Action, ConnectorError, FatalError, RetryableError, action
 from penstock.pipeline import Pipeline, compare_shapes
+from penstock.pipeline.checks import stream_notices
 from penstock.pipeline.routing import Router, Target
 from penstock.runtime.epochs import Contexts, EpochLoop, EpochReport, State, Wiring, followed
 from penstock.runtime.epochs.messages import Messages
@@ -30,11 +31,11 @@ from penstock.runtime.messages.store import letter_sink, replay_source
 from penstock.runtime.monitor import Monitor, Step
 from penstock.runtime.retry import Backoff
 from penstock.runtime.telemetry import Telemetry
+from penstock.runtime.waker import Waker
 from penstock.schema import discover
 from penstock.sink import SinkConnector, Topic
 from penstock.source import (
     HealthStatus,
-    PollingSource,
     ProducerConfig,
     RangeSource,
     Schemas,
@@ -59,6 +60,8 @@ class Summary:
     seconds: float = 0.0
     first_commit_secs: float | None = None
     """From the call of `run` to the first committed epoch."""
+    failed_tables: dict[str, list[str]] = field(default_factory=dict)
+    """Per source, the tables that are set aside at the end."""
 
     def add(self, report: EpochReport, since: float) -> None:
         self.epochs += 1
@@ -128,6 +131,7 @@ class _Supervisor:
     """Those of the pipeline, and the one that takes dead letters."""
     messages: Messages = field(default_factory=Messages)
     skipped: int = 0
+    drain_began: float | None = None
     step: Step | None = None
     """The step in hand, for the monitor."""
 
@@ -170,7 +174,7 @@ class _Supervisor:
             state.save_identity(shape=shape)
         for ingest in self.ingests.values():
             ingest.start()
-        waker = _Waker(self.stop)
+        waker = Waker(self.stop)
         resources.callback(waker.close)
         monitor = Monitor(self.pipeline, self.telemetry, engine, self.ingests, lambda: self.step)
         resources.callback(monitor.close)
@@ -211,6 +215,7 @@ class _Supervisor:
                     edge: value and JournalPosition.model_validate(value) for edge, value in state.edges(name).items()
                 }
                 self._open_one(f"source:{name}", ingest, resources, partial(ingest.open, **known, context=context))
+                self.telemetry.counters[f"source:{name}"] = ingest.metrics
                 self.ranges[name] = ingest.range_source
             self._produce(name, source.producer_configs())
 
@@ -247,15 +252,17 @@ class _Supervisor:
             journal,
             self.pipeline.processing,
             on_state=lambda which, health: self.telemetry.state(f"source:{which}", health),
+            on_retry=lambda which, error, pause: self.telemetry.retry(f"source:{which}", error, pause),
             reliable=reliable if direct else None,
             unseeded=unseeded,
             lacking=lambda stream: sorted(self.contexts.copies.lacking(name, stream)),
         )
 
     def _caught_up(self) -> bool:
-        """For `--drain`: True once every source that is asked has come to the end of what it has."""
-        asked = (PollingSource, ChangeCapture)
-        return all(ingest.idle.is_set() for ingest in self.ingests.values() if isinstance(ingest.source, asked))
+        """For `--drain`: True once every source has handed over what it had when the drain was first noticed."""
+        if self.drain_began is None:
+            self.drain_began = time.monotonic()
+        return all(ingest.caught_up(self.drain_began) for ingest in self.ingests.values())
 
     def _open_one(
         self, label: str, connector: Any, resources: contextlib.ExitStack, opening: Callable[[], None]
@@ -270,7 +277,6 @@ class _Supervisor:
                     raise FatalError(f"{label}: {error.message}", code="PEN-5001", hint=error.hint) from error
                 pause = retry.next(error)
                 self.telemetry.retry(label, error, pause)
-                self.telemetry.state(label, HealthStatus.degraded(f"waiting: {error.message}"))
                 self.stop.wait(pause)
             else:
                 break
@@ -296,6 +302,8 @@ class _Supervisor:
             pairs.add((self.messages.letters, letters.TOPIC))
         decoders = self.messages.decoders_now(state.newest)
         known = self._placed({name: discover(source) for name, source in self._own_ranges()}, state)
+        for notice in stream_notices(self.pipeline, known):
+            self.telemetry.message("warning", notice)
         for name, schemas in known.items():
             for stream, given in schemas.items():
                 for target in self.router.targets(name, stream):
@@ -325,7 +333,7 @@ class _Supervisor:
 
     # -- epochs --------------------------------------------------------------------------------------------------
 
-    def _drive(self, loop: EpochLoop, waker: _Waker, began: float) -> None:
+    def _drive(self, loop: EpochLoop, waker: Waker, began: float) -> None:
         processing = self.pipeline.processing
         interval = processing.epoch_interval_ms / 1000
         signals = [source.data_ready_notify() for _, source in self._own_ranges()]
@@ -340,6 +348,7 @@ class _Supervisor:
             waker.watch(event, clear=False)
         retry = Backoff(processing)
         self.telemetry.state("pipeline", HealthStatus.healthy())
+        self._show_tables(loop)
         last = -interval
         while not self.stop.is_set():
             for ingest in self.ingests.values():
@@ -352,7 +361,8 @@ class _Supervisor:
             last = time.monotonic()
             self.step = Step(last)
             try:
-                if self.draining and loop.frozen is None and self._caught_up():
+                # The epoch in hand comes first: its range may turn out to be gone.
+                if self.draining and loop.frozen is None and not loop.pending() and self._caught_up():
                     loop.freeze()
                 report = loop.step()
             except ConnectorError as error:
@@ -362,27 +372,37 @@ class _Supervisor:
             retry.reset()
             self.telemetry.state("pipeline", HealthStatus.healthy())
             if report is not None:
-                report = replace(report, skipped=report.skipped + self._newly_skipped())
+                report = self._with_ingested(report)
                 self.summary.add(report, began)
                 self.telemetry.epoch(report)
+                self._show_tables(loop)
                 waker.cut()
-            elif self.draining and loop.frozen is not None and not loop.unacked:
-                return
             elif self.draining and loop.frozen is None:
                 waker.wait(0.05)  # a journal that is full is emptied by epochs, so they go on meanwhile
             else:
                 if loop.unacked:
                     loop.ack()
+                if self.draining and not loop.unacked:
+                    return
                 waker.wait(processing.max_backoff_ms / 1000 if loop.unacked and timer is None else timer)
 
     def _own_ranges(self) -> list[tuple[str, RangeSource[Any, Any]]]:
         """Those of the pipeline's own sources."""
         return [(name, source) for name, source in self.ranges.items() if name != letters.REPLAY]
 
-    def _newly_skipped(self) -> int:
-        """Bad records that the ingests left out since this was last asked."""
-        before, self.skipped = self.skipped, sum(ingest.skipped for ingest in self.ingests.values())
-        return self.skipped - before
+    def _with_ingested(self, report: EpochReport) -> EpochReport:
+        """The report with the bad records that the ingests left out since the last one."""
+        before, self.skipped = self.skipped, sum(ingest.counts.skipped for ingest in self.ingests.values())
+        bad = [each for ingest in self.ingests.values() for each in ingest.counts.take_bad()]
+        return replace(report, skipped=report.skipped + self.skipped - before, bad=(*report.bad, *bad))
+
+    def _show_tables(self, loop: EpochLoop) -> None:
+        """Show what became of each table, and which of them failed."""
+        for name, source in self.ranges.items():
+            if isinstance(source, TableSource) and loop.state.newest is not None:
+                tables = source.tables(loop.position(name))
+                self.telemetry.tables(name, tables)
+                self.summary.failed_tables[name] = sorted(t for t, known in tables.items() if known.state == "failed")
 
     def _phase(self, number: int, phase: str) -> None:
         if phase == "stage":  # the epoch is bound to its ranges: what was asked for is cut
@@ -399,10 +419,9 @@ class _Supervisor:
                 raise error
             pause = retry.next(error)
             self.telemetry.retry("pipeline", error, pause)
-            self.telemetry.state("pipeline", HealthStatus.degraded(f"retrying after {error.message}"))
             if self.stop.wait(pause):
                 return
-            try:  # a broken connection is mended by opening it anew; connectors have no retry loops of their own
+            try:  # a broken connection is closed and opened again; connectors have no retry loops of their own
                 for connector in (*self.ranges.values(), *self.sinks.values()):
                     connector.close()
                 self.contexts.open()
@@ -455,41 +474,3 @@ class _Starting:
             started = self._started
         if started:
             self._engine.stop()
-
-
-class _Waker:
-    """One wait for many events: a source's signal, a request for an epoch, the stop."""
-
-    def __init__(self, stop: threading.Event) -> None:
-        self._wake = threading.Event()
-        self._closed = False
-        self._cuts = 0
-        self.watch(stop, clear=False)
-
-    def watch(self, event: threading.Event, *, clear: bool) -> None:
-        """Wake when the event is set. With `clear` it is cleared at once; else it counts again after the next cut."""
-        threading.Thread(target=self._relay, args=(event, clear), name="penstock-waker", daemon=True).start()
-
-    def wait(self, seconds: float | None) -> None:
-        self._wake.wait(seconds)
-        self._wake.clear()
-
-    def cut(self) -> None:
-        """An epoch was cut."""
-        self._cuts += 1
-
-    def close(self) -> None:
-        self._closed = True
-
-    def _relay(self, event: threading.Event, clear: bool) -> None:
-        relayed = -1
-        while not self._closed:  # looked at once a second, so that no thread outlives its run
-            if not event.wait(1.0):
-                continue
-            if clear:
-                event.clear()
-            elif relayed == self._cuts:
-                time.sleep(0.05)
-                continue
-            relayed = self._cuts
-            self._wake.set()

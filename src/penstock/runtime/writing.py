@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,12 +12,14 @@ from typing import Any
 import pyarrow as pa
 
 from penstock import failpoints
+from penstock.changes import own_columns
 from penstock.errors import ConnectorError, DataError, SchemaError, is_of_stream
 from penstock.formats import Failures
 from penstock.pipeline.routing import Target, partition_of, split_by
-from penstock.runtime.job import Job, TaskResult
+from penstock.runtime.job import Bad, Job, TaskResult
 from penstock.runtime.messages import letters
 from penstock.runtime.reading import Rows, show
+from penstock.schema.evolution import diff
 from penstock.sink import SinkConnector, SinkContext, Task, Topic, TopicContext, WriteResult
 from penstock.tables import Refused, TableSource
 
@@ -35,6 +38,7 @@ class Writer:
             name: dict(job.contexts.get(name, SinkContext()).topics) for name in job.sinks
         }
         self._written: dict[tuple[str, Topic], WriteResult] = defaultdict(WriteResult)
+        self._samples: list[Bad] = []
 
     def take(self, rows: Rows) -> None:
         """Write rows of a part. What a sink refuses is left out, kept as dead letters or raised, by policy."""
@@ -74,7 +78,7 @@ class Writer:
 
     def finish(self) -> TaskResult:
         """Stage what was written: durable, not visible."""
-        result = TaskResult(written=dict(self._written), attempt=self._task.attempt)
+        result = TaskResult(written=dict(self._written), samples=self._samples, attempt=self._task.attempt)
         for name, sink in self._open.items():
             sink.flush()
             result.receipts[name] = sink.pre_commit(self._job.epoch)
@@ -93,6 +97,8 @@ class Writer:
         topics[target.topic] = target.context(topics.get(target.topic, TopicContext()))
         sink = self._open.get(name) or self._begin(name)
         written = sink.write_batch(target.topic, batch)  # first: what a sink refuses is not written
+        if written.records_discarded and not self._written[name, target.topic].records_discarded:
+            self._samples.append(_discarded(name, sink, target, batch))
         self._written[name, target.topic] += written
         failpoints.hit("stage.middle")
 
@@ -153,6 +159,24 @@ class Writer:
         return found
 
 
+def _discarded(name: str, sink: SinkConnector[Any, Any], target: Target, batch: pa.RecordBatch) -> Bad:
+    """What `schema_evolution` left out of a sink for the first time: the columns, never the values."""
+    known: pa.Schema | None = None
+    with contextlib.suppress(ConnectorError):  # it was written: that it cannot be explained is no reason to fail
+        known = sink.schema(target.topic)
+    own = set(own_columns(batch.schema))
+    changes = [] if known is None else [each for each in diff(known, batch.schema) if each.column in own and each.new]
+    columns = [
+        f"{each.column!r} is {each.new}"
+        + (f" and the target has {each.old}" if each.old else ", which the target lacks")
+        for each in changes
+    ]
+    what = "; ".join(columns) or "the target has no place for them"
+    return Bad(
+        "", "", target.topic, "PEN-4001", "schema_evolution", f"rows or values left out of sink {name!r}: {what}"
+    )
+
+
 def bisect(
     refused: Callable[[int, int], ConnectorError | None], start: int, stop: int, why: ConnectorError
 ) -> Iterator[tuple[int, ConnectorError]]:
@@ -167,7 +191,7 @@ def bisect(
 
 
 def _runs(named: Sequence[int] | None, count: int) -> list[tuple[int, int]]:
-    """The whole batch; or, if the sink names the rows, each of them and what lies between them."""
+    """The whole batch; or, if the sink names the rows, each of them and the rows in between."""
     if not named:
         return [(0, count)]
     edges = sorted({0, count, *(edge for at in named for edge in (at, at + 1))})

@@ -14,7 +14,7 @@ from pyarrow import types
 from penstock.changes.columns import Op, is_changelog, own_columns
 from penstock.changes.old_key import unpack_keys
 from penstock.config import Config
-from penstock.errors import DataError, SchemaError
+from penstock.errors import DataError, SchemaError, reason_of
 from penstock.schema import ChangeKind, SchemaChange, key_of
 
 Widens: TypeAlias = Callable[[pa.DataType, pa.DataType], bool]
@@ -39,7 +39,7 @@ class EvolutionConfig(Config):
     schema_evolution: Policy = Policy.EVOLVE
     """What happens to rows that the target has no place for: `evolve` adds their columns and widens its types, and stops
     at what cannot be followed; `freeze` stops at any new or retyped column; `discard_row` leaves such rows out and
-    `discard_value` such values, counted and logged. A route's own `schema_evolution` goes before it."""
+    `discard_value` such values, counted and logged. A route's own `schema_evolution` takes precedence."""
 
 
 def diff(old: pa.Schema, new: pa.Schema) -> list[SchemaChange]:
@@ -235,7 +235,7 @@ def _widened(topic: str, name: str, values: pa.Array, kind: pa.DataType) -> pa.A
     try:
         return widened(values, kind)
     except pa.ArrowInvalid as error:  # a date or time so far away that finer units cannot count to it
-        raise DataError(f"a value of the column {name!r} of {topic} does not fit {kind}: {error}") from error
+        raise DataError(f"a value of the column {name!r} of {topic} does not fit {kind}: {reason_of(error)}") from error
 
 
 def _narrowed(values: pa.Array, kind: pa.DataType) -> tuple[pa.Array, pa.Array]:

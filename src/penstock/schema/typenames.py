@@ -30,7 +30,7 @@ def arrow_type(text: str) -> pa.DataType:
 
 
 def _top_level(text: str) -> Iterable[str]:
-    """The parts between commas that stand in no brackets."""
+    """The parts between commas that are in no brackets."""
     depth, start = 0, 0
     for at, char in enumerate(text):
         depth += (char in "<[(") - (char in ">])")

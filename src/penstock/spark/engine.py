@@ -228,7 +228,7 @@ class SparkEngine:
         return [pickle.loads(each) for each in staged.collect()]
 
     def _empty(self, tasks: int) -> Any:
-        """So many partitions of nothing, kept: making them anew takes 7 ms of every epoch."""
+        """So many partitions of nothing, kept: to make them again takes 7 ms of every epoch."""
         if tasks not in self._seeds:
             self._seeds[tasks] = self._context.parallelize([], tasks)
         return self._seeds[tasks]

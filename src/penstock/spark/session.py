@@ -69,7 +69,7 @@ def start_session(master: str | None, name: str, log: Path | None, plain: bool =
         session = builder.getOrCreate()
     except Exception as error:
         raise FatalError(
-            f"Spark did not start: {last_line(str(error))}",
+            f"Spark did not start{f' with master {master}' if master else ''}: {last_line(str(error))}",
             code="PEN-5012",
             hint=f"its log is {log}" if log else "",
         ) from error

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import pyarrow as pa
 
 from penstock.changes import is_changelog
-from penstock.errors import ConfigError, DataError, SchemaError, from_text
+from penstock.errors import ConfigError, DataError, SchemaError, from_text, reason_of
 from penstock.pipeline.routing import Route, Target
 from penstock.runtime.job import (
     Job,
@@ -304,7 +304,7 @@ def row_errors(target: Target) -> Iterator[None]:
         if isinstance(error, PythonException) or not error.getCondition() or from_text(str(error)):
             raise
         raise DataError(
-            f"{route_name(target.route, target.topic)} failed on a row: {first_line(error)}",
+            f"{route_name(target.route, target.topic)} failed on a row: {reason_of(error)}",
             code="PEN-3003",
             hint="filter such rows out in the SQL, or use try_cast, try_divide and the like",
         ) from error

@@ -15,9 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from penstock.errors import (
-    SchemaError,
-)
+from penstock.errors import SchemaError, reason_of
 from penstock.pipeline.routing import Route, Target
 from penstock.runtime.job import Job, Part, Tally, TaskResult, is_plain
 from penstock.runtime.messages import letters
@@ -46,7 +44,7 @@ def _attempt() -> int:
 
 @cache
 def _freeze() -> None:
-    """Have the worker's collector of garbage, which runs behind each task, pass over what was there before the first one."""
+    """Exclude objects that existed before the first task from garbage collection, which runs after every task."""
     gc.freeze()
 
 
@@ -284,7 +282,7 @@ def conform(batch: pa.RecordBatch, schema: pa.Schema, known: frozenset[str], top
             columns.append(batch.column(index).cast(column.type))
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise SchemaError(
-                f"column {column.name} of {topic} holds {batch.schema.field(index).type}, not {column.type}: {error}",
+                f"column {column.name} of {topic} holds {batch.schema.field(index).type}, not {column.type}: {reason_of(error)}",
                 code="PEN-4001",
             ) from error
     return pa.RecordBatch.from_arrays(columns, schema=schema)

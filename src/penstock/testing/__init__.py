@@ -3,7 +3,7 @@ The kit: conformance tests for any connector, the crash suite, and the parts tha
 
 A source's test is a subclass of `SourceContract` with a fixture `source`, a table source's one of `TableSourceContract`
 with `source`, `change` and `content`, a capture's one of `CaptureContract` with `source` and `more`,
- a sink's one of `SinkContract` with `sink` and `visible`; an exactly-once sink adds a
+a sink's one of `SinkContract` with `sink` and `visible`; an exactly-once sink adds a
 `CrashContract`. Needs pytest.
 """
 
@@ -21,7 +21,8 @@ from penstock.testing.engine import ForkEngine  # noqa: E402
 from penstock.testing.faults import Fault, FaultySink, FaultySource  # noqa: E402
 from penstock.testing.memory import Crash, MemorySink, MemorySinkConfig, MemorySource, MemorySourceConfig, Pause  # noqa: E402
 from penstock.testing.sinks import SinkContract  # noqa: E402
-from penstock.testing.sources import RecordingSender, SourceContract  # noqa: E402
+from penstock.testing.sources import SourceContract  # noqa: E402
+from penstock.testing.sources.journaled import RecordingSender  # noqa: E402
 from penstock.testing.tables import TableSourceContract  # noqa: E402
 
 __all__ = [

@@ -29,7 +29,7 @@ class MemoryApplySink(MemorySink):
     """
     As `MemorySink`, but what tasks staged is written a second time before it is committed, one piece of work per file.
 
-    Stands for sinks that rewrite files of their target. `work_bytes` says whether the driver or a job does it.
+    An example of sinks that rewrite files of their target. `work_bytes` says whether the driver or a job does it.
     """
 
     applied_type = MemoryApplied

@@ -16,14 +16,14 @@ import pytest
 from penstock.capture import Change, ChangeCapture, Upsert
 from penstock.durable import canonical
 from penstock.source import SourceContext
-from penstock.testing.crash import PATIENCE_SECS
-from penstock.testing.sources import SourceContract
+from penstock.testing.processes import PATIENCE_SECS
+from penstock.testing.sources import EverySource
 
 QUIET = 3
 """So many times in a row a capture says that it has nothing, until it is believed."""
 
 
-class CaptureContract(SourceContract):
+class CaptureContract(EverySource):
     """
     The conformance tests of a `ChangeCapture`: subclass it and give it the fixtures `source` and `more`.
 
@@ -105,7 +105,7 @@ class CaptureContract(SourceContract):
         with again() as opened:
             opened.restore(json.loads(canonical(last)), {})
             found = [change.event for change in _take(opened) if not _is_repeat(change.position, last)]
-            assert found == first[len(first) // 2 + 1 :], "behind a position other changes come than before"
+            assert found == first[len(first) // 2 + 1 :], "after a position other changes come than before"
 
     def test_a_snapshot_moves_nothing(self, again: Any, first: Any) -> None:
         with again() as opened:
@@ -179,10 +179,3 @@ def _is_repeat(position: Any, last: Any) -> bool:
     """As the runtime tells: only numbers and lists of them have an order that can be relied on."""
     numbers: Sequence[Any] = position if isinstance(position, list) else [position]
     return all(isinstance(each, int) for each in numbers) and bool(position <= last)
-
-
-for _name, _test in vars(SourceContract).items():
-    if getattr(_test, "kind", ChangeCapture) is not ChangeCapture:
-        setattr(
-            CaptureContract, _name, None
-        )  # a law of ranges, polls or pushes, which no capture could be asked to keep

@@ -48,7 +48,7 @@ class MemoryDatabase:
         self._append(table, "drop")
 
     def lose_log(self) -> None:
-        """The server has removed all log up to now, whoever still needed it."""
+        """The server has removed all log up to now, whether or not somebody still needed it."""
         write_atomic(self._slot.with_name("lost"), str(len(self.lines())).encode())
 
     @property

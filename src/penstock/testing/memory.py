@@ -44,7 +44,7 @@ from penstock.source import Position, RangeSource, ReadLimit, Schemas, SourceBat
 
 @dataclass(frozen=True)
 class Crash:
-    """In a script: whoever reads this item is killed with SIGKILL, the first time."""
+    """In a script: the process that reads this item is killed with SIGKILL, the first time."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,12 @@ class MemorySource(RangeSource[MemorySourceConfig, NextItem]):
 
     @property
     def acked(self) -> int:
-        """How far the source was told that everything is committed."""
+        """Up to where the source knows that everything is committed."""
         file = self.config.path / "acked"
         return int(file.read_text()) if file.exists() else 0
 
     def release(self) -> None:
-        """Let the source go on behind every pause, in all processes."""
+        """Let the source go on after every pause, in all processes."""
         for index, item in enumerate(self._items):
             if isinstance(item, Pause):
                 self._remember("released", index)

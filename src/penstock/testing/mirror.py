@@ -16,9 +16,10 @@ from penstock.pipeline.routing import Router
 from penstock.runtime.epochs import EpochLoop, State
 from penstock.source import RangeSource
 from penstock.tables import TableSource
-from penstock.testing.crash import PATIENCE_SECS, _open_when_free
+from penstock.testing.crash.stage import open_when_free
 from penstock.testing.engine import Forked, ForkEngine, Killed
 from penstock.testing.memory import MemorySink, MemorySinkConfig
+from penstock.testing.processes import PATIENCE_SECS
 
 Row = dict[str, Any]
 Until = Literal["caught_up", "copied", "killed"]
@@ -64,7 +65,7 @@ class Mirror:
 
     def _drive(self, failpoint: str | None, until: Until) -> int:
         state, sinks, committed = State(self.path / "state", "mirror"), self._sinks(), 0
-        _open_when_free(state)
+        open_when_free(state)
         engine = ForkEngine(self.parallelism, die_with_task=True)
         loop = EpochLoop(state, {"source": self.source}, sinks, Router((), tuple(sinks)), engine)
         failpoints.arm(failpoint)
@@ -110,7 +111,7 @@ def replayed(log: Sequence[Row], key: Sequence[str], refreshed: bool = False) ->
     The table that a log of changes leads to; the log must be exact.
 
     Every key begins with one `r` or `c`, is updated and deleted only while it is there, and is copied only while it is not.
-    `refreshed`: rows were copied over those that are there, once more, and changes that the copy holds come behind it.
+    `refreshed`: rows were copied over those that are there, once more, and changes that the copy holds come after it.
     """
     table: dict[tuple[Any, ...], Row] = {}
     for row in log:

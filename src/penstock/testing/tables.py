@@ -20,10 +20,10 @@ from penstock.runtime.epochs import State, reset
 from penstock.sink import Topic, WriteResult
 from penstock.source import Note, RangeSource, ReadLimit, SourceContext
 from penstock.tables import CopyAgain, Refused, Requests, TableSource, TableState
-from penstock.testing.crash import elsewhere, wait_until
 from penstock.testing.memory import MemorySink, MemorySinkConfig
 from penstock.testing.mirror import Mirror, Row, replayed
-from penstock.testing.sources import SourceContract
+from penstock.testing.processes import elsewhere, wait_until
+from penstock.testing.sources import EverySource
 
 RANGES = 300
 """More ranges than this come only from a source that never ends."""
@@ -100,7 +100,7 @@ class TableMirror(Mirror):
         return {name: RefusingSink(MemorySinkConfig(path=self.path / name)) for name in self.targets}
 
 
-class TableSourceContract(SourceContract):
+class TableSourceContract(EverySource):
     """
     The conformance tests of a `TableSource`: subclass it and give it the fixtures `source`, `change` and `content`.
 
@@ -269,7 +269,9 @@ class TableSourceContract(SourceContract):
         assert (after.state, after.complete) == ("active", True), f"{refused} is {after}"
         assert after.copy > before.copy
         copied.check()
-        assert "t" in copied.ops(refused), "rows of before the failure are still there: a copy must begin with a clear"
+        assert "t" in copied.ops(refused), (
+            "rows from before the failure are still there: a copy must begin with a clear"
+        )
 
     def test_a_note_to_copy_again_begins_another_copy(self, copied: TableMirror) -> None:
         stream, other = list(copied.states())[:2]
@@ -412,8 +414,3 @@ def _planned(source: TableSource[Any, Any], start: Any, limit: ReadLimit) -> Any
         return None
     waits = end == start and any(table.state == "seeding" for table in source.tables(start).values())
     return None if waits else end
-
-
-for _name, _test in vars(SourceContract).items():
-    if getattr(_test, "kind", TableSource) is not TableSource:
-        setattr(TableSourceContract, _name, None)  # laws of other sources; those of ranges are wider here

@@ -208,7 +208,7 @@ def _has_exact_bounds(kind: pa.DataType) -> bool:
 
 
 def _overlaps(values: pa.ChunkedArray, low: pa.ChunkedArray, high: pa.ChunkedArray) -> Mask:
-    """For each pair of bounds whether one of the values lies between them; True where a bound is unknown."""
+    """For each pair of bounds whether one of the values is between them; True where a bound is unknown."""
     if low.type != values.type:
         return np.ones(len(low), bool)
     if types.is_timestamp(values.type):

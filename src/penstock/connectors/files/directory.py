@@ -25,7 +25,7 @@ class Directory:
 
     base: Path
     pattern: tuple[str, ...]
-    """What the names of a file below `base` must match, one by one; `**` stands for any number of them."""
+    """What the names of a file below `base` must match, one by one; `**` is any number of them."""
     by_ending: bool
     """Take only files whose ending tells their format."""
     ignore: tuple[str, ...]

@@ -1,8 +1,9 @@
 """
-The list of all files that were ever planned: append-only, and on disk before a position counts on it.
+The list of all files that were planned: append-only, and on disk before a position counts on it.
 
-A position is a number of records of one inventory, so the records between two positions are the same for ever, whatever
-lands in the directory meanwhile and under whatever names and times.
+A position is a number of records of one inventory, so the records up to a committed position are the same for ever,
+whatever lands in the directory meanwhile and under whatever names and times. Only records that no epoch was committed
+with are ever replaced.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -42,12 +44,15 @@ class Found:
 class Inventory:
     """The records of one inventory in memory and, if it has a directory, in `inventory-<id>.jsonl` there."""
 
-    def __init__(self, id: str, records: Iterable[Record] = (), path: Path | None = None, length: int = 0) -> None:
+    def __init__(
+        self, id: str, records: Iterable[Record] = (), path: Path | None = None, edges: Sequence[int] = ()
+    ) -> None:
+        """`edges`: where the header and each record end in the file; empty while there is none."""
         self.id = id
         self._entries: list[Found | None] = []
         self.known: dict[str, Found] = {}
         self._path = path
-        self._length = length
+        self._edges = list(edges)
         self._schemas: list[tuple[int, dict[str, pa.Schema]]] = [(-1, {})]
         self._remember(records)
 
@@ -71,38 +76,48 @@ class Inventory:
             raise FatalError(
                 f"the inventory {path} is gone, so nobody knows which files were read",
                 code="PEN-5011",
-                hint="put it back from a copy, or start over with `penstock offsets reset FILE` (all files are read again)",
+                hint="restore it from a backup, or start over with `penstock offsets reset FILE` (all files are read again)",
             ) from error
         except OSError as error:
             raise FatalError(f"cannot read the inventory {path}: {error.strerror}", code="PEN-5011") from error
-        records, length = [], 0
+        records: list[Record] = []
+        edges: list[int] = []
         for line in data.splitlines(keepends=True):
             record = _parsed(line)
             if record is None:
                 break
             records.append(record)
-            length += len(line)
+            edges.append(len(line) + (edges[-1] if edges else 0))
         header = records.pop(0) if records else {}
         if header.get("inventory") != id:
             raise FatalError(
-                f"{path} is not an inventory", code="PEN-5011", hint="put it back from a copy, or start over"
+                f"{path} is not an inventory", code="PEN-5011", hint="restore it from a backup, or start over"
             )
         if header["format"] > _FORMAT:
             raise FatalError(f"{path} has format {header['format']}", code="PEN-5006", hint="run the newer Penstock")
-        return cls(id, records, path, length)
+        return cls(id, records, path, edges)
 
     def append(self, records: Sequence[Record]) -> None:
         """Add records; on disk when this returns."""
         if self._path is not None:
-            data = b"".join(_line(record) for record in records)
-            if not self._length:
-                make_directory(self._path.parent)
-                data = _line({"format": _FORMAT, "inventory": self.id}) + data
-                write_atomic(self._path, data)
+            lines = [_line(record) for record in records]
+            if not self._edges:
+                make_directory(self._path.parent, private=True)
+                lines.insert(0, _line({"format": _FORMAT, "inventory": self.id}))
+                write_atomic(self._path, b"".join(lines), private=True)
             else:
-                self._write(self._path, data)
-            self._length += len(data)
+                self._write(self._path, b"".join(lines))
+            at = self._edges[-1] if self._edges else 0
+            self._edges += accumulate(map(len, lines[1:]), initial=at + len(lines[0]))
         self._remember(records)
+
+    def forget(self, end: int) -> None:
+        """Drop the records after a position: no epoch was committed with them, and the next ones take their place."""
+        for file in self.files(end):
+            del self.known[file.file]
+        del self._entries[end:]
+        del self._edges[end + 1 :]
+        self._schemas = [(at, schemas) for at, schemas in self._schemas if at < end]
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -118,7 +133,7 @@ class Inventory:
         )
 
     def end_of(self, start: int, count: int) -> int:
-        """The position behind the `count`th file after `start`."""
+        """The position after the `count`th file after `start`."""
         at = start
         while count:
             count -= self._entries[at] is not None
@@ -135,8 +150,8 @@ class Inventory:
 
     def _write(self, path: Path, data: bytes) -> None:
         with disk_errors(), open(path, "r+b") as file:
-            file.truncate(self._length)  # what a dead process left half written
-            file.seek(self._length)
+            file.truncate(self._edges[-1])  # what a dead process left half written, and what was forgotten
+            file.seek(self._edges[-1])
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""From one file to Arrow batches, in flat memory; bad rows are left out, counted and told at the end."""
+"""From one file to Arrow batches, in flat memory; bad rows are left out, counted and named at the end."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ from penstock.connectors.files.types import (
     merge,
     widest,
 )
-from penstock.errors import BadRecord, DataError, FatalError, RetryableError
+from penstock.errors import BadRecord, DataError, FatalError, RangeGone, RetryableError, reason_of
+from penstock.formats.json_parse import has_whole_lists
 
 Format = Literal["jsonl", "csv", "parquet"]
 
 BLOCK_BYTES = 4 << 20
 _HEAD_BYTES = 256 << 10
 _BATCH_ROWS = 65536
+_NAMED = 5
+"""Bad rows of a split that are named; the others are counted."""
 _ENDINGS: dict[str, Format] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "csv",
     ".parquet": "parquet", ".pq": "parquet",
@@ -76,40 +79,52 @@ KEPT_BYTES = 64 << 20
 
 
 class BadRows:
-    """The rows of a split that could not be used: how many, and the first of them in full."""
+    """The rows of a split that could not be used: how many, and where the first few are and what is wrong with them."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.count = 0
-        self._first = ""
+        self._named: list[str] = []
         self._records: list[BadRecord] = []
         self._bytes = 0
 
+    @property
+    def names(self) -> bool:
+        """True while rows are still named, and not only counted."""
+        return len(self._named) < _NAMED
+
     def add(self, where: str, why: object, text: str | bytes = b"", count: int = 1) -> None:
-        data, reason = text.encode() if isinstance(text, str) else text, str(why).splitlines()[0]
-        if not self.count:
-            excerpt = f": {data.decode(errors='replace')[:120]!r}" if data else ""
-            self._first = f"{where}: {reason}{excerpt}"
+        data, reason = text.encode() if isinstance(text, str) else text, reason_of(why)
+        place = f"{self.path}, {where}" if where else self.path
+        if self.names:
+            self._named.append(f"{place}: {reason}")
         self.count += count
         self._bytes += len(data)
         if data and self._bytes <= KEPT_BYTES:
-            self._records.append(BadRecord(data, f"{self.path}, {where}" if where else self.path, reason))
+            self._records.append(BadRecord(data, place, reason))
+
+    def clear(self) -> None:
+        """The file is read again."""
+        self.count = self._bytes = 0
+        self._named.clear()
+        self._records.clear()
 
     def error(self, stream: str) -> DataError:
         many = f" and {self.count - 1} more" if self.count > 1 else ""
         error = DataError(
-            f"{self.path}, {self._first}{many}",
+            f"{self._named[0]}{many}",
             code="PEN-3001",
-            hint="mend the file under a new name, give the right types in `columns`, "
+            hint="correct the file, where it is or under a new name; give the right types in `columns`; "
             'or leave such rows out with `on_error = "skip"`',
         )
         error.count, error.stream = self.count, stream
         error.records = self._records if len(self._records) == self.count else ()
+        error.samples = tuple(self._named)
         return error
 
 
 def read(split: FileSplit, bad: BadRows) -> Iterator[pa.RecordBatch]:
-    """The rows of a split, with the columns of its schema first; `DataError` if the file is not the one that was planned."""
+    """The rows of a split, with the columns of its schema first; `RangeGone` if the file is not the one that was planned."""
     with _opened(split) as file:
         descriptor = os.dup(file.fileno())  # a reader may close its file, and the name may point to another one by now
         try:
@@ -117,7 +132,7 @@ def read(split: FileSplit, bad: BadRows) -> Iterator[pa.RecordBatch]:
             same = _is_planned(split, os.fstat(descriptor))
         except pa.ArrowNotImplementedError as error:
             raise DataError(
-                f"{split.path} cannot be read with the columns {_shown(split.schema)}: {error}",
+                f"{split.path} cannot be read with the columns {_shown(split.schema)}: {reason_of(error)}",
                 code="PEN-3001",
                 hint="give other types in `columns`",
             ) from error
@@ -196,9 +211,10 @@ def _salvage_lines(
         return batch
 
     yield from _salvage(len(lines), convert, lambda at, why: misfits.append((*lines[at], str(why))))
+    before: int | None = None
     for number, line, why in sorted(misfits):
-        where = "" if bad.count else f"line {_lines_before(split, offset) + number + 1:,}"
-        bad.add(where, why, line)
+        before = before if before is not None or not bad.names else _lines_before(split, offset)
+        bad.add(f"line {before + number + 1:,}" if before is not None else "", why, line)
 
 
 def _sorted_out(block: bytes, schema: pa.Schema | None) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes, str]]]:
@@ -215,7 +231,7 @@ def _sorted_out(block: bytes, schema: pa.Schema | None) -> tuple[list[tuple[int,
 
 
 def _misfit(line: bytes, schema: pa.Schema | None) -> str:
-    """Why a line certainly cannot be used; most bad lines are told so, long before halving would find them one by one."""
+    """Why a line certainly cannot be used; most bad lines are found so, long before halving would find them one by one."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -285,7 +301,7 @@ def _lines_before(split: FileSplit, offset: int) -> int:
 
 
 def _json_batch(data: bytes, schema: pa.Schema | None, explicit: bool) -> pa.RecordBatch | None:
-    """The rows in `data`; unless the schema is explicit, with the columns that it does not know behind its own."""
+    """The rows in `data`; unless the schema is explicit, with the columns that it does not know after its own."""
     if explicit:
         return _parse_json(data, schema, "ignore")
     batch = _parse_json(data, schema, "infer")
@@ -294,7 +310,8 @@ def _json_batch(data: bytes, schema: pa.Schema | None, explicit: bool) -> pa.Rec
     wanted = merge(schema, inferred_from_json(batch.schema), widen=fixed)
     if not len(wanted):
         return None
-    if all(name in wanted.names and batch.schema.field(name).type == wanted.field(name).type for name in _typed(batch)):
+    as_wanted = all(batch.schema.field(name).type == wanted.field(name).type for name in wanted.names)
+    if as_wanted and all(map(has_whole_lists, batch.columns)):
         return batch.select(wanted.names)
     return _parse_json(data, wanted, "ignore")
 
@@ -324,11 +341,6 @@ def _json_type(kind: pa.DataType) -> pa.DataType:
     return pa.string() if pa.types.is_date(kind) or pa.types.is_time(kind) else kind
 
 
-def _typed(batch: pa.RecordBatch) -> list[str]:
-    """Columns of which something is known: those that hold more than nulls."""
-    return [field.name for field in batch.schema if not pa.types.is_null(field.type)]
-
-
 # -- CSV -------------------------------------------------------------------------------------------------------------
 
 
@@ -340,7 +352,7 @@ def _read_csv(split: FileSplit, file: pa.NativeFile, bad: BadRows) -> Iterator[p
         own = _infer_csv(split, start)
     except pa.ArrowInvalid as error:
         raise DataError(
-            f"{split.path} cannot be read as CSV: {error}", code="PEN-3001", hint="check `delimiter`"
+            f"{split.path} cannot be read as CSV: {reason_of(error)}", code="PEN-3001", hint="check `delimiter`"
         ) from error
     schema = _schema_of_rows(split, own)
     done = 0
@@ -349,7 +361,7 @@ def _read_csv(split: FileSplit, file: pa.NativeFile, bad: BadRows) -> Iterator[p
             yield batch
             done += batch.num_rows
     except pa.ArrowInvalid:
-        bad.count = 0  # the second reading meets the same rows again
+        bad.clear()  # the second reading meets the same rows again
         present = pa.schema([field for field in schema if field.name in own.names])
         with _opened(split) as again:
             for piece in _salvage_csv(split, _stream(split, again), present, bad, done):
@@ -378,9 +390,7 @@ def _salvage_csv(
             yield from _salvage(rows.num_rows, convert, refused.__setitem__)
             misfits.update((numbers[row], str(why)) for row, why in refused.items())
             for number, why in sorted(misfits.items()):
-                (row,) = raw.slice(number, 1).to_pylist()
-                text = {name: value.decode(errors="replace") for name, value in row.items()}
-                bad.add(f"row {at + number + 1:,}", why, str(text))
+                bad.add(f"row {at + number + 1:,}", why)
             at += raw.num_rows
     except pa.ArrowInvalid as error:
         bad.add(f"after row {at:,}", error)
@@ -388,7 +398,7 @@ def _salvage_csv(
 
 def _csv_batches(split: FileSplit, stream: pa.NativeFile, schema: pa.Schema, bad: BadRows) -> Iterator[pa.RecordBatch]:
     def skip(row: pa.csv.InvalidRow) -> str:
-        bad.add(f"line {row.number:,}", f"{row.actual_columns} columns instead of {row.expected_columns}", row.text)
+        bad.add(f"line {row.number:,}", f"{row.actual_columns} columns instead of {row.expected_columns}")
         return "skip"
 
     reader = pa.csv.open_csv(
@@ -437,15 +447,17 @@ def _read_parquet(split: FileSplit, file: pa.NativeFile, bad: BadRows) -> Iterat
             def convert(lo: int, hi: int, batch: pa.RecordBatch = batch) -> pa.RecordBatch:
                 return _conformed(batch.slice(lo, hi - lo), schema)
 
-            def report(row: int, why: pa.ArrowInvalid, batch: pa.RecordBatch = batch, before: int = at) -> None:
+            def report(row: int, why: pa.ArrowInvalid, before: int = at) -> None:
                 where = f"row {before + row + 1:,}" + (f" of row groups from {split.start}" if split.start else "")
-                bad.add(where, why, str(batch.slice(row, 1).to_pylist()[0]))
+                bad.add(where, why)
 
             yield from _salvage(batch.num_rows, convert, report)
             at += batch.num_rows
     except pa.ArrowInvalid as error:
         raise DataError(
-            f"{split.path} cannot be read as Parquet: {error}", code="PEN-3001", hint="replace it under a new name"
+            f"{split.path} cannot be read as Parquet: {reason_of(error)}",
+            code="PEN-3001",
+            hint="replace it under a new name",
         ) from error
 
 
@@ -464,7 +476,7 @@ def _cast(column: pa.Array, field: pa.Field) -> pa.Array:
     try:
         return column if column.type == field.type else column.cast(field.type)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise type(error)(f"column {field.name!r} is {column.type}, not {field.type}: {error}") from error
+        raise type(error)(f"column {field.name!r} is {column.type}, not {field.type}") from error
 
 
 def _schema_of_rows(split: FileSplit, own: pa.Schema) -> pa.Schema:
@@ -511,23 +523,14 @@ def _stream(split: FileSplit, file: pa.NativeFile) -> pa.NativeFile:
 
 @contextlib.contextmanager
 def _opened(split: FileSplit) -> Iterator[pa.NativeFile]:
-    """The planned file; one that is gone or was rewritten is a `DataError`, so that no range ever holds other rows."""
+    """The planned file; one that is gone or was rewritten is a `RangeGone`, so that no range ever holds other rows."""
     try:
         with pa.OSFile(split.path) as file:
             if not _is_planned(split, os.fstat(file.fileno())):
-                raise DataError(
-                    f"{split.path} changed after it was planned",
-                    code="PEN-3004",
-                    hint="files must not change once they are there: write elsewhere and rename; put the old file back, "
-                    'or leave it out with `on_error = "skip"` and add the new one under another name',
-                )
+                raise RangeGone(f"{split.path} changed after it was planned", hint=_PREPARED)
             yield file
     except FileNotFoundError as error:
-        raise DataError(
-            f"{split.path} is gone before it was read",
-            code="PEN-3005",
-            hint='put it back, or leave it out with `on_error = "skip"`',
-        ) from error
+        raise RangeGone(f"{split.path} is gone, and it was planned", hint=_PREPARED) from error
     except PermissionError as error:
         raise FatalError(
             f"cannot read {split.path}", code="PEN-5001", hint="give this user permission to read it"
@@ -538,6 +541,10 @@ def _opened(split: FileSplit) -> Iterator[pa.NativeFile]:
                 f"{split.path} is damaged: {error}", code="PEN-3001", hint="replace it under a new name"
             ) from error
         raise RetryableError(f"cannot read {split.path}: {error.strerror}") from error
+
+
+_PREPARED = "put the file back as it was: a sink has staged its rows, and has to stage them again"
+"""What is left to do once an epoch is prepared; before that, the runtime plans the files again by itself."""
 
 
 def _is_planned(split: FileSplit, about: os.stat_result) -> bool:

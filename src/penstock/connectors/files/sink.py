@@ -184,7 +184,7 @@ def read_published(target: str | os.PathLike[str]) -> pa.Table:
 
 
 class _Ledger:
-    """The epochs of one topic by one pipeline, one file each; whoever creates the next file has committed."""
+    """The epochs of one topic by one pipeline, one file each; to create the next file is to commit."""
 
     def __init__(self, target: Path, pipeline: str, topic: Topic) -> None:
         self.target = target

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pyarrow as pa
 from pydantic import NonNegativeInt, PositiveInt, field_validator, model_validator
@@ -19,9 +19,9 @@ from penstock.connectors.files import readers
 from penstock.connectors.files.directory import Directory
 from penstock.connectors.files.inventory import Found, Inventory, Record
 from penstock.connectors.files.readers import BadRows, FileSplit
-from penstock.connectors.files.types import fixed, merge, widest, widest_text
+from penstock.connectors.files.types import merge, widened, widest, widest_text
 from penstock.durable import Json
-from penstock.errors import ConfigError, DataError, FatalError
+from penstock.errors import ConfigError, DataError, FatalError, RangeGone
 from penstock.schema.codec import pack_schema, unpack_schema
 from penstock.schema.typenames import arrow_type
 from penstock.source import (
@@ -39,6 +39,8 @@ from penstock.source import (
 
 
 class FilesConfig(Config):
+    identity: ClassVar[frozenset[str]] = frozenset({"path", "format"})
+
     path: Path
     """
     A directory (every file in it with a known ending), a glob (`data/**/*.jsonl`) or one file.
@@ -64,11 +66,11 @@ class FilesConfig(Config):
     columns: Mapping[str, str] | None = None
     """
     Arrow type of each column, e.g. `{ id = "int64", at = "timestamp[us, UTC]", tags = "list<string>" }`; fields that it does
-    not name are ignored. None: inferred from the first files and kept; fields that appear later are added.
+    not name are ignored. None: inferred from the first files; fields that appear later are added, and numbers widen.
     """
 
     stream: str = "files"
-    """Name of the stream; `{parent}` stands for the name of a file's directory, `{stem}` for its own up to the first dot."""
+    """Name of the stream; `{parent}` is the name of a file's directory, `{stem}` its own up to the first dot."""
 
     delimiter: str | None = None
     """What separates the columns of a CSV file; none: a tab in `.tsv`, else a comma."""
@@ -106,7 +108,7 @@ class FilesConfig(Config):
         try:
             stream.format(parent="", stem="")
         except (KeyError, IndexError, ValueError):
-            raise ValueError("only {parent} and {stem} can stand in braces") from None
+            raise ValueError("only {parent} and {stem} can be in braces") from None
         return stream
 
     @model_validator(mode="after")
@@ -117,11 +119,15 @@ class FilesConfig(Config):
 
 
 class Inventoried(Position):
-    """How many records of which inventory lie behind; without a directory for it, the records themselves."""
+    """How many records of which inventory have been read; without a directory for it, the records themselves."""
 
     inventory: str = ""
     records: NonNegativeInt = 0
     listed: tuple[Record, ...] = ()
+
+    def describe(self) -> str:
+        files = self.records + len(self.listed)
+        return f"{files:,} {'file' if files == 1 else 'files'}" if files else "the beginning"
 
 
 class Files(RangeSource[FilesConfig, Inventoried]):
@@ -129,8 +135,9 @@ class Files(RangeSource[FilesConfig, Inventoried]):
     A range is a run of records of an append-only inventory (`inventory.py`): files in the order in which they were found.
 
     Supports exactly-once: a file is planned once, under its name, with its size and time; late arrivals are simply found
-    later, and a file that is no longer what was planned is a `DataError` instead of other rows. Bad rows: `read` yields
-    the good ones of a split and then raises one `DataError` that counts the bad ones; an unreadable file counts as one.
+    later. A planned file that changed or is gone before its epoch was prepared is a `RangeGone`, and what is there by then
+    is planned. Bad rows: `read` yields the good ones of a split and then raises one `DataError` that counts the bad ones;
+    an unreadable file counts as one.
     """
 
     name = "files"
@@ -182,6 +189,12 @@ class Files(RangeSource[FilesConfig, Inventoried]):
         """Bounded by files and bytes, since rows are not known before they are read; without `limit.rows`, all there is."""
         inventory = self._load(start)
         everything = limit.rows is None
+        files = inventory.files(start.records)
+        count = len(files) if everything else self._fitting(files)
+        if not all(map(self._directory.is_still, files[:count])):
+            # They were planned and never committed, and are not what they were: plan what is there now.
+            inventory.forget(start.records)
+            self._schemas = self._schemas_at(inventory, start.records)
         if not inventory.files(start.records):
             self._discover(inventory, everything)
         files = inventory.files(start.records)
@@ -222,7 +235,7 @@ class Files(RangeSource[FilesConfig, Inventoried]):
             learned: dict[str, pa.Schema] = {}
             for note in notes:
                 stream, schema = note["stream"], unpack_schema(note["schema"])
-                learned[stream] = merge(learned.get(stream), schema, widen=fixed)
+                learned[stream] = merge(learned.get(stream), schema, widen=widened)
             self._learned = (notes, learned)
         return end
 
@@ -258,7 +271,7 @@ class Files(RangeSource[FilesConfig, Inventoried]):
         schemas = dict(old)
         for more in (self._learned[1], self.infer_from_samples(self._samples(files, _SAMPLES))):
             for stream, schema in more.items():
-                schemas[stream] = merge(schemas.get(stream), schema, widen=fixed)
+                schemas[stream] = merge(schemas.get(stream), schema, widen=widened)
         return schemas
 
     def _samples(self, files: Sequence[Found], count: int) -> list[SourceRecord]:
@@ -266,7 +279,7 @@ class Files(RangeSource[FilesConfig, Inventoried]):
         for file in files[:: max(1, -(-len(files) // max(1, count)))]:
             try:
                 head = readers.head(self._split(file, {}))
-            except (DataError, pa.ArrowInvalid):
+            except (DataError, RangeGone, pa.ArrowInvalid):
                 continue  # the task that reads the file says what is wrong with it
             samples.append(SourceRecord(self._stream(file), head, attributes={"file": file.file}))
         return samples
@@ -328,7 +341,7 @@ class Files(RangeSource[FilesConfig, Inventoried]):
     # -- the inventory -------------------------------------------------------------------------------------------
 
     def _load(self, position: Inventoried) -> Inventory:
-        """The inventory that a position counts in; the beginning has a fresh one, so that a reset reads what is there now."""
+        """The inventory that a position counts in; the beginning has a fresh one: a reset reads the files that exist now."""
         place = self.config.inventory or self.context.state_dir
         if position.listed or place is None:
             inventory = Inventory("", position.listed)
@@ -345,7 +358,8 @@ class Files(RangeSource[FilesConfig, Inventoried]):
             raise FatalError(
                 f"the position counts {position.records} records, the inventory {position.inventory} has fewer",
                 code="PEN-5011",
-                hint="was it put back from an older copy? Put the newest back, or start over with `penstock offsets reset FILE`",
+                hint="was it restored from an older backup? Restore the newest one, or start over with "
+                "`penstock offsets reset FILE`",
             )
         if self._schemas is None and position.records:
             self._schemas = self._schemas_at(inventory, position.records)

@@ -13,7 +13,7 @@ import pyarrow.csv
 def merge(
     old: pa.Schema | None, new: pa.Schema | None, *, widen: Callable[[pa.DataType, pa.DataType], pa.DataType]
 ) -> pa.Schema:
-    """The old columns, in their order, and behind them those that only the new schema has."""
+    """The old columns, in their order, and after them the columns that only the new schema has."""
     fields = {field.name: field.type for field in old or ()}
     for field in new or ():
         fields[field.name] = widen(fields[field.name], field.type) if field.name in fields else field.type
@@ -35,18 +35,37 @@ def widest_text(old: pa.DataType, new: pa.DataType) -> pa.DataType:
     return kind if kind != old or old == new or widest(new, old) == old else pa.string()
 
 
+def widened(old: pa.DataType, new: pa.DataType) -> pa.DataType:
+    """The old type, or a wider one that holds the new numbers too; structs may gain fields. For the files to come."""
+    if _is_number(old) and _is_number(new):
+        return widest(old, new)
+    return _inside(old, new, widened)
+
+
 def fixed(old: pa.DataType, new: pa.DataType) -> pa.DataType:
-    """The old type, which rows were already read as; only structs may gain fields."""
+    """The old type, which other rows of the epoch are read as; only structs may gain fields."""
+    return _inside(old, new, fixed)
+
+
+def _inside(
+    old: pa.DataType, new: pa.DataType, widen: Callable[[pa.DataType, pa.DataType], pa.DataType]
+) -> pa.DataType:
     if pa.types.is_struct(old) and pa.types.is_struct(new):
-        return pa.struct(list(merge(pa.schema(list(old)), pa.schema(list(new)), widen=fixed)))
+        return pa.struct(list(merge(pa.schema(list(old)), pa.schema(list(new)), widen=widen)))
     if pa.types.is_list(old) and pa.types.is_list(new):
-        return pa.list_(fixed(old.value_type, new.value_type))
+        return pa.list_(widen(old.value_type, new.value_type))
     return old
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
 def inferred_from_json(schema: pa.Schema) -> pa.Schema:
     """
-    An inferred JSON schema without guesses: text that looks like a time stays text, what was never filled is left out.
+    An inferred JSON schema with few guesses: text that looks like a time stays text, what was never filled is left out.
+
+    Of a list that was always empty the items are taken for text: left out, its rows would hold a null instead of a list.
     """
     types = ((field.name, _text_time(field.type)) for field in schema)
     return pa.schema([(name, kind) for name, kind in types if kind is not None])
@@ -58,8 +77,7 @@ def _text_time(kind: pa.DataType) -> pa.DataType | None:
     if pa.types.is_timestamp(kind):
         return pa.string()
     if pa.types.is_list(kind):
-        inner = _text_time(kind.value_type)
-        return None if inner is None else pa.list_(inner)
+        return pa.list_(_text_time(kind.value_type) or pa.string())
     if pa.types.is_struct(kind):
         inside = inferred_from_json(pa.schema(list(kind)))
         return pa.struct(list(inside)) if len(inside) else None

@@ -31,7 +31,7 @@ from penstock.connectors.lake import lists
 from penstock.connectors.lake.commit import Commit, LakeTarget
 from penstock.connectors.lake.staging import ROW_GROUP_ROWS, Stage, StagedFile
 from penstock.connectors.lake.targets import HIDDEN
-from penstock.errors import FatalError, RetryableError, SchemaError
+from penstock.errors import FatalError, RetryableError, SchemaError, reason_of
 from penstock.schema.evolution import Policy, follow, refusal, widened
 from penstock.sink import CommittedEpoch, Epoch, Task, Topic
 
@@ -277,7 +277,7 @@ def _rewrite(stage: Stage, topic: Topic, batches: Iterable[pa.RecordBatch], colu
             values = [widened(each, field.type) for each, field in zip(batch.columns, schema, strict=True)]
         except pa.ArrowInvalid as error:
             raise FatalError(
-                f"a value of {topic} does not fit the wider type of its column: {error}",
+                f"a value of {topic} does not fit the wider type of its column: {reason_of(error)}",
                 code="PEN-5021",
                 hint="a date may lie beyond the last timestamp: correct or delete its row in the table, and start again",
             ) from error

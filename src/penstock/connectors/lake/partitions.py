@@ -32,12 +32,12 @@ class Layout(Protocol):
         """Refuse rows that cannot be laid out so."""
 
     def split(self, topic: Topic, batch: pa.RecordBatch) -> Split:
-        """The rows of each partition, as they stand in its files."""
+        """The rows of each partition, as its files hold them."""
 
 
 @dataclass(frozen=True)
 class Directories:
-    """Partitions by the values of columns, which stand in the names of directories and not in the files."""
+    """Partitions by the values of columns, which are in the names of directories and not in the files."""
 
     names: tuple[str, ...] = ()
 

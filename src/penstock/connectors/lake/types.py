@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 from pyarrow import types
 
-from penstock.errors import DataError, SchemaError
+from penstock.errors import DataError, SchemaError, reason_of
 from penstock.sink import Topic
 
 Rule = tuple[Callable[[pa.DataType], bool], pa.DataType | None]
@@ -59,7 +59,7 @@ class LakeTypes:
                 for field, (_, column) in zip(schema, kept, strict=True)
             ]
         except pa.ArrowInvalid as error:
-            raise DataError(f"a value of {topic} does not fit its column in {self.lake}: {error}") from error
+            raise DataError(f"a value of {topic} does not fit its column in {self.lake}: {reason_of(error)}") from error
         return pa.RecordBatch.from_arrays(columns, schema=schema)  # types are equal whatever their parts are called
 
     def type(self, topic: Topic, name: str, kind: pa.DataType) -> pa.DataType:

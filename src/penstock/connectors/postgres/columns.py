@@ -29,7 +29,7 @@ from penstock.connectors.postgresql.types import (
     UNIX_EPOCH_DAYS,
     UNIX_EPOCH_US,
 )
-from penstock.errors import DataError, SchemaError
+from penstock.errors import DataError, SchemaError, reason_of
 from penstock.sink import Topic
 
 _TIME, _INTERVAL, _NUMERIC = "pg_catalog.time", "pg_catalog.interval", "pg_catalog.numeric"
@@ -175,7 +175,7 @@ def copied(columns: Sequence[pa.Array], topic: Topic) -> memoryview:
         for values in columns:
             pieces += _pieces(values)
     except pa.ArrowInvalid as error:
-        raise DataError(f"a value of {topic} does not fit into PostgreSQL's type: {error}") from error
+        raise DataError(f"a value of {topic} does not fit into PostgreSQL's type: {reason_of(error)}") from error
     _, offsets, data = pc.binary_join_element_wise(*pieces, b"").buffers()
     return memoryview(data)[: np.frombuffer(offsets, np.int32)[rows]]
 
@@ -208,7 +208,7 @@ def _pieces(values: pa.Array) -> list[pa.Array]:
 
 
 def _numbers(values: pa.Array, missing: Mask) -> Numbers:
-    """Values of a fixed width as PostgreSQL writes them, one row each; whatever stands below nulls."""
+    """Values of a fixed width as PostgreSQL writes them, one row each; nulls hold any value."""
     kind = values.type
     if types.is_decimal(kind):
         return _groups(values)
@@ -240,7 +240,7 @@ def _moments(values: pa.Array, missing: Mask) -> Numbers:
 
 
 def _in_groups(kind: pa.DataType) -> bool:
-    """True for decimals that are staged as such: four digits to a group, before and behind the point, within 64 bits."""
+    """True for decimals that are staged as such: four digits to a group, before and after the point, within 64 bits."""
     return bool(0 <= kind.scale <= kind.precision <= 16)
 
 

@@ -156,7 +156,7 @@ class DriverSide:
             raise FatalError(
                 f"the table {self._session.name(topic).sql} of {topic} was dropped while the pipeline ran",
                 code="PEN-5010",
-                hint="put it back; or stop, and start over with `penstock offsets reset FILE`",
+                hint="restore it; or stop, and start over with `penstock offsets reset FILE`",
             )
         return is_committed(marker, epoch)
 

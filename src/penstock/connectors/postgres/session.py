@@ -18,7 +18,7 @@ from penstock.sink import CommittedEpoch, Epoch, Positions, Topic
 T = TypeVar("T")
 
 IDLE_SECS = 10
-"""The server ends a commit whose driver is silent for so long: a run that is stopped must not keep others waiting."""
+"""The server ends a commit whose driver is silent for this long: a run that is stopped must not keep others waiting."""
 
 LOCK_SECS = 30
 """Longest wait for a table or a marker that another session holds; then the commit is tried again."""

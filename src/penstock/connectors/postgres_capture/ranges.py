@@ -57,8 +57,8 @@ class SlotMark:
 
     def write(self, place: LogEnd) -> None:
         if self._path is not None:
-            make_directory(self._path.parent)
-            write_atomic(self._path, canonical(asdict(place)).encode())
+            make_directory(self._path.parent, private=True)
+            write_atomic(self._path, canonical(asdict(place)).encode(), private=True)
 
 
 def wait_for_writers(connection: psycopg.Connection[Any], most_secs: float) -> None:

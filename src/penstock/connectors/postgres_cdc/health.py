@@ -47,9 +47,6 @@ def health(
     if holder := _holder(connection, config, found):
         return HealthStatus.degraded(f"{words}; {holder}")
     if position is not None:
-        failed = [f"{s}: {t.failure.code} {t.failure.message}" for s, t in position.tables.items() if t.failure]
-        if failed:
-            return HealthStatus.degraded(f"failed: {'; '.join(failed)}")
         if waits := _waits(connection, position):
             return HealthStatus.degraded(waits)
         if position.refused:

@@ -74,8 +74,8 @@ class Planner:
         """Called before a slot is made: it begins now, so it does not continue from the rows that the targets hold."""
         directory = self._context.state_dir
         if directory is not None:
-            durable.make_directory(directory)
-            durable.write_atomic(directory / "slot", self._config.slot.encode())
+            durable.make_directory(directory, private=True)
+            durable.write_atomic(directory / "slot", self._config.slot.encode(), private=True)
 
     def begin(self, connection: psycopg.Connection[Any]) -> LogPosition:
         """

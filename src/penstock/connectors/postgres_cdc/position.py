@@ -62,6 +62,15 @@ class LogPosition(Position):
     slots: int = 1
     """How often the slot was made; the log between two slots is never read. 0: no slot could be made yet."""
 
+    def describe(self) -> str:
+        if not self.lsn and not self.tables:
+            return "the beginning"
+        copying = sum(isinstance(table, Waiting | Copying) for table in self.tables.values())
+        tables = f"{len(self.tables):,} {'table' if len(self.tables) == 1 else 'tables'}"
+        return f"log {self.lsn >> 32:X}/{self.lsn & 0xFFFFFFFF:X}, {tables}" + (
+            f", {copying:,} being copied" * bool(copying)
+        )
+
     @property
     def copying(self) -> bool:
         return any(isinstance(table, Waiting | Copying) for table in self.tables.values())

@@ -202,7 +202,7 @@ def _bounded(end: LogPosition, limit: ReadLimit) -> LogPosition:
     """
     The end, not past `limit.until`. While tables are copied there is no bound; then the log is read as far as they need.
 
-    `until` may be from a slot that was lost since: `settled` is not, and never lies before the start of the range.
+    `until` may be from a slot that was lost since: `settled` is not, and is never before the start of the range.
     """
     if not isinstance(limit.until, LogPosition) or end.copying:
         return end

@@ -7,6 +7,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -44,7 +45,7 @@ class SqlPollConfig(Config):
 
     dsn: str
     """Where the database is: `postgresql://user@host:port/database` (no password in it; needs
-    `pip install 'penstock[sql_poll]'`), or `sqlite:` and a file's path."""
+    `pip install 'penstock[sql-poll]'`), or `sqlite:` and a file's path."""
 
     password: Secret | None = None
     """The user's password."""
@@ -98,6 +99,7 @@ class SqlPoll(ChangeCapture[SqlPollConfig]):
         self._database: Database | None = None
         self._schemas: dict[str, pa.Schema] = {}
         self._places: Places = {}
+        self._settled_at = float("-inf")  # rows that were there then have been handed over
 
     def open(self, context: SourceContext = SourceContext()) -> None:
         self.close()
@@ -106,6 +108,7 @@ class SqlPoll(ChangeCapture[SqlPollConfig]):
         with closing_on_error(self._database):
             self._schemas = {stream: self._describe(self._database, stream).schema for stream in self.config.tables}
         self._places = self._stored()
+        self._settled_at = float("-inf")
 
     def close(self) -> None:
         if self._database is not None:
@@ -174,7 +177,12 @@ class SqlPoll(ChangeCapture[SqlPollConfig]):
                         # The resume point moves by whole pages: a write to disk for each row would be slow.
                         resume = places if number == len(found) else before
                         yield Change(self._event(table, each), acks.ack(resume), places)
+            self._settled_at = min(each.settled_at for each in settling.values())
             yield from pause(self.config.poll_interval_ms / 1000)
+
+    def caught_up(self, since: float) -> bool:
+        """True once the rows that were there at `since` have settled and come out of `live`."""
+        return self._settled_at >= since
 
     def _event(self, table: Table, found: Found) -> ChangeEvent:
         named = _named(table.stream)
@@ -188,8 +196,8 @@ class SqlPoll(ChangeCapture[SqlPollConfig]):
         if places != self._places:
             path = self._file()
             if path is not None:
-                make_directory(path.parent)
-                write_atomic(path, canonical(places).encode())
+                make_directory(path.parent, private=True)
+                write_atomic(path, canonical(places).encode(), private=True)
             self._places = places
 
     def _stored(self) -> Places:
@@ -221,7 +229,7 @@ class SqlPoll(ChangeCapture[SqlPollConfig]):
             raise ConfigError(
                 f"PostgreSQL needs the module {error.name}, which is not installed",
                 code="PEN-1007",
-                hint="pip install 'penstock[sql_poll]'",
+                hint="pip install 'penstock[sql-poll]'",
             ) from error
         return Postgres(self.config.dsn, self.config.password)
 
@@ -250,16 +258,33 @@ class _Settling:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._seen: deque[tuple[float, Json]] = deque()
+        self._seen: deque[_Seen] = deque()
         self._upto: Json = None
+        self._looked = float("-inf")
 
     def upto(self, newest: Json) -> Json:
         now = time.monotonic()
-        if newest is not None and (not self._seen or self._seen[-1][1] != newest):
-            self._seen.append((now, newest))
-        while self._seen and self._seen[0][0] <= now - self._seconds:
-            self._upto = self._seen.popleft()[1]
+        last = self._seen[-1].newest if self._seen else self._upto
+        if newest is not None and last != newest:
+            self._seen.append(_Seen(now, newest, self._looked))
+        self._looked = now
+        while self._seen and self._seen[0].at <= now - self._seconds:
+            self._upto = self._seen.popleft().newest
         return self._upto
+
+    @property
+    def settled_at(self) -> float:
+        """The time of the last look whose newest cursor has settled."""
+        return self._seen[0].before if self._seen else self._looked
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The largest cursor at one look, and when the look before it was."""
+
+    at: float
+    newest: Json
+    before: float
 
 
 def _named(stream: str) -> SnapshotTable:

@@ -49,7 +49,7 @@ class FirstCopies:
                 if isinstance(source, TableSource) and name in newest.ranges:
                     end = source.position_type.model_validate(newest.ranges[name].end)
                     known = source.tables(source.next_start(end, newest.notes.get(name, ())))
-                    with contextlib.suppress(RetryableError):  # told again after the next epoch
+                    with contextlib.suppress(RetryableError):  # tried again after the next epoch
                         self._mark_tables(name, tables.seeded(known))
         for name, capture in self.captures.items():
             with contextlib.suppress(RetryableError):

@@ -233,7 +233,7 @@ class EpochLoop:
         return manifest
 
     def ack(self) -> None:
-        """Tell the sources what is committed; what fails stays to be told again and never fails an epoch."""
+        """Tell the sources what is committed; what fails is tried again later and never fails an epoch."""
         for name, end in list(self._unacked.items()):
             try:
                 self.sources[name].ack(end)

@@ -16,7 +16,7 @@ from penstock.sink import ABOUT, CommittedEpoch, Topic
 
 OnLost = Literal["stop", "resume", "start-over"]
 
-_PUT_BACK = "put the target back as it was; or read everything again with `penstock offsets reset FILE`"
+_RESTORE = "restore the target from its newest backup, or read everything again with `penstock offsets reset FILE`"
 
 THREADS = 8
 """Targets that are asked at the same time."""
@@ -25,7 +25,7 @@ _MANY = 16
 """From so many targets on it is worth a thread."""
 
 _ANY = 2**63 - 1
-"""Stands for the last epoch of an incarnation that was ended without knowing it."""
+"""The last epoch of an incarnation that was ended, when its number is not known."""
 
 
 class Markers:
@@ -103,7 +103,7 @@ class Markers:
             raise FatalError(
                 f"sink {sink!r} holds nothing of {topic}, to which epoch {number} was committed: the target was dropped",
                 code="PEN-5010",
-                hint=_PUT_BACK,
+                hint=_RESTORE,
             )
         mine = incarnation or identity.incarnation
         older = marker.incarnation == mine and marker.number < number
@@ -111,9 +111,9 @@ class Markers:
             raise FatalError(
                 f"epoch {number} of {topic} is committed, and sink {sink!r} holds epoch {marker.number}"
                 + ("" if older else " of an earlier incarnation")
-                + ": the target was put back from a copy",
+                + ": the target was restored from an older backup",
                 code="PEN-5010",
-                hint=_PUT_BACK,
+                hint=_RESTORE,
             )
 
     def _is_foreign(self, pair: Pair, marker: CommittedEpoch) -> bool:
@@ -135,7 +135,7 @@ class Markers:
         if on_lost == "stop" or self._state.newest is not None:
             raise FatalError(
                 f"sink {sink!r} already holds epoch {one.number} of {topic} from incarnation {one.incarnation}, "
-                f"which {self._state.directory} knows nothing of: was the state directory deleted or put back from a copy?",
+                f"which {self._state.directory} knows nothing of: was the state directory deleted, or restored from a backup?",
                 code="PEN-5007",
                 hint="`penstock run FILE --lost-state resume` goes on from the end that the target records; "
                 "`--lost-state start-over` reads everything again (empty the target first, or its rows will be doubled)"

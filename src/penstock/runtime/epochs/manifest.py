@@ -85,7 +85,7 @@ class Identity(BaseModel):
     pipeline: str
     incarnation: str
     adopts: list[tuple[str, int]] = []
-    """Markers in targets that this incarnation was told to take over."""
+    """Markers in targets that this incarnation takes over."""
     replaces: list[tuple[str, int]] = []
     """Incarnations that this one follows, each with its last epoch: their markers are adopted when they are met."""
     resumes: Manifest | None = None

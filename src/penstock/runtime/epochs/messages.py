@@ -1,4 +1,4 @@
-"""What an epoch knows of messages: the versions and columns they are decoded by, and what becomes of those that fail."""
+"""What an epoch knows of messages: the versions and columns they are decoded by, and what becomes of messages that fail."""
 
 from __future__ import annotations
 

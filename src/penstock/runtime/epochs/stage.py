@@ -64,6 +64,8 @@ class Staged:
                 staged.refused.setdefault(pair, note)
             for topic, columns in result.columns.items():
                 staged.columns.setdefault(topic, []).append(columns)
+            staged.samples += [each for each in result.samples if each not in staged.samples]
+        staged.samples = staged.samples[: 2 * SAMPLES]
         total: dict[tuple[str, Topic], WriteResult] = {}
         for result in results:
             for name, receipt in result.receipts.items():

@@ -41,10 +41,10 @@ class State:
 
     def open(self) -> None:
         """Take the lock and read everything; refuses what is corrupt, newer, another pipeline's or in use."""
-        make_directory(self.directory)
+        make_directory(self.directory, private=True)
         self._lock = _take_lock(self.directory / "lock", self.pipeline)
         try:
-            make_directory(self._epochs)
+            make_directory(self._epochs, private=True)
             self._read()
         except BaseException:
             self.close()
@@ -147,7 +147,7 @@ class State:
         with disk_errors():
             if self._epochs.exists():
                 os.replace(self._epochs, self.directory / f"epochs-{incarnation}")
-        make_directory(self._epochs)
+        make_directory(self._epochs, private=True)
 
     def _retire(self, below: int, keep: Iterable[int]) -> None:
         kept = {f"{number:012d}.json" for number in keep}
@@ -190,7 +190,9 @@ def restage(directory: Path, pipeline: str, without: Sequence[Topic] = ()) -> Ma
 
 def _store(path: Path, value: BaseModel) -> None:
     body = canonical(value.model_dump(mode="json"))
-    write_atomic(path, canonical({"format": FORMAT, "crc32": zlib.crc32(body.encode()), "body": body}).encode())
+    write_atomic(
+        path, canonical({"format": FORMAT, "crc32": zlib.crc32(body.encode()), "body": body}).encode(), private=True
+    )
 
 
 def _load(path: Path, kind: type[M]) -> M:

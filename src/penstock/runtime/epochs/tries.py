@@ -56,7 +56,7 @@ class Tries:
                 raise FatalError(
                     f"{topic} in sink {name!r} holds epoch {manifest.number}, but its manifest says that nothing is committed",
                     code="PEN-5007",
-                    hint=f"{self._state.directory} was put back from an older copy: move it away to be asked where to go on",
+                    hint=f"{self._state.directory} was restored from an older backup: move it away to be asked where to go on",
                 )
         for attempt in manifest.attempts:
             for sink in self._sinks.values():

@@ -39,7 +39,7 @@ class DecodedRows:
 
     rows: pa.RecordBatch
     positions: Positions
-    """Where each row's envelope stands in the batch."""
+    """The place of each row's envelope in the batch."""
     failures: Failures
     columns: pa.Schema
     """The payload's columns: those that were known, and those that this batch brought."""

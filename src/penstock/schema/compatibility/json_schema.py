@@ -54,7 +54,7 @@ def parse(schema: WireSchema) -> Document:
         raise ConfigError(
             "the schema type json_schema needs the package jsonschema-rs, which is not installed",
             code="PEN-1007",
-            hint="pip install 'penstock[json_schema]'",
+            hint="pip install 'penstock[json-schema]'",
         ) from None
     root = load_json(schema)
     if not isinstance(root, dict | bool):

@@ -52,7 +52,7 @@ class HttpConfig(Config):
     """Longest wait for a connection, and for each part of an answer."""
 
     max_retries: NonNegativeInt = 5
-    """Retries of one call after a passing failure, before the runtime is told."""
+    """Retries of one call after a passing failure, before the runtime learns of it."""
 
     retry_backoff_ms: PositiveInt = 100
     """First pause before a retry; it doubles, with jitter."""

@@ -76,7 +76,7 @@ def review(
     """
     The version that a schema file is, or None for one that may be added; raises why it may not. Changes nothing.
 
-    A `compatibility` of its own goes before the registry's, but in a shared registry only for a subject that is new.
+    A `compatibility` of its own takes precedence over the registry's, but in a shared registry only for a subject that is new.
     """
     found = registry.find_schema(subject, schema)
     if found is not None:

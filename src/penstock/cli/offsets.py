@@ -1,0 +1,135 @@
+"""`penstock offsets`: how far the sources have been read, and how to have the next run begin elsewhere."""
+
+from __future__ import annotations
+
+import json as codec
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli.groups import File, FileFirst
+
+if TYPE_CHECKING:
+    from penstock.durable import Json
+    from penstock.pipeline import Pipeline
+    from penstock.runtime.epochs import Manifest, State
+
+app = typer.Typer(cls=FileFirst, no_args_is_help=True, help="Show or change how far the sources have been read.")
+
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask first.")]
+
+_STATES = {
+    "planned": "planned: its rows are not staged yet; the next run reads them again",
+    "prepared": "prepared: its rows are staged, and the next run commits them",
+    "committed": "committed: its rows are in the targets",
+}
+
+
+@app.command("show")
+def _show(file: File = None, json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> None:
+    """Show the newest epoch, and how far it reads each source."""
+    from penstock.cli import load, stdout
+    from penstock.runtime.epochs import State
+
+    pipeline = load(file)
+    show(pipeline, State(pipeline.processing.state_dir, pipeline.name).peek(), stdout(), json)
+
+
+@app.command("reset")
+def _reset(file: File = None, yes: Yes = False) -> None:
+    """Have the next run read every source from its beginning. Empty the targets first."""
+    from penstock.cli import load
+    from penstock.runtime.epochs import reset
+
+    pipeline = load(file)
+    question = f"The next run of {pipeline.name} will read every source from its beginning. Go on?"
+    if not yes and not typer.confirm(question):
+        raise typer.Exit(1)
+    reset(pipeline.processing.state_dir, pipeline.name)
+    print("a new incarnation begins with the next run; empty the targets first, or they will hold the rows twice")
+
+
+@app.command("restage")
+def _restage(
+    file: File = None,
+    yes: Yes = False,
+    without: Annotated[
+        list[str] | None, typer.Option("--without", metavar="TOPIC", help="Leave this topic out; may be repeated.")
+    ] = None,
+) -> None:
+    """Have the next run stage the prepared epoch again, for a target that refuses it."""
+    from penstock.cli import load
+    from penstock.runtime.epochs import State
+
+    pipeline = load(file)
+    restage(State(pipeline.processing.state_dir, pipeline.name).peek(), without or [], yes)
+
+
+def show(pipeline: Pipeline, state: State, console: Console, json: bool) -> None:
+    """Print the newest epoch in words, or as it was recorded."""
+    newest = state.newest
+    if newest is None:
+        what = "never ran" if state.fresh else "starts over with the next run"
+        console.print(f"{state.pipeline} {what}: no epoch in {state.directory}", soft_wrap=True)
+        return
+    if json:
+        ranges = {source: range.model_dump(mode="json") for source, range in newest.ranges.items()}
+        found = {"epoch": newest.number, "state": newest.state, "incarnation": newest.incarnation, "ranges": ranges}
+        print(codec.dumps(found, ensure_ascii=False, indent=1))
+        return
+    console.print(Text.assemble(("epoch ", "dim"), f"{newest.number} {_STATES[newest.state]}"), soft_wrap=True)
+    console.print(Text.assemble(("incarnation ", "dim"), newest.incarnation))
+    table = Table("source", "read up to", "the epoch begins at", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for source, range in newest.ranges.items():
+        end, start = (_words(pipeline, source, each) for each in (range.end, range.start))
+        table.add_row(source, end, "the same place" if end == start else start)
+    console.print(table)
+    if newest.state == "prepared":
+        _show_staged(newest, console)
+
+
+def _show_staged(newest: Manifest, console: Console) -> None:
+    staged = Table("sink", "topic", "rows staged", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for sink, topics in sorted(newest.rows_out.items()):
+        for topic, (rows, _) in sorted(topics.items()):
+            staged.add_row(sink, topic, f"{rows:,}")
+    console.print(staged)
+
+
+def restage(state: State, without: Sequence[str], yes: bool) -> None:
+    """Mark the prepared epoch; asks before rows are left out."""
+    from penstock.runtime import epochs
+
+    newest = state.newest
+    if newest is not None and newest.state == "prepared" and without:
+        rows = {topic: n for topics in newest.rows_out.values() for topic, (n, _) in topics.items() if topic in without}
+        named = ", ".join(f"{topic} ({n:,} rows)" for topic, n in sorted(rows.items()))
+        question = (
+            f"Epoch {newest.number} will be committed without {named}, where it is not yet. "
+            "Captured tables are copied again; rows of other sources will be missing there. Go on?"
+        )
+        if rows and not yes and not typer.confirm(question):
+            raise typer.Exit(1)
+    manifest = epochs.restage(state.directory, state.pipeline, without)
+    print(
+        f"the next run stages again what the targets do not hold of epoch {manifest.number}, by the file as it is now"
+    )
+
+
+def _words(pipeline: Pipeline, source: str, position: Json) -> str:
+    from pydantic import ValidationError
+
+    from penstock.durable import canonical
+    from penstock.runtime.journal import JournalPosition
+    from penstock.source import Position, RangeSource
+
+    known: Any = pipeline.sources.get(source)
+    kind: type[Position] = known.position_type if isinstance(known, RangeSource) else JournalPosition
+    try:
+        return kind.model_validate(position).describe()
+    except ValidationError:  # another version's, or a source that the file no longer names
+        return canonical(position)

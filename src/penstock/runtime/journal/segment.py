@@ -1,0 +1,205 @@
+"""
+The format of a segment, its checksums, and what counts as corrupt.
+
+A segment is two files. `*.arrow` holds blocks, each one Arrow IPC stream. `*.index` holds a line per commit: a checksum
+and a JSON value that says which rows and blocks the commit added. `tail` holds the number of durable rows: what readers
+in other processes may see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.durable import Json, canonical
+from penstock.errors import FatalError
+from penstock.schema.codec import unpack_schema
+from penstock.source import ENVELOPE_SCHEMA
+
+FORMAT_VERSION = 1
+
+BLOCK_BYTES = 8 << 20
+"""About the largest block: what a task holds in memory at a time."""
+
+Block = tuple[str | None, pa.RecordBatch]
+"""Rows of one stream; a stream of None means envelopes."""
+
+
+class Segment:
+    """What is known of one segment: its files, its rows, its size."""
+
+    def __init__(self, directory: Path, number: int, first: int) -> None:
+        self.number = number
+        self.first = self.end = first
+        self.index = directory / f"{number:08d}-{first:020d}.index"
+        self.data = self.index.with_suffix(".arrow")
+        self.index_bytes = self.data_bytes = self.commits = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.index_bytes + self.data_bytes
+
+    def add(self, record: dict[str, Json], index_bytes: int) -> None:
+        self.end += sum(rows for _, rows, _, _ in record["blocks"])
+        self.data_bytes += sum(length for _, _, length, _ in record["blocks"])
+        self.index_bytes += index_bytes
+        self.commits += 1
+
+
+def coalesced(pieces: Iterable[Block]) -> Iterator[Block]:
+    """Neighbours of one stream and schema joined up to about `BLOCK_BYTES`."""
+    held: list[pa.RecordBatch] = []
+    stream: str | None = None
+    size = 0
+    for name, batch in pieces:
+        if held and (name != stream or size + batch.nbytes > BLOCK_BYTES or not _alike(batch, held[0])):
+            yield stream, _concat(held)
+            held, size = [], 0
+        if batch.num_rows:
+            stream = name
+            held.append(batch)
+            size += batch.nbytes
+    if held:
+        yield stream, _concat(held)
+
+
+def _alike(a: pa.RecordBatch, b: pa.RecordBatch) -> bool:
+    return bool(a.schema.equals(b.schema, check_metadata=True))  # the metadata names the key
+
+
+def _concat(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+
+
+def serialise(batch: pa.RecordBatch) -> pa.Buffer:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue()
+
+
+def read_blocks(segment: Segment, start: int, end: int, until: int | None = None) -> Iterator[Block]:
+    """The rows of one segment from `start` up to `end`, each block checked against its index record."""
+    with open(segment.index, "rb") as index, open(segment.data, "rb") as data:
+        _check_header(segment, index.readline().rstrip(b"\n"))
+        index.readline()  # what is carried over from earlier segments
+        number = 0
+        while (until is None or index.tell() < until) and (line := index.readline()).endswith(b"\n"):
+            record = unframe(line[:-1])
+            if record is None:
+                raise corrupt(segment.index, f"record {number} is damaged")
+            row, at = record["row"], record["at"]
+            for stream, rows, length, checksum in record["blocks"]:
+                if row < end and row + rows > start:
+                    raw = os.pread(data.fileno(), length, at)
+                    if zlib.crc32(raw) != checksum or len(raw) != length:
+                        raise corrupt(segment.data, f"the rows of record {number}, {length} bytes at {at}, are damaged")
+                    batch = pa.ipc.open_stream(raw).read_next_batch()
+                    skipped = max(0, start - row)
+                    yield stream, batch.slice(skipped, min(rows, end - row) - skipped)
+                row, at = row + rows, at + length
+            if row >= end and until is None:
+                return
+            number += 1
+
+
+def segments_of(directory: Path) -> list[Segment]:
+    names = sorted(path.stem.split("-") for path in directory.glob("[0-9]*.index"))
+    return [Segment(directory, int(number), int(row)) for number, row in names]
+
+
+def first_row(directory: Path | None) -> int:
+    segments = segments_of(directory) if directory is not None else []
+    return segments[0].first if segments else 0
+
+
+def tail_of(directory: Path) -> int | None:
+    """The number of rows that readers may see; None: there is no journal."""
+    try:
+        return int.from_bytes((directory / "tail").read_bytes(), "little")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def schemas_of(directory: Path | None) -> dict[str, pa.Schema]:
+    """What the last segment knows, for readers that have no writer."""
+    segments = segments_of(directory) if directory is not None else []
+    if not segments:
+        return {}
+    tail = tail_of(segments[-1].index.parent) or 0
+    found: dict[str, str] = {}
+    for line in segments[-1].index.read_bytes().splitlines()[1:]:
+        record = unframe(line) or {}
+        if record.get("row", 0) < max(tail, 1):
+            found |= record.get("streams", {})
+    return {stream: schema_of(text) for stream, text in found.items()}
+
+
+def schema_of(text: str) -> pa.Schema:
+    return unpack_schema(text) if text else ENVELOPE_SCHEMA
+
+
+def frame(value: Json) -> bytes:
+    body = canonical(value).encode()
+    return b"%08x %b\n" % (zlib.crc32(body), body)
+
+
+def unframe(line: bytes) -> Any:
+    """The value of a line, or None if it is damaged."""
+    checksum, body = line[:8], line[9:]
+    return json.loads(body) if checksum == b"%08x" % zlib.crc32(body) and line[8:9] == b" " else None
+
+
+def has_record(torn: bytes) -> bool:
+    """True if a whole record follows the beginning of `torn`: then it is not the tail of a write cut short."""
+    found = re.finditer(rb"(?=([0-9a-f]{8} \{[^\n]*))", torn)
+    return any(match.start() > 0 and unframe(match.group(1)) is not None for match in found)
+
+
+def header_length(segment: Segment, raw: bytes) -> int:
+    """The length of the two lines an index opens with; both appear whole or not at all."""
+    first, _, rest = raw.partition(b"\n")
+    carried, newline, _ = rest.partition(b"\n")
+    _check_header(segment, first)
+    if not newline or not isinstance(unframe(carried), dict):
+        raise corrupt(segment.index, "its header is damaged")
+    return len(first) + len(carried) + 2
+
+
+def _check_header(segment: Segment, line: bytes) -> None:
+    with contextlib.suppress(ValueError, AttributeError):  # a newer version may frame its lines in another way
+        version = json.loads(line[9:]).get("version", 0)
+        if isinstance(version, int) and version > FORMAT_VERSION:
+            raise FatalError(
+                f"{segment.index} has format version {version}; this Penstock reads up to {FORMAT_VERSION}",
+                code="PEN-5006",
+                hint="run the Penstock that wrote it, or a newer one",
+            )
+    header = unframe(line)
+    if header is None or header.get("row") != segment.first:
+        raise corrupt(segment.index, "its header is damaged")
+
+
+def corrupt(path: Path, what: str) -> FatalError:
+    return FatalError(
+        f"the journal is corrupt: {path}: {what}",
+        code="PEN-5005",
+        hint="restore the journal's directory from a copy; or move it away and run `penstock offsets reset`, "
+        "which gives up the rows that were journaled and not yet committed",
+    )
+
+
+def gone(directory: Path, row: int) -> FatalError:
+    return FatalError(
+        f"row {row} is no longer in the journal {directory}",
+        code="PEN-5011",
+        hint="restore journal and manifests from the same moment; or `penstock offsets reset`, which goes on with what is there",
+    )

@@ -1,0 +1,204 @@
+"""A journal as a range source: a connector of the runtime's own."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
+from pathlib import Path
+from typing import Any
+
+from penstock.config import Config
+from penstock.errors import FatalError, RetryableError
+from penstock.runtime.journal.envelopes import by_stream
+from penstock.runtime.journal.segment import (
+    Block,
+    coalesced,
+    first_row,
+    gone,
+    read_blocks,
+    schemas_of,
+    segments_of,
+    tail_of,
+)
+from penstock.runtime.journal.writer import Journal
+from penstock.source import Position, RangeSource, ReadLimit, Schemas, SourceBatch, SourceConnector
+
+LEAST_SPLIT_ROWS = 1024
+
+
+class JournalConfig(Config):
+    """Where a source's rows are."""
+
+    directory: Path
+    """The journal's directory; on a cluster it is shared storage."""
+
+    direct: Path | None = None
+    """The directory of rows that bypass the journal's promise; they may be gone after a crash."""
+
+    parallelism: int = 1
+    """How many splits a range has at most, until `latest` is asked for more."""
+
+
+class JournalPosition(Position):
+    """The number of rows before it, in the journal and among those that bypass it."""
+
+    row: int = 0
+    direct: int = 0
+
+    def describe(self) -> str:
+        beside = f", and {self.direct:,} that bypass it" if self.direct else ""
+        return f"row {self.row:,} of the journal{beside}" if self.row or self.direct else "the beginning"
+
+
+@dataclass(frozen=True)
+class JournalSplit:
+    """Rows `start` to `end`, without `end`."""
+
+    directory: Path
+    start: int
+    end: int
+    lossy: bool = False
+
+
+class JournalSource(RangeSource[JournalConfig, JournalPosition]):
+    """
+    A journal as ranges of row numbers; each split is a contiguous run of rows.
+
+    Supports exactly-once: a row keeps its number, and goes only after an ack. `bind` makes the driver's copy: it
+    knows the writers and speaks for the source that feeds them.
+    """
+
+    name = "journal"
+
+    def __init__(self, config: JournalConfig) -> None:
+        super().__init__(config)
+        self._parallelism = config.parallelism
+        self._bound: _Bound | None = None
+
+    def bind(
+        self,
+        journal: Journal,
+        direct: Journal | None = None,
+        origin: SourceConnector[Any] | None = None,
+        ready: threading.Event | None = None,
+        on_ack: Callable[[JournalPosition], None] = lambda end: None,
+    ) -> JournalSource:
+        """Tie this copy to the writers in its process; copies made by pickling are readers only."""
+        self._bound = _Bound(journal, direct, origin, ready, on_ack)
+        return self
+
+    def schema(self) -> Schemas:
+        """The last schema of each stream seen so far."""
+        if self._bound is not None:
+            direct = self._bound.direct.schemas() if self._bound.direct else {}
+            return {**direct, **self._bound.journal.schemas()}
+        return {**schemas_of(self.config.direct), **schemas_of(self.config.directory)}
+
+    def initial(self) -> JournalPosition:
+        """The first row that is still there: after `offsets reset`, earlier ones may be gone."""
+        return JournalPosition(row=first_row(self.config.directory), direct=first_row(self.config.direct))
+
+    def latest(self, start: JournalPosition, limit: ReadLimit) -> JournalPosition:
+        self._parallelism = limit.parallelism
+        row, direct = self._tails()
+        rows, direct_rows = max(0, row - start.row), max(0, direct - start.direct)
+        if limit.rows is not None:
+            # Each side gets half, and what the other leaves: neither may starve.
+            direct_rows = min(direct_rows, max(limit.rows // 2, limit.rows - rows))
+            rows = min(rows, limit.rows - direct_rows)
+        return limit.bounded(JournalPosition(row=start.row + rows, direct=start.direct + direct_rows))
+
+    def split(self, start: JournalPosition, end: JournalPosition) -> Sequence[JournalSplit]:
+        splits = [JournalSplit(self.config.directory, a, b) for a, b in self._parts(start.row, end.row)]
+        if self.config.direct is not None:
+            splits += [JournalSplit(self.config.direct, a, b, True) for a, b in self._parts(start.direct, end.direct)]
+        return splits
+
+    def read(self, split: JournalSplit) -> Iterator[SourceBatch]:
+        for stream, batch in coalesced(_read(split)):
+            if stream is None:
+                yield from by_stream(batch)
+            else:
+                yield SourceBatch(batch, stream=stream)
+
+    def ack(self, end: JournalPosition) -> None:
+        if self._bound is not None:
+            self._bound.journal.retain(end.row)
+            if self._bound.direct is not None:
+                self._bound.direct.retain(end.direct)
+            self._bound.on_ack(end)
+
+    def data_ready_notify(self) -> threading.Event | None:
+        return self._bound.ready if self._bound else None
+
+    def checkpoint_requested(self) -> threading.Event | None:
+        return self._bound.origin.checkpoint_requested() if self._bound and self._bound.origin else None
+
+    def lag(self) -> int | None:
+        return self._bound.origin.lag() if self._bound and self._bound.origin else None
+
+    def _tails(self) -> tuple[int, int]:
+        if self._bound is not None:
+            return self._bound.journal.tail, self._bound.direct.tail if self._bound.direct else 0
+        direct = self.config.direct
+        return tail_of(self.config.directory) or 0, (tail_of(direct) or 0) if direct is not None else 0
+
+    def _parts(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        parts = max(1, min(self._parallelism, (end - start) // LEAST_SPLIT_ROWS))
+        edges = [start + (end - start) * n // parts for n in range(parts + 1)]
+        return ((a, b) for a, b in pairwise(edges) if a < b)
+
+
+@dataclass(frozen=True)
+class _Bound:
+    journal: Journal
+    direct: Journal | None
+    origin: SourceConnector[Any] | None
+    ready: threading.Event | None
+    on_ack: Callable[[JournalPosition], None]
+
+
+def _read(split: JournalSplit) -> Iterator[Block]:
+    """The rows of a split, block by block."""
+    _require_shared(split)
+    row = split.start
+    segments = segments_of(split.directory)
+    try:
+        for segment, following in zip_longest(segments, segments[1:]):
+            if segment.first >= split.end or (following is not None and following.first <= row):
+                continue
+            for stream, batch in read_blocks(segment, row, split.end):
+                row += batch.num_rows
+                yield stream, batch
+    except FileNotFoundError:
+        segments = segments_of(split.directory)
+    if split.lossy or row == split.end:
+        return
+    if segments and segments[0].first > row:
+        raise gone(split.directory, row)
+    raise _behind(split, row)
+
+
+def _require_shared(split: JournalSplit) -> None:
+    """Refuse to read where the driver's journal cannot be seen: rows that may be lost would be lost here without a word."""
+    tail = tail_of(split.directory)
+    if tail is None:
+        raise FatalError(
+            f"there is no journal {split.directory} on {socket.gethostname()}, where a task was to read it",
+            code="PEN-5016",
+            hint="the driver and all executors must see the same `state_dir`: put it on storage that they share, "
+            "or run with --master local[*]",
+        )
+    if tail < split.end:
+        raise _behind(split, tail)
+
+
+def _behind(split: JournalSplit, row: int) -> RetryableError:
+    return RetryableError(
+        f"the journal {split.directory} ends at row {row} as seen from {socket.gethostname()}, "
+        f"and row {split.end - 1} was planned",
+        hint="if this stays, the directory is not the shared storage that the driver writes to",
+    )

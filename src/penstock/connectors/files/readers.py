@@ -135,6 +135,16 @@ def read(split: FileSplit, bad: BadRows) -> Iterator[pa.RecordBatch]:
         )
 
 
+def require_planned(split: FileSplit) -> None:
+    """`RangeGone` if the file is gone, or is no longer the one that was planned."""
+    try:
+        _require(split, os.stat(split.path))
+    except FileNotFoundError as error:
+        raise RangeGone(f"{split.path} is gone, and it was planned", hint=_PREPARED) from error
+    except OSError:
+        pass  # the task that reads the file says what is wrong with it
+
+
 def head(split: FileSplit) -> bytes:
     """What a schema can be inferred from: the first lines of a text file, the schema of a Parquet file."""
     with _opened(split) as file:
@@ -515,8 +525,7 @@ def _opened(split: FileSplit) -> Iterator[pa.NativeFile]:
     """The planned file; one that is gone or was rewritten is a `RangeGone`, so that no range ever holds other rows."""
     try:
         with pa.OSFile(split.path) as file:
-            if not _is_planned(split, os.fstat(file.fileno())):
-                raise RangeGone(f"{split.path} changed after it was planned", hint=_PREPARED)
+            _require(split, os.fstat(file.fileno()))
             yield file
     except FileNotFoundError as error:
         raise RangeGone(f"{split.path} is gone, and it was planned", hint=_PREPARED) from error
@@ -534,6 +543,11 @@ def _opened(split: FileSplit) -> Iterator[pa.NativeFile]:
 
 _PREPARED = "put the file back as it was: a sink has staged its rows, and has to stage them again"
 """What is left to do once an epoch is prepared; before that, the runtime plans the files again by itself."""
+
+
+def _require(split: FileSplit, about: os.stat_result) -> None:
+    if not _is_planned(split, about):
+        raise RangeGone(f"{split.path} changed after it was planned", hint=_PREPARED)
 
 
 def _is_planned(split: FileSplit, about: os.stat_result) -> bool:

@@ -204,8 +204,10 @@ class Files(RangeSource[FilesConfig, Inventoried]):
     def split(self, start: Inventoried, end: Inventoried) -> Sequence[FileSplit]:
         inventory = self._load(end)
         self._schemas = self._schemas_at(inventory, end.records)
-        files = inventory.files(start.records, end.records)
-        return [piece for file in files for piece in self._pieces(self._split(file, self._schemas))]
+        whole = [self._split(file, self._schemas) for file in inventory.files(start.records, end.records)]
+        for each in whole:  # now, since a schema that was inferred from a file as it was may stop the epoch before a task
+            readers.require_planned(each)
+        return [piece for each in whole for piece in self._pieces(each)]
 
     def read(self, split: FileSplit) -> Iterator[SourceBatch | Note]:
         columns = self.context.columns

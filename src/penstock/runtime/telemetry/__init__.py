@@ -87,7 +87,7 @@ class Telemetry:
         self._ended: tuple[str, str] | None = None
         self._in_hand: _Phase | None = None
         self._last: dict[str, Json] | None = None
-        self._epochs = self._recovered = self._skipped = 0
+        self._epochs = self._recovered = self._skipped = self._letters = 0
         self._read = dict.fromkeys(_named(sources), 0)
         self._written: dict[tuple[str, Topic], _Written] = {}
         self._lag: dict[str, int | None] = {}
@@ -160,6 +160,7 @@ class Telemetry:
             self._epochs += 1
             self._recovered += report.recovered
             self._skipped += report.skipped
+            self._letters += sum(report.letters.values())
             for source, rows in report.rows_in.items():
                 self._read[source] = self._read.get(source, 0) + rows
             for key, result in report.rows_out.items():
@@ -191,6 +192,13 @@ class Telemetry:
             " ".join(f"{name}={value:.3f}" for name, value in report.seconds.items()),
             " recovered" if report.recovered else "",
         )
+        if report.letters:
+            log.warning(
+                "epoch=%d dead_letters=%d: `penstock dlq` shows them", report.number, sum(report.letters.values())
+            )
+        for each in report.bad:
+            place = f"{each.source}/{each.stream} → {each.topic or '(no topic)'}"
+            log.warning("epoch=%d %s: %s %s (%s)", report.number, place, each.code, each.reason, each.rule)
         for (sink, name), result in report.rows_out.items():
             if result.records_discarded:
                 log.warning(
@@ -289,6 +297,7 @@ class Telemetry:
                 },
                 "bytes": {"out": sum(topic.bytes for topic in self._written.values())},
                 "skipped": self._skipped,
+                "dead_letters": self._letters,
                 "discarded": sum(topic.discarded for topic in self._written.values()),
                 "retries": dict(self._retries),
                 "sources": {
@@ -544,6 +553,7 @@ class _Collector:
         yield from (info, rows, size, discarded, retries, state, errors, lag)
         yield Count("penstock_epochs", "Committed epochs.", value=status["epochs"])
         yield Count("penstock_skipped", "Rows left out by policy.", value=status["skipped"])
+        yield Count("penstock_dead_letters", "Records kept as dead letters.", value=status["dead_letters"])
         yield Gauge("penstock_uptime_seconds", "Time since the start.", value=status["uptime_secs"])
         yield Gauge(
             "penstock_last_commit_timestamp_seconds",

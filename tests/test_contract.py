@@ -27,12 +27,9 @@ PACKAGE = Path(penstock.__file__).parent
 
 CONTRACTS = ("source.py", "tables.py", "capture.py", "sink.py", "schema/__init__.py")
 
-USERS = ("connectors", "pipeline", "runtime", "spark", "web", "cli", "reference.py")
+USERS = ("schema/registry", "connectors", "pipeline", "runtime", "spark", "web", "cli", "reference.py")
 
 LATER = {
-    "SchemaRegistryAware": "schema registries",
-    "check_compatibility": "schema registries",
-    "register_schema": "schema registries",
     "BufferedBridge": "the first client that calls back",
     "from_string": "message sources",
     "from_number": "message sources",

@@ -15,6 +15,7 @@ from penstock.config import Config
 from penstock.errors import ConfigError, ConnectorError
 from penstock.pipeline import Pipeline
 from penstock.runtime import supervisor
+from penstock.runtime.telemetry import Telemetry
 from penstock.source import Offset, PollingSource, SourceCheckpoint, SourceEnvelope, SourceRecord
 from penstock.testing import ForkEngine
 
@@ -290,3 +291,16 @@ class TestSchemaCommands:
         assert "pin it with version_strategy" in self.call(home, capsys, "check")
         home.pipeline(self.AVRO.replace('schema_file = "r.avsc"', "version_strategy = { pinned = 1 }"))
         assert "pin it" not in self.call(home, capsys, "check")
+
+
+def test_letters_are_told_in_the_log_and_counted(home: Home, caplog: pytest.LogCaptureFixture) -> None:
+    home.put({"id": 1}, "{")
+    pipeline = home.pipeline()
+    telemetry = Telemetry.of(pipeline)
+    with caplog.at_level("WARNING", "penstock"):
+        supervisor.run(pipeline, ForkEngine(2), drain=True, telemetry=telemetry)
+    telemetry.close()
+    assert "dead_letters=1" in caplog.text
+    assert "listed/a → /a: PEN-3001" in caplog.text
+    assert "penstock_dead_letters_total 1.0" in telemetry.metrics().decode()
+    assert telemetry.status()["dead_letters"] == 1

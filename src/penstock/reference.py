@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -22,7 +22,9 @@ from penstock.config import Config, Secret, type_text
 from penstock.pipeline import registry
 from penstock.pipeline.options import Processing, RouteEntry, SchemaEntry
 from penstock.pipeline.registry import BUILT_IN, Entry
-from penstock.schema.registry import BUILT_IN as BUILT_IN_REGISTRIES
+from penstock.pipeline.routing import OnError
+from penstock.pipeline.schemas import RegistryRef
+from penstock.schema.registry import BUILT_IN as REGISTRIES
 from penstock.schema.registry import registry_type
 from penstock.sink import DeliveryGuarantee, SinkConnector
 from penstock.source import Connector
@@ -103,6 +105,7 @@ def configuration_page() -> str:
     common = [
         ("connector", "text", "required", 'Name of the connector, or `"package.module:Class"` for one of your own.'),
         ("name", "text", "the connector's", "Name by which routes, metrics and the state know it; unique."),
+        ("on_error", type_text(OnError), "as `[processing]` says", "What to do with bad records of this source."),
     ]
     lines = [
         _GENERATED,
@@ -131,6 +134,17 @@ def configuration_page() -> str:
         "Every route that matches applies. A row reaches one sink under one topic once, by the first route that leads there.",
         "",
         *_section("[[schemas]]", SchemaEntry),
+        "",
+        "Options of the format stand beside these: "
+        + " ".join(f"[`{name}`](formats/{name}.md)" for name in sorted(formats.BUILT_IN))
+        + ".",
+        "",
+        "## `[registry]`",
+        "",
+        "Where schemas are kept by subject and version: see [registries](registries.md).",
+        "",
+        *_table([("type", " or ".join(f'`"{name}"`' for name in REGISTRIES), '`"embedded"`', "Which registry.")]),
+        *(line for name in REGISTRIES for line in _registry_options(name)),
     ]
     return "\n".join(lines) + "\n"
 
@@ -166,6 +180,7 @@ def file_schema() -> dict[str, Any]:
         options["properties"] = {
             "connector": {"const": entry.name},
             "name": {"type": "string"},
+            **({"on_error": {"enum": list(get_args(OnError))}} if entry.kind == "source" else {}),
             **options["properties"],
         }
         options["required"] = ["connector", *options.get("required", ())]
@@ -177,12 +192,10 @@ def file_schema() -> dict[str, Any]:
     sections: dict[str, type[Config]] = {"processing": Processing, "route": RouteEntry, "schema": SchemaEntry}
     for title, model in sections.items():
         definitions[title] = _schema(model, definitions)
-    registries = []
-    for name in BUILT_IN_REGISTRIES:
-        options = _schema(registry_type(name).config_type, definitions)
-        options["properties"] = {"type": {"const": name}, **options["properties"]}
-        definitions[f"{name}_registry"] = {**options, "title": f"{name}_registry"}
-        registries.append({"$ref": f"#/$defs/{name}_registry"})
+    for name in formats.BUILT_IN:  # the options of a format stand beside those of the entry
+        known = _schema(formats.load(name).options_type, definitions).get("properties", {})
+        definitions["schema"]["properties"] = {**known, **definitions["schema"]["properties"]}
+    definitions["registry"] = {"anyOf": [_registry_schema(name, definitions) for name in REGISTRIES]}
     many = {
         kind: {"type": "array", "items": {"$ref": f"#/$defs/{kind}"}} for kind in ("source", "sink", "route", "schema")
     }
@@ -195,7 +208,7 @@ def file_schema() -> dict[str, Any]:
             "connector_name": {"type": "string"},
             "delivery": {"enum": [str(each) for each in DeliveryGuarantee]},
             "processing": {"$ref": "#/$defs/processing"},
-            "registry": {"anyOf": registries},
+            "registry": {"$ref": "#/$defs/registry"},
             "schemas": many["schema"],
             "source": {"$ref": "#/$defs/source"},
             "sources": many["source"],
@@ -205,6 +218,14 @@ def file_schema() -> dict[str, Any]:
         },
         "$defs": dict(sorted(definitions.items())),
     }
+
+
+def _registry_schema(name: str, definitions: dict[str, Any]) -> dict[str, Any]:
+    options = _schema(registry_type(name).config_type, definitions)
+    options["properties"] = {"type": {"const": name}, **options.get("properties", {})}
+    if name != RegistryRef.type:
+        options["required"] = ["type", *options.get("required", ())]
+    return options
 
 
 def options_of(model: type[BaseModel]) -> Mapping[str, FieldInfo]:
@@ -252,6 +273,11 @@ def _connector_list() -> Iterator[str]:
     for kind in ("source", "sink"):
         names = [f"[{entry.name}](connectors/{entry.name}.md)" for entry in BUILT_IN.values() if entry.kind == kind]
         yield f"{kind.capitalize()}s: {', '.join(names)}.  "
+
+
+def _registry_options(name: str) -> list[str]:
+    model = registry_type(name).config_type
+    return ["", f"Options of `{name}`:", "", *_options(model)] if model.model_fields else []
 
 
 def _section(title: str, model: type[Config]) -> list[str]:

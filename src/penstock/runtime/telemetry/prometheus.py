@@ -67,6 +67,7 @@ class Metrics:
         yield lag
         yield Count("penstock_epochs", "Committed epochs.", value=status["epochs"])
         yield Count("penstock_skipped", "Rows left out by policy.", value=status["skipped"])
+        yield Count("penstock_dead_letters", "Records kept as dead letters.", value=status["dead_letters"])
         yield Gauge("penstock_uptime_seconds", "Time since the start.", value=status["uptime_secs"])
         yield Gauge(
             "penstock_last_commit_timestamp_seconds",

@@ -63,6 +63,7 @@ class _Totals:
     epochs: int = 0
     recovered: int = 0
     skipped: int = 0
+    letters: int = 0
     read: dict[str, int] = field(default_factory=dict)
     written: dict[tuple[str, Topic], _Written] = field(default_factory=dict)
     retries: Counter[str] = field(default_factory=Counter)
@@ -74,6 +75,7 @@ class _Totals:
         self.epochs += 1
         self.recovered += report.recovered
         self.skipped += report.skipped
+        self.letters += sum(report.letters.values())
         for source, rows in report.rows_in.items():
             self.read[source] = self.read.get(source, 0) + rows
         for pair, result in report.rows_out.items():
@@ -307,6 +309,7 @@ class Telemetry:
                 },
                 "bytes": {"out": sum(topic.bytes for topic in totals.written.values())},
                 "skipped": totals.skipped,
+                "dead_letters": totals.letters,
                 "discarded": sum(topic.discarded for topic in totals.written.values()),
                 "retries": dict(totals.retries),
                 "sources": self._sources(),
@@ -446,6 +449,8 @@ def _log_epoch(report: EpochReport, rows_in: int, rows_out: int) -> None:
         " ".join(f"{name}={value:.3f}" for name, value in report.seconds.items()),
         " recovered" if report.recovered else "",
     )
+    if report.letters:
+        log.warning("epoch=%d dead_letters=%d: `penstock dlq` shows them", report.number, sum(report.letters.values()))
     for each in report.bad:
         topic = f" topic={each.topic}" if each.topic else ""
         log.warning(

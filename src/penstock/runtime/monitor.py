@@ -136,5 +136,5 @@ def _asked(question: Callable[[], Any], otherwise: Callable[[str], Any]) -> Any:
         return question()
     except ConnectorError as error:
         return otherwise(error.message)
-    except Exception as error:  # noqa: BLE001 (a bug in a connector is told, and must not silence all others)
+    except Exception as error:  # noqa: BLE001 (a bug in a connector is shown, and must not silence all others)
         return otherwise(without_secrets(f"{type(error).__name__}: {error}"))

@@ -133,7 +133,7 @@ class Inventory:
         )
 
     def end_of(self, start: int, count: int) -> int:
-        """The position behind the `count`th file after `start`."""
+        """The position after the `count`th file after `start`."""
         at = start
         while count:
             count -= self._entries[at] is not None

@@ -13,7 +13,7 @@ import pyarrow.csv
 def merge(
     old: pa.Schema | None, new: pa.Schema | None, *, widen: Callable[[pa.DataType, pa.DataType], pa.DataType]
 ) -> pa.Schema:
-    """The old columns, in their order, and behind them those that only the new schema has."""
+    """The old columns, in their order, and after them the ones that only the new schema has."""
     fields = {field.name: field.type for field in old or ()}
     for field in new or ():
         fields[field.name] = widen(fields[field.name], field.type) if field.name in fields else field.type

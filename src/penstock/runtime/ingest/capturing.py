@@ -39,8 +39,8 @@ class Capturing(Feeder[ChangeCapture[Any]]):
             once(self.line.name, lambda: self.source.restore(known.get("position"), known.get("copies", {})))
 
     def feed(self) -> None:
-        line, limits = self.line, self.line.processing
-        buffer = Changes(line.journal, self.source, limits.linger_ms / 1000, limits.max_batch_records)
+        line, processing = self.line, self.line.processing
+        buffer = Changes(line.journal, self.source, processing.linger_ms / 1000, processing.max_batch_records)
         while not line.stop.is_set():
             began, rows = time.monotonic(), line.rows
             error: RetryableError | None = None

@@ -39,7 +39,7 @@ class JournalConfig(Config):
     """The directory of rows that bypass the journal's promise; they may be gone after a crash."""
 
     parallelism: int = 1
-    """How many splits a range has at most, until `latest` is told otherwise."""
+    """How many splits a range has at most, until `latest` is given another number."""
 
 
 class JournalPosition(Position):

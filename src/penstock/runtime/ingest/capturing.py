@@ -230,7 +230,11 @@ def as_rows(stream: str, schema: pa.Schema | None, changes: list[tuple[Op, Chang
         try:
             columns.append(pa.array(values, field.type))
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-            raise DataError(f"{stream}.{field.name} does not fit {field.type}: {error}", code="PEN-3001") from error
+            raise DataError(
+                f"a value of {stream}.{field.name} does not fit {field.type}",  # never the value itself
+                code="PEN-3001",
+                hint="schema() of a capture must give a type that holds every value of the column",
+            ) from error
     fields = [field.with_nullable(True) for field in schema]  # a delete carries its key only
     columns += [
         pa.array([op.value for op, _, _ in changes], pa.string()),

@@ -356,6 +356,24 @@ def test_a_planned_file_that_is_gone_is_no_longer_planned(source, landing):
     assert drained(again(source), position)[0] == ids(3, 4)
 
 
+def test_a_plan_that_was_replaced_and_torn_at_any_byte_loses_and_doubles_nothing(source, landing, tmp_path):
+    put(landing / "a.jsonl", ids(1), 30)
+    _, position = drained(source)
+    (inventory,) = (tmp_path / "state").iterdir()
+    committed = inventory.stat().st_size
+    bad = put(landing / "b.jsonl", ids(8, 9), 20)
+    source.latest(position, LIMIT)
+    planned = inventory.read_bytes()
+    put(bad, ids(2), 10)
+    put(landing / "c.jsonl", ids(3), 5)
+    source.latest(position, LIMIT)
+    replaced = inventory.read_bytes()
+    for whole in (planned, replaced):
+        for cut in range(committed, len(whole) + 1):
+            inventory.write_bytes(whole[:cut])
+            assert drained(source, position)[0] == ids(2, 3)
+
+
 @pytest.mark.parametrize("way_out", ["corrected in place", "corrected under a new name", "columns", "left out"])
 @pytest.mark.parametrize("value", ["eleven", 1.5])
 def test_a_bad_file_that_stopped_a_pipeline_is_no_trap(landing, tmp_path, way_out, value):

@@ -13,7 +13,7 @@ from penstock.capture import Ack, Change, ChangeCapture, Delete, SnapshotTable, 
 from penstock.changes import CHANGE_FIELDS, Op
 from penstock.changes.old_key import pack_key
 from penstock.durable import Json
-from penstock.errors import DataError, RetryableError, reason_of
+from penstock.errors import DataError, RetryableError
 from penstock.runtime.ingest.line import Feeder, Line, Stopping, once
 from penstock.runtime.journal import Journal
 from penstock.source import HealthStatus, SourceBatch, SourceCheckpoint
@@ -39,8 +39,8 @@ class Capturing(Feeder[ChangeCapture[Any]]):
             once(self.line.name, lambda: self.source.restore(known.get("position"), known.get("copies", {})))
 
     def feed(self) -> None:
-        line, limits = self.line, self.line.processing
-        buffer = Changes(line.journal, self.source, limits.linger_ms / 1000, limits.max_batch_records)
+        line, processing = self.line, self.line.processing
+        buffer = Changes(line.journal, self.source, processing.linger_ms / 1000, processing.max_batch_records)
         while not line.stop.is_set():
             began, rows = time.monotonic(), line.rows
             error: RetryableError | None = None
@@ -231,7 +231,9 @@ def as_rows(stream: str, schema: pa.Schema | None, changes: list[tuple[Op, Chang
             columns.append(pa.array(values, field.type))
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
             raise DataError(
-                f"{stream}.{field.name} does not fit {field.type}: {reason_of(error)}", code="PEN-3001"
+                f"a value of {stream}.{field.name} does not fit {field.type}",  # never the value itself
+                code="PEN-3001",
+                hint="schema() of a capture must give a type that holds every value of the column",
             ) from error
     fields = [field.with_nullable(True) for field in schema]  # a delete carries its key only
     columns += [

@@ -91,9 +91,9 @@ class Ingest:
         self.feeder = self._make(self.line)
 
     def _recover(self, committed: JournalPosition | None, planned: JournalPosition | None) -> None:
-        limits, direct_dir = self._processing, None
-        journal = Journal(self._directory, limits.journal_max_bytes, limits.linger_ms, on_commit=self.ready.set)
-        self._line = Line(self.name, journal, None, self._is_reliable, limits, self._reports, self._stop)
+        processing, direct_dir = self._processing, None
+        journal = Journal(self._directory, processing.journal_max_bytes, processing.linger_ms, on_commit=self.ready.set)
+        self._line = Line(self.name, journal, None, self._is_reliable, processing, self._reports, self._stop)
         self._line.is_new = committed is None and not journal.first
         self._line.committed = committed = committed or self._line.committed
         planned = planned or committed
@@ -104,7 +104,7 @@ class Ingest:
             direct_dir = self._directory.with_name(f"{self._directory.name}-direct")
             self._line.direct = Journal(
                 direct_dir,
-                limits.journal_max_bytes,
+                processing.journal_max_bytes,
                 durable=False,
                 first_row=planned.direct,
                 on_commit=self.ready.set,

@@ -201,5 +201,6 @@ def gone(directory: Path, row: int) -> FatalError:
     return FatalError(
         f"row {row} is no longer in the journal {directory}",
         code="PEN-5011",
-        hint="restore journal and manifests from the same moment; or `penstock offsets reset`, which goes on with what is there",
+        hint="restore journal and manifests from the same moment; or `penstock offsets reset`, which goes on with the rows "
+        "that are left",
     )

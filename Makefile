@@ -15,7 +15,7 @@ export PIP_BUILD_CONSTRAINT := constraints.txt
 .NOTPARALLEL:
 
 run: NAME = shop
-run: $(SET_UP) java  ## a live PostgreSQL mirrored into Delta, every row compared; NAME=quickstart: two million generated rows
+run: $(SET_UP) java  ## a live PostgreSQL mirrored into Delta, every row compared; NAME=quickstart: two million generated rows; NAME=messages: bad messages and their replay
 	@$(BIN)/python examples/$(NAME).py
 
 JOBS ?= 3

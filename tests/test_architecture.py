@@ -19,6 +19,7 @@ PLANES = [
         "durable",
         "failpoints",
         "source",
+        "requests",
         "tables",
         "capture",
         "sink",

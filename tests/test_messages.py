@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
+from penstock import cli
 from penstock.config import Config
 from penstock.errors import ConfigError, ConnectorError
 from penstock.pipeline import Pipeline
@@ -77,6 +78,7 @@ key = ["id"]
 [sink]
 connector = "delta"
 path = "lake/{{topic}}"
+{sink}
 """
 
 JSON = '[[schemas]]\ntopic = "/a"\nschema_type = "json"\n'
@@ -95,7 +97,7 @@ class Home:
 
     def pipeline(self, schemas: str = JSON, on_error: str = "dead_letter", **parts: Any) -> Pipeline:
         (self.path / "in.jsonl").touch()
-        values = {"processing": "", "source": "", "partitions": 1, **parts}
+        values = {"processing": "", "source": "", "sink": "", "partitions": 1, **parts}
         file = self.path / "pipeline.toml"
         file.write_text(PIPELINE.format(schemas=schemas, on_error=on_error, **values))
         return Pipeline.from_toml(file)
@@ -132,11 +134,12 @@ def test_only_the_bad_messages_become_dead_letters_with_all_that_they_had(home: 
     home.put({"id": 1}, ("k", '{"id": oops'), {"id": 2}, {"id": "text"})
     home.run(partitions=partitions)
     assert home.rows() == [{"id": 1}, {"id": 2}]
-    first, second = sorted(home.letters(), key=lambda letter: letter["offset"])
+    first, second = sorted(home.letters(), key=lambda letter: letter["offset"]["value"])
     assert first["payload"] == b'{"id": oops'
     assert first["key"] == b"k"
     assert first["attributes"] == [("site", "north")]
-    assert (first["source"], first["stream"], first["topic"], first["offset"]) == ("listed", "a", "/a", "p0@1")
+    assert (first["source"], first["stream"], first["topic"]) == ("listed", "a", "/a")
+    assert first["offset"] == {"partition": "p0", "value": "1"}
     assert (first["code"], first["attempt"], first["epoch"], first["kind"]) == ("PEN-3001", 1, 1, "message")
     assert first["rule"].startswith("json.")
     assert second["payload"] == b'{"id": "text"}'
@@ -217,3 +220,73 @@ def test_most_of_a_topic_does_not_drain_into_the_dead_letters(home: Home) -> Non
 def test_what_is_wrong_with_an_entry_is_said_with_its_place(home: Home, entry: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         home.pipeline("[[schemas]]\n" + entry + "\n")
+
+
+def change(op: str, before: Any = None, after: Any = None, lsn: int = 1) -> dict[str, Any]:
+    return {"before": before, "after": after, "source": {"lsn": lsn, "ts_ms": 1_700_000_000_000}, "op": op}
+
+
+def test_a_topic_of_debezium_changes_is_applied_to_an_upsert_table(home: Home) -> None:
+    entry = '[[schemas]]\ntopic = "/a"\nschema_type = "debezium"\n'
+    upsert = {"sink": 'mode = "upsert"'}
+    key = json.dumps({"id": 1})
+    home.put(
+        (key, change("c", after={"id": 1, "name": "a"}, lsn=1)),
+        ('{"id": 2}', change("c", after={"id": 2, "name": "b"}, lsn=2)),
+        ('{"id": 3}', change("c", after={"id": 3, "name": "c"}, lsn=3)),
+        (key, change("u", after={"id": 1, "name": "z"}, lsn=4)),
+        ('{"id": 2}', change("d", before={"id": 2, "name": "b"}, lsn=5)),
+        ('{"id": 2}', None),
+        (None, None),
+        (key, change("?", after={"id": 1, "name": "y"}, lsn=6)),
+    )
+    home.run(entry, **upsert)
+    assert home.rows() == [{"id": 1, "name": "z"}, {"id": 3, "name": "c"}]
+    assert sorted(letter["rule"] for letter in home.letters()) == ["debezium.op", "debezium.tombstone"]
+    home.put(('{"id": 3}', None), (key, change("u", after={"id": 1, "name": "y", "size": 1.5}, lsn=7)))
+    home.run(entry, **upsert)
+    assert home.rows() == [{"id": 1, "name": "y", "size": 1.5}]
+
+
+class TestSchemaCommands:
+    """`penstock schemas` and `penstock check` with a pipeline file."""
+
+    AVRO = '[[schemas]]\ntopic = "/a"\nschema_type = "avro"\nschema_file = "r.avsc"\nsubject = "r"\n'
+
+    def call(self, home: Home, capsys: pytest.CaptureFixture[str], *words: str, ok: bool = True) -> str:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([words[0], str(home.path / "pipeline.toml"), *words[1:]])
+        found = capsys.readouterr()
+        assert (ended.value.code == 0) is ok, found.out + found.err
+        return found.out
+
+    def write(self, home: Home, kind: str) -> None:
+        schema = {"type": "record", "name": "R", "fields": [{"name": "id", "type": kind}]}
+        (home.path / "r.avsc").write_text(json.dumps(schema))
+
+    def test_files_are_checked_registered_and_shown(self, home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+        self.write(home, "long")
+        home.pipeline(self.AVRO)
+        assert "r: the subject is new" in self.call(home, capsys, "check")
+        assert "no subjects" in self.call(home, capsys, "schemas", "list")
+        assert "version 1" in self.call(home, capsys, "schemas", "register")
+        assert '"long"' in self.call(home, capsys, "schemas", "show", "r")
+        self.write(home, "string")
+        assert "PEN-4030" in self.call(home, capsys, "check", ok=False)
+        assert "PEN-4030" in self.call(home, capsys, "schemas", "check", ok=False)
+
+    def test_a_registry_that_does_not_answer_is_found_by_check(
+        self, home: Home, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.write(home, "long")
+        home.pipeline(self.AVRO + '[registry]\ntype = "confluent"\nurl = "http://127.0.0.1:9"\n')
+        assert "r: PEN-" in self.call(home, capsys, "check", ok=False)
+
+    def test_check_advises_to_pin_what_others_may_change(self, home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+        self.write(home, "long")
+        home.pipeline(self.AVRO)
+        self.call(home, capsys, "schemas", "register")
+        home.pipeline(self.AVRO.replace('schema_file = "r.avsc"\n', ""))
+        assert "pin it with version_strategy" in self.call(home, capsys, "check")
+        home.pipeline(self.AVRO.replace('schema_file = "r.avsc"', "version_strategy = { pinned = 1 }"))
+        assert "pin it" not in self.call(home, capsys, "check")

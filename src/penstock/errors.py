@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
@@ -173,8 +174,18 @@ class PlanStale(RetryableError):
     default_code = "PEN-2005"
 
 
+@dataclass(frozen=True)
+class BadRecord:
+    """A record that a source could not read."""
+
+    data: bytes
+    """As it was found."""
+    where: str
+    reason: str
+
+
 class DataError(ConnectorError):
-    """Records that cannot be used: stop or skip, by `on_error`."""
+    """Records that cannot be used: stop, skip or keep them apart, by `on_error`."""
 
     default_code = "PEN-3000"
     count = 1
@@ -184,8 +195,18 @@ class DataError(ConnectorError):
     samples: Sequence[str] = ()
     """The first few of several records: where each is and what is wrong with it, without its values."""
 
+    stream: str = ""
+    records: Sequence[BadRecord] = ()
+    """The records themselves, and their stream, if a source has all of them: they can be kept as dead letters then."""
+
     def __reduce__(self) -> tuple[object, ...]:
-        kept = {"count": self.count, "rows": tuple(self.rows), "samples": tuple(self.samples)}
+        kept = {
+            "count": self.count,
+            "rows": tuple(self.rows),
+            "samples": tuple(self.samples),
+            "stream": self.stream,
+            "records": tuple(self.records),
+        }
         return (*super().__reduce__(), kept)
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict
 
-from penstock import durable
 from penstock.durable import Json
 from penstock.errors import ConnectorError
+from penstock.requests import Inbox
 from penstock.source import C, P, RangeSource
 
 MOST_TEXT = 500
@@ -191,36 +189,12 @@ class Request(BaseModel):
     streams: tuple[str, ...]
 
 
-class Requests:
-    """The requests that wait for a source, as files in its `state_dir`: made while it runs or not, obeyed in their order."""
+class Requests(Inbox[Request]):
+    """The requests that wait for a source, in its `state_dir`: made while it runs or not."""
 
     def __init__(self, state_dir: Path | None) -> None:
-        self._place = None if state_dir is None else state_dir / "requests"
+        super().__init__(None if state_dir is None else state_dir / "requests", Request)
 
     def add(self, verb: Verb, streams: Sequence[str]) -> Request:
         """Leave a request; it is on disk when this returns."""
-        assert self._place is not None, "a source without a state directory takes no requests"
-        durable.make_directory(self._place, private=True)
-        # After all that wait, also when the clock was set back.
-        last = max((int(each.name.partition("-")[0]) for each in self.pending()), default=0)
-        name = f"{max(time.time_ns(), last + 1):020d}-{uuid4().hex[:8]}"
-        request = Request(name=name, verb=verb, streams=tuple(streams))
-        durable.write_atomic(self._place / f"{name}.json", request.model_dump_json().encode(), private=True)
-        return request
-
-    def pending(self) -> list[Request]:
-        """The requests that wait, in order."""
-        found = []
-        for file in sorted(self._place.glob("[0-9]*.json")) if self._place is not None else ():
-            with contextlib.suppress(FileNotFoundError):  # the running pipeline is done with it
-                found.append(Request.model_validate_json(file.read_bytes()))
-        return found
-
-    def done(self, names: Iterable[str]) -> None:
-        """Remove requests whose effect is durable; a second time does nothing."""
-        place = self._place
-        removed = [] if place is None else [file for name in names if (file := place / f"{name}.json").exists()]
-        for file in removed:
-            file.unlink(missing_ok=True)
-        if place is not None and removed:
-            durable.fsync(place)
+        return self.leave(lambda name: Request(name=name, verb=verb, streams=tuple(streams)))

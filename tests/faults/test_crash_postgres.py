@@ -48,7 +48,8 @@ class TestPostgresCrash(CrashContract):
             return connection.execute(f"SELECT * FROM {table}").fetchall() if there else []
 
     def lose_staged(self, path):
-        prefix = self.make_sink(path)._stem(Epoch("crash", "", 2, attempt=""))
+        whose = self.make_sink(path)._whose(Epoch("crash", "", 2))
+        prefix = f"{whose}{2:012d}-"
         with psycopg.connect(dsn(path)) as connection:
             query = "SELECT relname FROM pg_class WHERE starts_with(relname, %s)"
             lost = connection.execute(query, [prefix]).fetchall()

@@ -133,3 +133,14 @@ def test_the_comparison_sees_what_is_lost_and_what_is_doubled(examples, tmp_path
     target = shop.read(tmp_path / "table", ["id", "note"])
     assert shop.differences(["1\x1fa", "2\x1fb", "3\x1f∅"], target) == (0, 1)
     assert shop.differences(["1\x1fA", "2\x1fb", "2\x1fb", "3\x1f∅", "4\x1fd"], target) == (2, 1)
+
+
+def test_the_messages_add_up_before_and_after_their_replay(examples, java):
+    toml = examples / "messages.toml"
+    toml.write_text(toml.read_text().replace("40_000", "4_000").replace("10_000", "1_000"))
+    command = [sys.executable, "examples/messages.py"]
+    result = subprocess.run(command, cwd=examples.parent, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "4,000 in = 3,900 out + 100 dead" in result.stdout, result.stdout
+    assert "4,000 in = 4,000 out + 0 dead" in result.stdout, result.stdout
+    assert result.stdout.splitlines()[-1] == "lost 0 · doubled 0"

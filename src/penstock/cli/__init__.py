@@ -19,6 +19,7 @@ from penstock.errors import CODES, ConfigError, ConnectorError, FatalError
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
+    from penstock.schema.registry import Registry
 
 app = typer.Typer(
     help="Connectors that feed Apache Spark, exactly once.",
@@ -29,6 +30,21 @@ app = typer.Typer(
 
 app.add_typer(offsets.app, name="offsets")
 app.add_typer(tables.app, name="tables")
+
+DLQ = """
+Show the records that could not be used, try them again, or let go of them, whether the pipeline runs or not.
+
+\b
+show    how many there are of each kind; --sample 3 prints the newest three
+replay  after a fix: send them through the pipeline again, exactly once; one that fails again has one more attempt
+drop    they are not shown and not replayed any more
+
+--where is topic, code, rule, source, stream, sink or kind, and may be given more than once.
+"""
+
+SCHEMAS = """
+Show, check and register the schemas of a pipeline's topics: penstock schemas FILE list|show|check|register|infer.
+"""
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -188,6 +204,47 @@ def status(
             console.print(Text(f"! {notice}", style="yellow"), soft_wrap=True)
     if not verdict.ok and found["state"] != "stopped":
         raise typer.Exit(1)
+
+
+@app.command()
+@app.command("dlq", help=DLQ)
+def dead_letters(
+    words: Annotated[list[str], typer.Argument(metavar="[FILE] show|replay|drop", show_default=False)],
+    topic: Annotated[str | None, typer.Option(help="Only letters of this topic.")] = None,
+    code: Annotated[str | None, typer.Option(help="Only letters with this error code.")] = None,
+    where: Annotated[
+        list[str] | None, typer.Option("--where", metavar="NAME=VALUE", help="Only letters with this value.")
+    ] = None,
+    sample: Annotated[int, typer.Option(min=0, help="Print the newest N letters as well (show).")] = 0,
+    every: Annotated[bool, typer.Option("--all", help="Replayed and dropped letters, too (show).")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print them as JSON (show).")] = False,
+) -> None:
+    from penstock.cli import dlq
+    from penstock.runtime.messages.replay import parse_where
+
+    action, file = dlq.parse(words)
+    named = [f"{name}={value}" for name, value in (("topic", topic), ("code", code)) if value is not None]
+    chosen = parse_where([*named, *(where or ())])
+    if action == "show":
+        dlq.show(load(file), chosen, stdout(), sample=sample, json=json, every=every)
+    else:
+        dlq.command(load(file), "replay" if action == "replay" else "drop", chosen, stdout())
+
+
+@app.command(
+    "schemas",
+    help=SCHEMAS,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def each_schema(context: typer.Context) -> None:
+    from penstock.cli import schemas
+
+    def loaded(file: Path | None) -> tuple[Registry, list[schemas.SchemaFile]]:
+        pipeline = load(file)
+        return pipeline.schemas.registry.make(pipeline.processing.state_dir), schemas.entries_of(pipeline.schemas)
+
+    schemas.make_app(loaded, stdout)(context.args, prog_name="penstock schemas")
 
 
 @app.command()

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from penstock.cli.schemas import checked, entries_of
 from penstock.errors import ConfigError, ConnectorError, is_of_stream
 from penstock.pipeline import Pipeline
 from penstock.pipeline.checks import stream_notices
@@ -50,6 +51,8 @@ def check(pipeline: Pipeline, console: Console, master: str | None = None) -> bo
                 context = _context(pipeline, name, Path(scratch)) if kind == "source" else None
                 findings = list(_examine(name, connector, context, streams, pipeline))
                 report.connector(kind, name, connector, findings)
+    if schemas := list(_schemas(pipeline)):
+        report.connector("registry", pipeline.schemas.registry.type, None, schemas)
     _routes(pipeline, streams, console)
     for notice in stream_notices(pipeline, streams):
         report.notice(notice)
@@ -82,9 +85,9 @@ class _Report:
         if finding.fix:
             self.console.print(Text(f"{indent}  → {printable(finding.fix)}"), soft_wrap=True)
 
-    def connector(self, kind: str, name: str, connector: Connector[Any], findings: Sequence[Finding]) -> None:
+    def connector(self, kind: str, name: str, connector: Connector[Any] | None, findings: Sequence[Finding]) -> None:
         mark = ("✓ ", "green") if all(finding.ok for finding in findings) else ("✗ ", "bold red")
-        system = getattr(type(connector), "name", type(connector).__name__)
+        system = name if connector is None else getattr(type(connector), "name", type(connector).__name__)
         beside = (f" ({system})" if system != name else "", "dim")
         self.console.print(Text.assemble(mark, (f"{kind} ", "dim"), name, beside))
         for finding in findings:
@@ -195,6 +198,16 @@ def _targets(pipeline: Pipeline, source: str, stream: str) -> tuple[Target, ...]
         return pipeline.router.targets(source, stream)
     except ConfigError:  # `check_streams` reports it
         return ()
+
+
+def _schemas(pipeline: Pipeline) -> Iterator[Finding]:
+    """Whether a run could use the schemas of the topics; asks the registry, and registers nothing."""
+    registry = pipeline.schemas.registry.make(pipeline.processing.state_dir)
+    for entry in entries_of(pipeline.schemas):
+        try:
+            yield Finding(True, f"{entry.subject}: {checked(registry, entry)}")
+        except ConnectorError as error:
+            yield Finding(False, f"{entry.subject}: {error.code} {error.message}", error.hint)
 
 
 def _routes(pipeline: Pipeline, streams: dict[str, Schemas], console: Console) -> None:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from penstock.errors import ConfigError, ConnectorError
 from penstock.formats import WireSchema
+from penstock.pipeline.schemas import TopicSchemas, read_schema_file
 from penstock.schema.compatibility import Compatibility
 from penstock.schema.inference import infer_json_schema
 from penstock.schema.registry import Registry
@@ -37,12 +38,23 @@ class SchemaFile:
     def read(self) -> WireSchema:
         """The schema in the file."""
         assert self.file is not None
-        try:
-            return WireSchema(self.type, self.file.read_text("utf-8"), self.subject)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"cannot read the schema file {self.file}: {error}", code="PEN-1015", hint="correct `schema_file`"
-            ) from error
+        return read_schema_file(self.file, self.type, self.subject)
+
+
+def entries_of(schemas: TopicSchemas) -> list[SchemaFile]:
+    """The entries of a pipeline file that a registry holds, or should."""
+    return [
+        SchemaFile(
+            str(each.subject),
+            each.entry.schema_type,
+            each.entry.schema_file,
+            each.entry.auto_register,
+            each.entry.version_strategy,
+            each.entry.compatibility,
+        )
+        for each in schemas.entries
+        if each.subject is not None
+    ]
 
 
 Load = Callable[[Path | None], tuple[Registry, Sequence[SchemaFile]]]
@@ -80,7 +92,7 @@ def show_subject(registry: Registry, subject: str, version: int | None, console:
 
 def check_files(registry: Registry, entries: Sequence[SchemaFile], console: Console) -> bool:
     """Whether a run could start with these files; registers nothing."""
-    return _each(entries, console, lambda entry: _checked(registry, entry))
+    return _each(entries, console, lambda entry: checked(registry, entry))
 
 
 def register_files(registry: Registry, entries: Sequence[SchemaFile], console: Console) -> bool:
@@ -152,7 +164,8 @@ def _each(entries: Sequence[SchemaFile], console: Console, work: Callable[[Schem
     return is_well
 
 
-def _checked(registry: Registry, entry: SchemaFile) -> str:
+def checked(registry: Registry, entry: SchemaFile) -> str:
+    """What a run would do with an entry; raises why it could not start."""
     if entry.file is None:
         found = choose(registry, entry.subject, entry.strategy)
         return f"version {found.version}, id {found.id}"
@@ -164,6 +177,6 @@ def _checked(registry: Registry, entry: SchemaFile) -> str:
 
 def _registered(registry: Registry, entry: SchemaFile) -> str:
     if entry.file is None:
-        return _checked(registry, entry)
+        return checked(registry, entry)
     made = ensure_registered(registry, entry.subject, entry.read(), compatibility=entry.compatibility)
     return f"version {made.version}, id {made.id}"

@@ -17,6 +17,7 @@ from penstock.pipeline.registry import Kind
 from penstock.pipeline.routing import Route, matches
 from penstock.pipeline.toml import Where, without_password
 from penstock.schema.evolution import EvolutionConfig
+from penstock.schema.registry.versions import Pinned
 from penstock.sink import DeliveryGuarantee, SinkConnector, Topic
 from penstock.source import Connector, PollingSource, RangeSource, StreamingSource
 
@@ -193,6 +194,13 @@ def notices(pipeline: Pipeline) -> Iterator[str]:
             yield f"sink {name!r} ({_connector_name(sink)}) may repeat rows after a crash"
         if not any(name in (route.sinks or pipeline.router.sinks) for route in pipeline.router.effective):
             yield f"sink {name!r} gets no rows: no route names it"
+    if pipeline.delivery is DeliveryGuarantee.EXACTLY_ONCE:
+        for each in pipeline.schemas.entries:
+            if each.subject is not None and each.file is None and not isinstance(each.entry.version_strategy, Pinned):
+                yield (
+                    f"the schema of {each.entry.topic} is whatever version {each.subject!r} has when an epoch is planned: "
+                    "pin it with version_strategy = { pinned = … } if others may register versions"
+                )
     for route in pipeline.router.routes:
         if route.reliable_dispatch:
             continue

@@ -125,7 +125,7 @@ class Reader:
             return None
         mine = {key: value for key, value in given.items() if key in own}
         entry = self._section(SchemaEntry, mine, "[[schemas]]", where, tuple(model.model_fields))
-        rest = {key: value for key, value in given.items() if key not in own}
+        rest = {key: value for key, value in given.items() if key not in own or key in model.model_fields}
         options = self._section(model, rest, "[[schemas]]", where, tuple(own))
         if entry is None or options is None:
             return None

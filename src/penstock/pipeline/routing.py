@@ -185,6 +185,13 @@ class Router:
             if sinks:
                 yield Target(topic, sinks, route)
 
+    def reached(self, source: str, stream: str, topic: Topic) -> list[Target]:
+        """The targets of one topic that rows of the stream may reach; none also if the stream makes no topic."""
+        try:
+            return [target for target in self.targets(source, stream) if target.topic == topic]
+        except ConfigError:
+            return []
+
     def route(self, source: str, batch: SourceBatch) -> Iterator[tuple[Target | None, pa.RecordBatch]]:
         """The batch's rows for each target, filtered by attributes; under `unrouted = "skip"`, None and the rows for none."""
         records = batch.records

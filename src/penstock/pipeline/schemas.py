@@ -79,20 +79,25 @@ def read_schema(entry: SchemaEntry) -> WireSchema | None:
     """The schema in an entry's file."""
     if entry.schema_file is None:
         return None
+    return read_schema_file(entry.schema_file, entry.schema_type, entry.subject or entry.topic.lstrip("/"))
+
+
+def read_schema_file(path: Path, kind: str, subject: str) -> WireSchema:
+    """The schema in a file: text, or for Protobuf also a descriptor set."""
     try:
-        raw = entry.schema_file.read_bytes()
+        raw = path.read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"cannot read the schema file {entry.schema_file}: {error.strerror}",
+            f"cannot read the schema file {path}: {error.strerror}",
             code="PEN-1015",
             hint="correct `schema_file`; a relative path is looked for beside the pipeline file",
         ) from error
-    binary = entry.schema_type == "protobuf" and entry.schema_file.suffix != ".proto"
+    binary = kind == "protobuf" and path.suffix != ".proto"
     try:
         text = base64.b64encode(raw).decode() if binary else raw.decode()
     except UnicodeDecodeError:
-        raise ConfigError(f"the schema file {entry.schema_file} is not UTF-8 text", code="PEN-1015") from None
-    return WireSchema(entry.schema_type, text, entry.subject or entry.topic.lstrip("/"))
+        raise ConfigError(f"the schema file {path} is not UTF-8 text", code="PEN-1015") from None
+    return WireSchema(kind, text, subject)
 
 
 def problems(schemas: Sequence[TopicSchema]) -> list[tuple[int, str, str]]:

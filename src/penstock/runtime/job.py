@@ -128,7 +128,8 @@ class Tally:
         self.rows, self.unrouted = max(self.rows, other.rows), max(self.unrouted, other.unrouted)
         for mine, others in ((self.skipped, other.skipped), (self.letters, other.letters)):
             for topic, count in others.items():
-                mine[topic] = mine.get(topic, 0) + count
+                # What the source itself refuses is met by every task that reads the part.
+                mine[topic] = max(mine.get(topic, 0), count) if not topic else mine.get(topic, 0) + count
         self.samples += other.samples
         self.notes += [note for note in other.notes if note not in self.notes]
         self.refused |= other.refused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,15 +11,17 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from penstock.errors import DataError
+from penstock.errors import ConfigError, DataError
 from penstock.formats import Failures
-from penstock.pipeline.routing import Target
+from penstock.pipeline.routing import OnError, Target
 from penstock.runtime.job import SAMPLES, Bad, Job, Part, Tally, TaskResult
 from penstock.runtime.messages import letters
-from penstock.runtime.messages.decoding import DecodedRows, is_envelope, merged
-from penstock.runtime.messages.letters import Place
+from penstock.runtime.messages.decoding import is_envelope, merged
+from penstock.runtime.messages.letters import REPLAY, Place
 from penstock.sink import Topic
 from penstock.source import Note, RangeSource, SourceBatch, SourceContext
+
+_NUMBER = "_number"
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,10 @@ class Rows:
     """The messages that these rows were decoded from, row by row."""
     part: int = 0
     """Number of the part that they are of."""
+    origin: Place | None = None
+    """Of rows of a replay: where they first came from."""
+    result_of: Place | None = None
+    """Of rows that a query made: one of the places that its input came from."""
 
     def only(self, mask: npt.NDArray[np.bool_]) -> Rows:
         """Some of the rows."""
@@ -43,7 +50,14 @@ class Rows:
 
     @property
     def place(self) -> Place:
-        return Place(self.tally.source, self.tally.stream, self.target.topic)
+        """Where a letter of these rows says that it came from."""
+        return self.origin or self.result_of or Place(self.tally.source, self.tally.stream, self.target.topic)
+
+    def policy(self, job: Job) -> OnError:
+        """What becomes of those that cannot be used. A letter stays one: whoever asks for a replay cannot know if it works."""
+        if self.origin is not None:
+            return "dead_letter"
+        return job.on_error.of(self.tally.source, self.target.route)
 
 
 class Reading:
@@ -83,14 +97,27 @@ class Reading:
                 try:
                     yield from self._part(part, opened[part.source], tally)
                 except DataError as error:
-                    if self._job.on_error.of(part.source) != "skip":
-                        raise
-                    tally.skipped[""] = tally.skipped.get("", 0) + error.count
-                    for why in error.samples or [error.message]:
-                        _show(tally, "", error.code, "source", why)
+                    yield from self._unread(part, tally, error)
         finally:
             for source in opened.values():
                 source.close()
+
+    def _unread(self, part: Part, tally: Tally, error: DataError) -> Iterator[Rows]:
+        """What becomes of records that the source itself could not read."""
+        policy = self._job.on_error.of(part.source)
+        if policy == "stop" or (policy == "dead_letter" and len(error.records) < error.count):
+            raise error
+        for why in error.samples or [error.message]:
+            show(tally, "", error.code, "source", why)
+        if policy == "skip":
+            tally.skipped[""] = tally.skipped.get("", 0) + error.count
+            return
+        assert self._job.letters is not None
+        tally.letters[""] = tally.letters.get("", 0) + error.count
+        target = letters.target(self._job.letters)
+        if self._wanted(target):  # every task that reads the part meets them, and one of them keeps them
+            place = Place(part.source, error.stream, "")
+            yield Rows(target, letters.of_records(error, place, self._job.epoch), tally, part=part.number)
 
     def finish(self, result: TaskResult) -> TaskResult:
         """Add what was read to what was staged."""
@@ -102,6 +129,8 @@ class Reading:
         for item in source.read(part.split):
             if isinstance(item, Note):
                 tally.notes.append(item.value)
+            elif part.source == REPLAY:
+                yield from self._replayed(part, item.records, tally)
             elif item.stream not in tally.refused and (part.source, item.stream) not in self._job.aside:
                 yield from self._routed(part, item, tally)
 
@@ -114,15 +143,75 @@ class Reading:
             elif self._wanted(target):
                 yield from self._decoded(Rows(target, rows, tally, part=part.number))
 
+    def _replayed(self, part: Part, found: pa.RecordBatch, tally: Tally) -> Iterator[Rows]:
+        """Letters go where they were going when they failed, and nowhere else: other topics and sinks had them then."""
+        tally.rows += found.num_rows
+        for kind, place, some in letters.by_place(found):
+            tally.stream = place.stream
+            reached = np.zeros(some.num_rows, dtype=bool)
+            for target, chosen in self._places(kind, place, some):
+                reached |= chosen
+                if not self._wanted(target):
+                    continue
+                mine = some if chosen.all() else some.filter(pa.array(chosen))
+                batches = [letters.envelopes_of(mine)] if kind == "message" else letters.rows_in(mine)
+                for batch in batches:
+                    rows = Rows(target, batch, tally, part=part.number, origin=place)
+                    yield from self._decoded(rows) if kind == "message" else [rows]
+            if not reached.all() and (made := self._astray(kind, place, some.filter(pa.array(~reached)), tally)):
+                yield replace(made, part=part.number, origin=place)
+
+    def _places(self, kind: str, place: Place, some: pa.RecordBatch) -> Iterator[tuple[Target, npt.NDArray[np.bool_]]]:
+        """The targets that letters of one place go to by the routes as they are now, each with the letters that reach it."""
+        router = self._job.router
+        if kind == "record":
+            return
+        if kind == "message":
+            numbered = letters.envelopes_of(some).append_column(_NUMBER, pa.array(range(some.num_rows)))
+            with contextlib.suppress(ConfigError):  # some, or all, have no route any more
+                for target, rows in router.route(place.source, SourceBatch(numbered, stream=place.stream)):
+                    if target is not None and (chosen := _going(target, place)):
+                        reached = np.zeros(some.num_rows, dtype=bool)
+                        reached[rows.column(_NUMBER).to_numpy()] = True
+                        yield chosen, reached
+            return
+        for target in router.reached(place.source, place.stream, place.topic):
+            if chosen := _going(target, place):
+                if place.sink is not None:  # a row as that sink was to get it
+                    plain = replace(target.route, sql=None, transform=None, partitions=1)
+                    chosen = Target(target.topic, chosen.sinks, plain)
+                yield chosen, np.ones(some.num_rows, dtype=bool)
+                return
+
+    def _astray(self, kind: str, place: Place, some: pa.RecordBatch, tally: Tally) -> Rows | None:
+        """Letters whose route or sink is gone stay letters; told by the one task of all that read them which writes letters."""
+        assert self._job.letters is not None
+        target = letters.target(self._job.letters)
+        if not self._wanted(target):
+            return None
+        if kind == "record":
+            code, rule = "PEN-3001", "source"
+            what = "the source could not read it: correct it there, and drop this letter"
+        else:
+            code, rule = "PEN-1018", "route.gone"
+            what = f"no route leads from {place.source}/{place.stream} to {place.topic}"
+            what += f" of sink {place.sink!r}" if place.sink is not None else ""
+        tally.letters[place.topic] = tally.letters.get(place.topic, 0) + some.num_rows
+        show(tally, place.topic, code, rule, what)
+        return Rows(target, letters.again(some, rule, what, code, self._job.epoch), tally)
+
     def _decoded(self, rows: Rows) -> Iterator[Rows]:
         topic = rows.target.topic
         decoder = self._job.decoders.of(topic) if is_envelope(rows.batch.schema) else None
         if decoder is None:
             yield rows
             return
-        decoded = decoder.decode(rows.batch)
-        if decoder.format.columns() is None:
-            self._learn(topic, decoder.known, decoded)
+        known = self.columns.get(
+            topic, decoder.known
+        )  # an epoch with new columns is staged again, so all rows have them
+        decoded = decoder.decode(rows.batch, known)
+        if decoder.format.columns() is None and (known is None or decoded.columns != known):
+            self.columns[topic] = merged(known, [decoded.columns])
         if len(decoded.failures):
             yield from self._failed(rows, decoded.failures)
         if decoded.rows.num_rows:
@@ -130,21 +219,16 @@ class Reading:
             envelopes = rows.batch if whole else rows.batch.take(pa.array(decoded.positions))
             yield replace(rows, batch=decoded.rows, envelopes=envelopes)
 
-    def _learn(self, topic: Topic, known: pa.Schema | None, decoded: DecodedRows) -> None:
-        if known is None or decoded.columns != known:
-            found = [each for each in (self.columns.get(topic), decoded.columns) if each is not None]
-            self.columns[topic] = merged(known, found)
-
     def _failed(self, rows: Rows, failures: Failures) -> Iterator[Rows]:
         """What becomes of messages that could not be decoded."""
         tally, topic = rows.tally, rows.target.topic
-        policy = self._job.on_error.of(tally.source, rows.target.route)
+        policy = rows.policy(self._job)
         if policy == "stop":
             raise _refusal(rows, failures)
         if not self._failures:
             return
         for rule, reason in list(zip(failures.rules, failures.reasons, strict=True))[:SAMPLES]:
-            _show(tally, topic, "PEN-3001", rule, reason)
+            show(tally, topic, "PEN-3001", rule, reason)
         if policy == "skip":
             tally.skipped[topic] = tally.skipped.get(topic, 0) + len(failures)
             return
@@ -154,7 +238,14 @@ class Reading:
         yield replace(rows, target=letters.target(self._job.letters), batch=found)
 
 
-def _show(tally: Tally, topic: Topic, code: str, rule: str, reason: str) -> None:
+def _going(target: Target, place: Place) -> Target | None:
+    """The target as far as letters of a place go there."""
+    sinks = target.sinks if place.sink is None else tuple({place.sink}.intersection(target.sinks))
+    return Target(target.topic, sinks, target.route) if sinks and target.topic == place.topic else None
+
+
+def show(tally: Tally, topic: Topic, code: str, rule: str, reason: str) -> None:
+    """Keep a bad record among the first few that people are shown."""
     if len(tally.samples) < SAMPLES:
         tally.samples.append(Bad(tally.source, tally.stream, topic, code, rule, reason))
 

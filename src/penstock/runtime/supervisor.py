@@ -27,7 +27,7 @@ from penstock.runtime.job import Engine, OnErrors
 from penstock.runtime.journal import JournalPosition
 from penstock.runtime.messages import letters
 from penstock.runtime.messages.codecs import Codecs
-from penstock.runtime.messages.store import letter_sink
+from penstock.runtime.messages.store import letter_sink, replay_source
 from penstock.runtime.monitor import Monitor, Step
 from penstock.runtime.retry import Backoff
 from penstock.runtime.telemetry import Telemetry
@@ -42,6 +42,9 @@ from penstock.source import (
     SourceConnector,
 )
 from penstock.tables import TableSource
+
+REQUEST_SECS = 1.0
+"""How often requests for a replay are looked for, where nothing else needs a timer."""
 
 LostState = Literal["stop", "resume", "start-over"]
 
@@ -155,7 +158,7 @@ class _Supervisor:
             resources.callback(self.serve(self.telemetry, processing.metrics_port).close)
         starting = _Starting(engine, directory / "lock.jvm", self.telemetry)
         resources.callback(starting.stop)
-        letters = letter_sink(self.pipeline, directory)
+        letters = letter_sink(self.pipeline)
         self.sinks = {**self.pipeline.sinks, **letters}
         codecs = Codecs(self.pipeline.schemas, directory)
         codecs.register()  # a schema that is not compatible is refused before anything starts
@@ -200,7 +203,8 @@ class _Supervisor:
         """
         for name, sink in self.sinks.items():
             self._open_one(f"sink:{name}", sink, resources, partial(sink.open, self.contexts.sink(name)))
-        for name, source in self.pipeline.sources.items():
+        replay = replay_source(self.pipeline, state.identity.incarnation)
+        for name, source in {**self.pipeline.sources, **replay}.items():
             context = self.contexts.source(name)
             if isinstance(source, RangeSource):
                 self.ranges[name] = source
@@ -297,7 +301,7 @@ class _Supervisor:
         if self.messages.letters is not None:
             pairs.add((self.messages.letters, letters.TOPIC))
         decoders = self.messages.decoders_now(state.newest)
-        known = self._placed({name: discover(source) for name, source in self.ranges.items()}, state)
+        known = self._placed({name: discover(source) for name, source in self._own_ranges()}, state)
         for notice in stream_notices(self.pipeline, known):
             self.telemetry.message("warning", notice)
         for name, schemas in known.items():
@@ -332,11 +336,13 @@ class _Supervisor:
     def _drive(self, loop: EpochLoop, waker: Waker, began: float) -> None:
         processing = self.pipeline.processing
         interval = processing.epoch_interval_ms / 1000
-        signalled = [(name, source.data_ready_notify()) for name, source in self.ranges.items()]
-        for _, event in signalled:
+        signals = [source.data_ready_notify() for _, source in self._own_ranges()]
+        for event in signals:
             if event is not None:
                 waker.watch(event, clear=True)
-        timer = None if signalled and all(event for name, event in signalled) else processing.poll_interval_ms / 1000
+        timer: float | None = processing.poll_interval_ms / 1000
+        if signals and all(signals):
+            timer = REQUEST_SECS if letters.REPLAY in self.ranges else None
         self.requests = [event for source in self.pipeline.sources.values() if (event := source.checkpoint_requested())]
         for event in (*self.requests, *([] if isinstance(self.drain, bool) else [self.drain])):
             waker.watch(event, clear=False)
@@ -380,6 +386,10 @@ class _Supervisor:
                     return
                 waker.wait(processing.max_backoff_ms / 1000 if loop.unacked and timer is None else timer)
 
+    def _own_ranges(self) -> list[tuple[str, RangeSource[Any, Any]]]:
+        """Those of the pipeline's own sources."""
+        return [(name, source) for name, source in self.ranges.items() if name != letters.REPLAY]
+
     def _with_ingested(self, report: EpochReport) -> EpochReport:
         """The report with the bad records that the ingests left out since the last one."""
         before, self.skipped = self.skipped, sum(ingest.counts.skipped for ingest in self.ingests.values())
@@ -412,7 +422,7 @@ class _Supervisor:
             if self.stop.wait(pause):
                 return
             try:  # a broken connection is closed and opened again; connectors have no retry loops of their own
-                for connector in (*self.ranges.values(), *self.pipeline.sinks.values()):
+                for connector in (*self.ranges.values(), *self.sinks.values()):
                     connector.close()
                 self.contexts.open()
                 return

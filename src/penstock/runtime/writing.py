@@ -18,7 +18,7 @@ from penstock.formats import Failures
 from penstock.pipeline.routing import Target, partition_of, split_by
 from penstock.runtime.job import Bad, Job, TaskResult
 from penstock.runtime.messages import letters
-from penstock.runtime.reading import Rows
+from penstock.runtime.reading import Rows, show
 from penstock.schema.evolution import diff
 from penstock.sink import SinkConnector, SinkContext, Task, Topic, TopicContext, WriteResult
 from penstock.tables import Refused, TableSource
@@ -49,6 +49,15 @@ class Writer:
                 if not self._kept(name, rows, error):
                     _leave_out(rows, self._job, error)
                     return
+
+    def keep(self, rows: Rows) -> None:
+        """Write rows; what a sink refuses for itself is kept as dead letters, and anything else is raised."""
+        for name in rows.target.sinks:
+            try:
+                self._put(name, rows.target, rows.batch)
+            except ConnectorError as error:
+                if not self._kept(name, rows, error):
+                    raise
 
     def spread(self, rows: Rows, count: int) -> list[Rows | None]:
         """The rows by the partition of their key; None where there are none."""
@@ -103,28 +112,31 @@ class Writer:
     def _kept(self, name: str, rows: Rows, error: ConnectorError) -> bool:
         """Keep the rows that a sink refuses for themselves as dead letters, and write the others; False: it is not the rows."""
         job, tally = self._job, rows.tally
-        policy = job.on_error.of(tally.source, rows.target.route)
-        if policy != "dead_letter" or not isinstance(error, DataError | SchemaError) or job.letters is None:
+        if rows.policy(job) != "dead_letter" or not isinstance(error, DataError | SchemaError) or job.letters is None:
             return False
         if rows.target.topic == letters.TOPIC:
             return False
         found = self._at_fault(name, rows, error)
-        if not found:
+        if found is None:
             return False
         topic = rows.target.topic
         tally.letters[topic] = tally.letters.get(topic, 0) + len(found)
+        place, made = replace(rows.place, sink=name), []
         for at, why in found:
-            place = letters.Place(tally.source, tally.stream, topic, name)
+            show(tally, topic, why.code, "sink", why.message)
             if rows.envelopes is not None:
                 failure = Failures.of({at: ("sink", why.message)})
-                made = letters.of_messages(rows.envelopes, failure, place, job.epoch, why.code)
+                made.append(letters.of_messages(rows.envelopes, failure, place, job.epoch, why.code))
             else:
-                made = letters.of_rows(rows.batch.slice(at, 1), why.code, "sink", why.message, place, job.epoch)
-            self._put(job.letters, letters.target(job.letters), made)
+                row = rows.batch.slice(at, 1)
+                made.append(letters.of_rows(row, why.code, "sink", why.message, place, job.epoch))
+        if made:
+            together = pa.Table.from_batches(made).combine_chunks().to_batches()[0]
+            self._put(job.letters, letters.target(job.letters), together)
         return True
 
-    def _at_fault(self, name: str, rows: Rows, error: ConnectorError) -> list[tuple[int, ConnectorError]]:
-        """Write the rows that the sink takes, and give back the others; none: it is the whole batch that does not fit."""
+    def _at_fault(self, name: str, rows: Rows, error: ConnectorError) -> list[tuple[int, ConnectorError]] | None:
+        """Write the rows that the sink takes, and give back the others; None: it is the whole batch that does not fit."""
         taken = 0
 
         def refused(start: int, stop: int) -> ConnectorError | None:
@@ -142,8 +154,8 @@ class Writer:
             why = refused(start, stop) if named else error
             for each in bisect(refused, start, stop, why) if why is not None else ():
                 found.append(each)
-                if len(found) >= HOPELESS and not taken:
-                    return []
+                if len(found) >= HOPELESS and not taken and rows.origin is None:
+                    return None
         return found
 
 

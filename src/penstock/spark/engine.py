@@ -16,6 +16,7 @@ import penstock
 from penstock.errors import (
     ConfigError,
     ConnectorError,
+    DataError,
     FatalError,
     is_of_stream,
 )
@@ -28,11 +29,13 @@ from penstock.runtime.job import (
     TaskResult,
     is_plain,
 )
+from penstock.runtime.messages.letters import REPLAY, Place
 from penstock.schema import key_of, with_key
 from penstock.spark.failures import driver_errors
 from penstock.spark.java import java_problem
 from penstock.spark.session import JVM_LOCK_WAIT_SECS, end_session, start_session, try_lock
 from penstock.spark.shipping import ship
+from penstock.spark.sieve import CODE, Sieve, find, keeps_rows
 from penstock.spark.sql import (
     BAD_SQL,
     check_route,
@@ -47,6 +50,8 @@ from penstock.spark.sql import (
     transform,
 )
 from penstock.spark.tasks import (
+    count_task,
+    evaluate_task,
     gather_task,
     lanes_of,
     pack,
@@ -187,12 +192,11 @@ class SparkEngine:
         results: list[TaskResult] = []
         with driver_errors():
             self._context.setJobGroup(job.epoch.pipeline, str(job.epoch), False)
-            if job.look or any(is_plain(route) for route in routes):
+            if job.look or REPLAY in job.sources or any(is_plain(route) for route in routes):
                 results += self._passthrough(job)
             for target, schemas in sql_targets(job).items():
                 try:
-                    with driver_errors(), row_errors(target):
-                        results += self._sql(job, target, merged(schemas, target.topic))
+                    results += self._sifted(job, target, merged(schemas, target.topic))
                 except ConnectorError as error:
                     if not is_of_stream(error) and error.code != BAD_SQL:
                         raise  # such as of a connector that could not be opened
@@ -229,7 +233,35 @@ class SparkEngine:
             self._seeds[tasks] = self._context.parallelize([], tasks)
         return self._seeds[tasks]
 
-    def _sql(self, job: Job, target: Target, schema: pa.Schema) -> list[TaskResult]:
+    def _sifted(self, job: Job, target: Target, schema: pa.Schema) -> list[TaskResult]:
+        """Run a query; if it fails on rows that may become dead letters, once more without these."""
+        origins = feeding(job, target)
+        try:
+            with driver_errors(), row_errors(target):
+                return self._sql(job, target, schema, Sieve())
+        except DataError as error:
+            if error.code != CODE or not keeps_rows(job, {each.source for each in origins}, target.route):
+                raise
+
+            def fails(task: int, low: int, high: int) -> DataError | None:
+                try:
+                    with driver_errors(), row_errors(target):
+                        self._sql(job, target, schema, Sieve(only=(task, low, high)))
+                except DataError as why:
+                    if why.code != CODE:
+                        raise
+                    return why
+                return None
+
+            groups = job.groups(self.parallelism)
+            counting = self._empty(len(groups)).mapPartitionsWithIndex(count_task(pack(job), groups, target))
+            counts = dict(counting.collect())
+            bad = find([counts[index] for index in range(len(groups))], fails, error)
+            with driver_errors(), row_errors(target):
+                results = self._sql(job, target, schema, Sieve(without=bad))
+            return [*results, TaskResult(attempt=1)]  # what the first try has staged is to be swept
+
+    def _sql(self, job: Job, target: Target, schema: pa.Schema, sieve: Sieve) -> list[TaskResult]:
         from pyspark.sql.pandas.types import to_arrow_schema
 
         groups = job.groups(self.parallelism)
@@ -242,7 +274,7 @@ class SparkEngine:
 
         def queried(schema: pa.Schema) -> Any:
             seeds = session.range(0, len(groups), 1, len(groups))
-            task = read_task(packed, groups, target, schema, known, readers, fates)
+            task = read_task(packed, groups, target, schema, known, readers, fates, sieve)
             rows = seeds.mapInArrow(task, spark_schema(schema, target.topic))
             return transform(session, target.route, target.topic, rows)
 
@@ -254,10 +286,24 @@ class SparkEngine:
             frame = pruned(frame, schema, queried)
         key = [column for column in key_of(schema) if column in frame.columns]
         columns = with_key(to_arrow_schema(frame.schema, timezone="UTC"), key)
-        written = frame.mapInArrow(write_task(packed, target, columns, fates), _RESULT).collect()
+        if sieve.probes:
+            frame.mapInArrow(evaluate_task, _RESULT).collect()
+            return []
+        origin = next((each for each in feeding(job, target) if keeps_rows(job, {each.source}, target.route)), None)
+        written = frame.mapInArrow(write_task(packed, target, columns, fates, origin), _RESULT).collect()
         results = [pickle.loads(row.result) for row in written]
         results += readers.value.values()
         return results
+
+
+def feeding(job: Job, target: Target) -> list[Place]:
+    """The streams that feed a topic."""
+    return [
+        Place(source, stream, target.topic)
+        for source, streams in job.schemas.items()
+        for stream in streams
+        if target in job.router.targets(source, stream)
+    ]
 
 
 def _without(job: Job, target: Target, error: ConnectorError) -> TaskResult:

@@ -19,12 +19,13 @@ from penstock.errors import SchemaError, reason_of
 from penstock.pipeline.routing import Route, Target
 from penstock.runtime.job import Job, Part, Tally, TaskResult, is_plain
 from penstock.runtime.messages import letters
-from penstock.runtime.messages.letters import rows_of, to_ipc
+from penstock.runtime.messages.letters import Place, rows_of, to_ipc
 from penstock.runtime.reading import Reading, Rows
 from penstock.runtime.task import run_task, run_work
 from penstock.runtime.writing import Writer
 from penstock.sink import Task, Topic
 from penstock.spark.deletes import FilteredChanges
+from penstock.spark.sieve import Sieve, letters_of
 
 
 def pack(value: Any) -> bytes:
@@ -138,6 +139,7 @@ def read_task(
     known: frozenset[str],
     results: Any,
     fates: FilteredChanges | None,
+    sieve: Sieve,
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def task(ids: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         job: Job = pickle.loads(packed)
@@ -148,13 +150,20 @@ def read_task(
         with fates.noting(_side_file(job)) if fates else contextlib.nullcontext(lambda rows: None) as note:
             for batch in ids:
                 for index in batch.column(0).to_pylist():
-                    reading = Reading(job, groups[index], lambda target: _same(target, wanted), columns)
+                    same = lambda target: _same(target, wanted)  # noqa: E731
+                    reading = Reading(job, groups[index], same, columns, failures=not sieve.probes)
                     writer = Writer(job, Task(READERS + index, _attempt()))
+                    first = 0
                     try:
                         for rows in reading:
                             if rows.target.topic == letters.TOPIC:
                                 writer.take(rows)
                                 continue
+                            given, left = sieve.part(index, first, rows)
+                            if left:
+                                writer.take(letters_of(rows, left, job))
+                            first += rows.batch.num_rows
+                            rows = given
                             note(rows.batch)  # before the rows go on: who has seen the last of them finds all notes
                             # Columns that the epoch does not know have it staged again.
                             seen = known if rows.envelopes is None else known.union(rows.batch.schema.names)
@@ -172,16 +181,17 @@ READERS = 50_000
 
 def _to_lane(rows: Rows, job: Job) -> bytes:
     """Rows on their way to a lane; with the messages they came from only if a sink's refusal may make letters of them."""
-    kept = rows.envelopes if job.on_error.of(rows.tally.source, rows.target.route) == "dead_letter" else None
+    kept = rows.envelopes if rows.policy(job) == "dead_letter" else None
     envelopes = None if kept is None else to_ipc(kept)
-    return pickle.dumps((rows.target, rows.tally.source, rows.tally.stream, rows.part, to_ipc(rows.batch), envelopes))
+    place = (rows.target, rows.tally.source, rows.tally.stream, rows.part, rows.origin)
+    return pickle.dumps((*place, to_ipc(rows.batch), envelopes))
 
 
 def _from_lane(blob: bytes, tallies: dict[int, Tally]) -> Rows:
-    target, source, stream, part, batch, envelopes = pickle.loads(blob)
+    target, source, stream, part, origin, batch, envelopes = pickle.loads(blob)
     tally = tallies.setdefault(part, Tally(source))
     tally.stream = stream
-    return Rows(target, rows_of(batch), tally, None if envelopes is None else rows_of(envelopes), part)
+    return Rows(target, rows_of(batch), tally, None if envelopes is None else rows_of(envelopes), part, origin)
 
 
 def _same(target: Target, wanted: Target) -> bool:
@@ -196,8 +206,28 @@ def _side_file(job: Job) -> Path:
     return Path(directory) / f"penstock-{job.epoch.stem()}-{TaskContext.get().taskAttemptId()}.arrow"
 
 
+def count_task(
+    packed: bytes, groups: list[list[Part]], wanted: Target
+) -> Callable[[int, Iterable[int]], Iterator[tuple[int, int]]]:
+    """How many rows each task reads for a topic."""
+
+    def task(index: int, nothing: Iterable[int]) -> Iterator[tuple[int, int]]:
+        list(nothing)
+        reading = Reading(pickle.loads(packed), groups[index], lambda target: _same(target, wanted), failures=False)
+        yield index, sum(rows.batch.num_rows for rows in reading)
+
+    return task
+
+
+def evaluate_task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Compute every column of a query, and keep nothing."""
+    for _ in batches:
+        pass
+    yield from ()
+
+
 def write_task(
-    packed: bytes, target: Target, columns: pa.Schema, fates: FilteredChanges | None
+    packed: bytes, target: Target, columns: pa.Schema, fates: FilteredChanges | None, origin: Place | None
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext
@@ -205,10 +235,14 @@ def write_task(
         job: Job = pickle.loads(packed)
         writer = Writer(job, Task(TaskContext.get().partitionId(), _attempt()))
         came_out: list[pa.Table] = []
+        number, tally = made_of(job, origin)
         try:
             for batch in batches:
                 rows = batch.replace_schema_metadata(columns.metadata)
-                writer.write(target, rows)
+                if origin is None:
+                    writer.write(target, rows)
+                else:
+                    writer.keep(Rows(target, rows, tally, part=number, result_of=origin))
                 if fates is not None:
                     came_out.append(fates.came_out(rows))
             if fates is not None:
@@ -217,9 +251,17 @@ def write_task(
             result = writer.finish()
         finally:
             writer.close()
+        if tally.letters:
+            result.tallies = {number: tally}
         yield pa.RecordBatch.from_arrays([pa.array([pack(result)], pa.binary())], names=["result"])
 
     return task
+
+
+def made_of(job: Job, origin: Place | None) -> tuple[int, Tally]:
+    """The part that letters of a query's results are counted with: of the rows that the query made it of nothing is known."""
+    part = next((part for part in job.parts if origin is not None and part.source == origin.source), job.parts[0])
+    return part.number, Tally(part.source, stream="" if origin is None else origin.stream)
 
 
 def conform(batch: pa.RecordBatch, schema: pa.Schema, known: frozenset[str], topic: Topic) -> pa.RecordBatch:

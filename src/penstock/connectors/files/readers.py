@@ -25,7 +25,7 @@ from penstock.connectors.files.types import (
     merge,
     widest,
 )
-from penstock.errors import DataError, FatalError, RangeGone, RetryableError, reason_of
+from penstock.errors import BadRecord, DataError, FatalError, RangeGone, RetryableError, reason_of
 from penstock.formats.json_parse import has_whole_lists
 
 Format = Literal["jsonl", "csv", "parquet"]
@@ -74,6 +74,10 @@ def format_of(name: str) -> Format | None:
     return _ENDINGS.get(os.path.splitext(stem)[1] if ending in _COMPRESSIONS else ending)
 
 
+KEPT_BYTES = 64 << 20
+"""Of bad records of one split, in memory; beyond, they are counted and cannot become dead letters."""
+
+
 class BadRows:
     """The rows of a split that could not be used: how many, and where the first few are and what is wrong with them."""
 
@@ -81,23 +85,32 @@ class BadRows:
         self.path = path
         self.count = 0
         self._named: list[str] = []
+        self._records: list[BadRecord] = []
+        self._bytes = 0
 
     @property
     def names(self) -> bool:
         """True while rows are still named, and not only counted."""
         return len(self._named) < _NAMED
 
-    def add(self, where: str, why: object) -> None:
+    def add(self, where: str, why: object, text: str | bytes = b"") -> None:
+        """Count a row, name it if it is one of the first few, and keep it for the dead letters."""
+        data, reason = text.encode() if isinstance(text, str) else text, reason_of(why)
+        place = f"{self.path}, {where}" if where else self.path
         if self.names:
-            self._named.append(f"{self.path}, {where}: {reason_of(why)}")
+            self._named.append(f"{place}: {reason}")
         self.count += 1
+        self._bytes += len(data)
+        if data and self._bytes <= KEPT_BYTES:
+            self._records.append(BadRecord(data, place, reason))
 
     def clear(self) -> None:
         """The file is read again."""
-        self.count = 0
+        self.count = self._bytes = 0
         self._named.clear()
+        self._records.clear()
 
-    def error(self) -> DataError:
+    def error(self, stream: str) -> DataError:
         many = f" and {self.count - 1} more" if self.count > 1 else ""
         error = DataError(
             f"{self._named[0]}{many}",
@@ -105,8 +118,9 @@ class BadRows:
             hint="correct the file, where it is or under a new name; give the right types in `columns`; "
             'or leave such rows out with `on_error = "skip"`',
         )
-        error.count = self.count
+        error.count, error.stream = self.count, stream
         error.samples = tuple(self._named)
+        error.records = self._records if len(self._records) == self.count else ()
         return error
 
 
@@ -199,9 +213,9 @@ def _salvage_lines(
 
     yield from _salvage(len(lines), convert, lambda at, why: misfits.append((*lines[at], str(why))))
     before: int | None = None
-    for number, _, why in sorted(misfits):
+    for number, line, why in sorted(misfits):
         before = before if before is not None or not bad.names else _lines_before(split, offset)
-        bad.add(f"line {(before or 0) + number + 1:,}", why)
+        bad.add("" if before is None else f"line {before + number + 1:,}", why, line)
 
 
 def _sorted_out(block: bytes, schema: pa.Schema | None) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes, str]]]:
@@ -377,7 +391,9 @@ def _salvage_csv(
             yield from _salvage(rows.num_rows, convert, refused.__setitem__)
             misfits.update((numbers[row], str(why)) for row, why in refused.items())
             for number, why in sorted(misfits.items()):
-                bad.add(f"row {at + number + 1:,}", why)
+                (row,) = raw.slice(number, 1).to_pylist()
+                text = {name: value.decode(errors="replace") for name, value in row.items()}
+                bad.add(f"row {at + number + 1:,}", why, str(text))
             at += raw.num_rows
     except pa.ArrowInvalid as error:
         bad.add(f"after row {at:,}", error)
@@ -385,7 +401,7 @@ def _salvage_csv(
 
 def _csv_batches(split: FileSplit, stream: pa.NativeFile, schema: pa.Schema, bad: BadRows) -> Iterator[pa.RecordBatch]:
     def skip(row: pa.csv.InvalidRow) -> str:
-        bad.add(f"line {row.number:,}", f"{row.actual_columns} columns instead of {row.expected_columns}")
+        bad.add(f"line {row.number:,}", f"{row.actual_columns} columns instead of {row.expected_columns}", row.text)
         return "skip"
 
     reader = pa.csv.open_csv(
@@ -434,9 +450,9 @@ def _read_parquet(split: FileSplit, file: pa.NativeFile, bad: BadRows) -> Iterat
             def convert(lo: int, hi: int, batch: pa.RecordBatch = batch) -> pa.RecordBatch:
                 return _conformed(batch.slice(lo, hi - lo), schema)
 
-            def report(row: int, why: pa.ArrowInvalid, before: int = at) -> None:
+            def report(row: int, why: pa.ArrowInvalid, batch: pa.RecordBatch = batch, before: int = at) -> None:
                 where = f"row {before + row + 1:,}" + (f" of row groups from {split.start}" if split.start else "")
-                bad.add(where, why)
+                bad.add(where, why, str(batch.slice(row, 1).to_pylist()[0]))
 
             yield from _salvage(batch.num_rows, convert, report)
             at += batch.num_rows

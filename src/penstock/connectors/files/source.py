@@ -227,7 +227,7 @@ class Files(RangeSource[FilesConfig, Inventoried]):
         if schema != split.schema:
             yield Note({"stream": split.stream, "schema": pack_schema(schema)})
         if bad.count:
-            raise bad.error()
+            raise bad.error(split.stream)
 
     def next_start(self, end: Inventoried, notes: Sequence[Json]) -> Inventoried:
         """Remember columns that tasks met and planning did not; they are recorded with the next files."""

@@ -69,8 +69,7 @@ class Messages:
 
     def check(self, number: int, staged: Staged) -> None:
         """Stop before an epoch that leaves too many records out, instead of draining a topic into the dead letters."""
-        read = sum(staged.rows_in.values())
-        bad, total = staged.bad, max(read, staged.bad)
+        bad, total = staged.bad, max(staged.read, staged.bad)
         for earlier_bad, earlier_total in reversed(self._window):
             if total >= WINDOW:
                 break
@@ -85,6 +84,6 @@ class Messages:
 
     def count(self, staged: Staged) -> None:
         """An epoch is prepared: its records count for the ones after it."""
-        self._window.append((staged.bad, max(sum(staged.rows_in.values()), staged.bad)))
+        self._window.append((staged.bad, max(staged.read, staged.bad)))
         while len(self._window) > 1 and sum(total for _, total in self._window) - self._window[0][1] >= WINDOW:
             self._window.popleft()

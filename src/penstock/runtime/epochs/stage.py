@@ -16,6 +16,7 @@ from penstock.runtime.epochs.evolve import Followers
 from penstock.runtime.epochs.manifest import Manifest, Range
 from penstock.runtime.epochs.wiring import Pair
 from penstock.runtime.job import SAMPLES, Bad, Engine, Job, Part, Tally, TaskResult, is_plain
+from penstock.runtime.messages.letters import REPLAY
 from penstock.sink import Epoch, Topic, WriteResult
 from penstock.source import Schemas
 from penstock.tables import CopyAgain, Refused, TableSource
@@ -36,8 +37,10 @@ class Staged:
     """What reached each sink and topic: rows and bytes; one that nothing reached has no epoch to check."""
     discarded: dict[str, dict[Topic, int]] = field(default_factory=dict)
     skipped: int = 0
+    read: int = 0
+    """Records that came for the first time."""
     bad: int = 0
-    """Records that could not be used, skipped or kept as dead letters."""
+    """Of these, records that could not be used, skipped or kept as dead letters."""
     letters: dict[Topic, int] = field(default_factory=dict)
     """Dead letters, per topic."""
     samples: list[Bad] = field(default_factory=list)
@@ -81,7 +84,9 @@ class Staged:
             self.rows_in[tally.source] = self.rows_in.get(tally.source, 0) + tally.rows
             skipped = sum(tally.skipped.values())
             self.skipped += skipped + tally.unrouted
-            self.bad += skipped + sum(tally.letters.values())
+            if tally.source != REPLAY:  # those are known to be bad
+                self.read += tally.rows
+                self.bad += skipped + sum(tally.letters.values())
             self.samples += tally.samples[: SAMPLES - len(self.samples)]
             for topic, count in tally.letters.items():
                 self.letters[topic] = self.letters.get(topic, 0) + count
@@ -130,6 +135,11 @@ class Stager:
         self._messages = messages
         self._followers = Followers(contexts)
 
+    @property
+    def letters(self) -> str | None:
+        """Name of the sink that takes dead letters."""
+        return self._messages.letters
+
     def run(self, manifest: Manifest, epoch: Epoch, wanted: Wanted) -> Staged:
         """Stage what is wanted of the epoch."""
         parts: list[Part] = []
@@ -144,6 +154,8 @@ class Stager:
                 if isinstance(source, TableSource):
                     refilled = tables.refilled(source.tables(start), source.tables(end))
                     cleared |= {(name, stream) for stream in refilled}
+        if REPLAY in schemas:  # letters are of any stream
+            schemas |= {name: source.schema() for name, source in self._wiring.sources.items() if name not in schemas}
         decoders = self._messages.decoders(manifest)
         following = self._followers.follow(schemas, manifest, cleared, decoders)
         skipped = {**wanted.left_out, **following.skipped}

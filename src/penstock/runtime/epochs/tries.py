@@ -75,7 +75,11 @@ class Tries:
         known = manifest.rows_out.get(name, {})
         lost = [(name, topic) for topic in known if not self._markers.holds(name, topic, manifest)]
         manifest = self.name(manifest)
-        manifest, staged = self.run(manifest, Wanted([name], lost))
+        wanted = Wanted([name], lost)
+        if name == self._stager.letters:  # what other sinks refuse is only known by offering it to them; it is swept
+            done = {(name, topic) for topic in known}.difference(lost)
+            wanted = Wanted(list(self._sinks), without=frozenset(done))
+        manifest, staged = self.run(manifest, wanted)
         # Topics of which nothing was staged this time: their streams were refused.
         gone = {topic for _, topic in lost} - staged.rows_out.get(name, {}).keys()
         update = {

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from penstock.changes import CHANGE_FIELDS, own_columns
 from penstock.formats import Decoded, Failures, Format, Positions, Resolver, WireSchema
 from penstock.formats.inference import fit, merge
 from penstock.pipeline.options import Metadata
 from penstock.pipeline.schemas import TopicSchema, TopicSchemas
-from penstock.schema import with_key
+from penstock.schema import key_of, with_key
 from penstock.sink import Topic
 from penstock.source import ENVELOPE_SCHEMA
 
@@ -63,12 +64,12 @@ class Decoder:
         columns = self.columns()
         return None if columns is None else self._whole(columns)
 
-    def decode(self, envelopes: pa.RecordBatch) -> DecodedRows:
-        """Every envelope is a row or a failure, in order."""
-        payloads = envelopes.column("payload")
-        decoded: Decoded = self.format.decode(payloads, self.known)
+    def decode(self, envelopes: pa.RecordBatch, known: pa.Schema | None = None) -> DecodedRows:
+        """Every envelope is a row or a failure, in order. `known`: the columns that a task has met so far, if more."""
+        payloads, keys = envelopes.column("payload"), envelopes.column("key")
+        decoded: Decoded = self.format.decode_with_keys(payloads, keys, self.known if known is None else known)
         rows, positions, failures = decoded.rows, decoded.positions, decoded.failures
-        if self.key:
+        if self.key and not self.format.uses_keys:  # such a format looks after the keys itself
             rows, positions, failures = self._keyed(rows, positions, failures)
         columns = rows.schema
         kept = [name for name in columns.names if name not in self._own]
@@ -148,8 +149,19 @@ def make_format(found: TopicSchema, wire: Mapping[str, WireSchema], resolve: Res
 
 
 def merged(known: pa.Schema | None, found: Sequence[pa.Schema]) -> pa.Schema | None:
-    """The columns of a topic after tasks have met some; where two tasks disagree, the first in the order of the range wins."""
-    return merge(found, known) if found else known
+    """The columns of a topic after tasks have met some. Those that describe a change have fixed types, and come last."""
+    if not found:
+        return known
+    every = [*found, *([known] if known is not None else [])]
+    columns = merge(map(_own_schema, found), None if known is None else _own_schema(known))
+    described = [each.with_nullable(True) for each in CHANGE_FIELDS if any(each.name in s.names for s in every)]
+    key = next((key for schema in every if (key := key_of(schema))), [])
+    whole = pa.schema([*columns, *described])
+    return with_key(whole, key) if key else whole
+
+
+def _own_schema(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([schema.field(name) for name in own_columns(schema)])
 
 
 def conform(rows: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:

@@ -2,20 +2,25 @@
 Dead letters: records that could not be used, kept with all that is needed to try them again.
 
 A letter is a row of the internal topic `/_dead_letters`, staged and committed in the epoch of the good rows by an ordinary
-sink. There are two kinds. A *message* holds the payload as it came, and goes through routing and decoding again. A *row*
-is one that was decoded, or never was a message, and that a sink refused: it holds the row as Arrow, and goes to that sink
-again.
+sink. There are three kinds. A *message* holds the payload as it came, and goes through routing and decoding again. A *row*
+is one that was decoded, or never was a message, and that a sink refused or a query failed on: it holds the row as Arrow,
+and goes to that sink, or through that query, again. A *record* is one that a source could not read, such as a line of a
+file: it is kept as it was found, and only the source could try it again.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import groupby
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from penstock.errors import DataError
 from penstock.formats import Failures
 from penstock.pipeline.routing import Route, Target
 from penstock.sink import Epoch, Topic
@@ -24,6 +29,9 @@ from penstock.source import ENVELOPE_SCHEMA
 TOPIC: Topic = "/_dead_letters"
 SINK = "_dead_letters"
 """Name of the sink that is used when the file names none."""
+
+REPLAY = "_replay"
+"""Name of the source that brings letters back."""
 
 LETTERS = pa.schema(
     [
@@ -36,10 +44,11 @@ LETTERS = pa.schema(
         pa.field("payload", pa.binary()),
         pa.field("attributes", pa.map_(pa.string(), pa.string())),
         pa.field("timestamp", pa.timestamp("us", tz="UTC")),
-        pa.field("offset", pa.string()),
+        pa.field("offset", ENVELOPE_SCHEMA.field("offset").type),
         pa.field("code", pa.string(), nullable=False),
         pa.field("rule", pa.string(), nullable=False),
         pa.field("reason", pa.string(), nullable=False),
+        pa.field("incarnation", pa.string(), nullable=False),
         pa.field("epoch", pa.int64(), nullable=False),
         pa.field("failed_at", pa.timestamp("us", tz="UTC"), nullable=False),
         pa.field("attempt", pa.int32(), nullable=False),
@@ -72,11 +81,7 @@ def of_messages(
         [code] * len(failures),
         failures.rules,
         failures.reasons,
-        key=columns.get("key"),
-        payload=columns["payload"],
-        attributes=columns.get("attributes"),
-        timestamp=columns["timestamp"].cast(LETTERS.field("timestamp").type) if "timestamp" in columns else None,
-        offset=_offset_text(columns.get("offset")),
+        **{name: columns.get(name) for name in ("key", "payload", "attributes", "timestamp", "offset")},
     )
 
 
@@ -85,6 +90,22 @@ def of_rows(rows: pa.RecordBatch, code: str, rule: str, reason: str, place: Plac
     count = rows.num_rows
     payloads = pa.array([to_ipc(rows.slice(at, 1)) for at in range(count)], pa.binary())
     return _letters("row", place, epoch, [code] * count, [rule] * count, [reason] * count, payload=payloads)
+
+
+def of_records(error: DataError, place: Place, epoch: Epoch) -> pa.RecordBatch:
+    """Letters for records that a source could not read."""
+    records, count = error.records, len(error.records)
+    offsets = [{"partition": place.stream, "value": each.where} for each in records]
+    return _letters(
+        "record",
+        place,
+        epoch,
+        [error.code] * count,
+        ["source"] * count,
+        [each.reason for each in records],
+        payload=pa.array([each.data for each in records], pa.binary()),
+        offset=pa.array(offsets, LETTERS.field("offset").type),
+    )
 
 
 def to_ipc(rows: pa.RecordBatch) -> bytes:
@@ -98,6 +119,49 @@ def to_ipc(rows: pa.RecordBatch) -> bytes:
 def rows_of(payload: bytes) -> pa.RecordBatch:
     """The row that a letter of that kind holds."""
     return pa.ipc.open_stream(payload).read_next_batch()
+
+
+def envelopes_of(letters: pa.RecordBatch) -> pa.RecordBatch:
+    """The messages as they came."""
+    return pa.RecordBatch.from_arrays(
+        [letters.column(field.name).cast(field.type) for field in ENVELOPE_SCHEMA], schema=ENVELOPE_SCHEMA
+    )
+
+
+def rows_in(letters: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """The rows that letters hold, in their order, neighbours with the same columns together."""
+    each = [rows_of(payload) for payload in letters.column("payload").to_pylist()]
+    for _, alike in groupby(each, key=lambda rows: rows.schema.serialize().to_pybytes()):
+        yield pa.Table.from_batches(list(alike)).combine_chunks().to_batches()[0]
+
+
+def by_place(letters: pa.RecordBatch) -> Iterator[tuple[str, Place, pa.RecordBatch]]:
+    """Letters by their kind and where they came from and were going, with the attempt that this is."""
+    names = ("kind", "source", "stream", "topic", "sink", "attempt")
+    places: dict[tuple[Any, ...], list[int]] = {}
+    for at, place in enumerate(zip(*(letters.column(name).to_pylist() for name in names), strict=True)):
+        places.setdefault(place, []).append(at)
+    for (kind, source, stream, topic, sink, attempt), found in places.items():
+        yield kind, Place(source, stream, topic, sink, attempt + 1), letters.take(pa.array(found))
+
+
+def again(letters: pa.RecordBatch, rule: str, reason: str, code: str, epoch: Epoch) -> pa.RecordBatch:
+    """The same letters once more, since their records could not be tried: with the next attempt, and why."""
+    count = letters.num_rows
+    new = {
+        "code": [code] * count,
+        "rule": [rule] * count,
+        "reason": [reason] * count,
+        "incarnation": [epoch.incarnation] * count,
+        "epoch": [epoch.number] * count,
+        "failed_at": [datetime.now(UTC)] * count,
+        "attempt": pc.add(letters.column("attempt"), 1),
+    }
+    columns = [
+        pa.array(new[field.name], field.type) if field.name in new else letters.column(field.name).cast(field.type)
+        for field in LETTERS
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=LETTERS)
 
 
 def target(sink: str) -> Target:
@@ -126,6 +190,7 @@ def _letters(
         "stream": place.stream,
         "topic": place.topic,
         "sink": place.sink,
+        "incarnation": epoch.incarnation,
         "epoch": epoch.number,
         "failed_at": datetime.now(UTC),
         "attempt": place.attempt,
@@ -146,13 +211,5 @@ def _letters(
             columns.append(pa.repeat(pa.scalar(same[field.name], field.type), count))
         else:
             found = given[field.name]
-            columns.append(pa.nulls(count, field.type) if found is None else found)
+            columns.append(pa.nulls(count, field.type) if found is None else found.cast(field.type))
     return pa.RecordBatch.from_arrays(columns, schema=LETTERS)
-
-
-def _offset_text(offsets: pa.Array | None) -> pa.Array | None:
-    """`partition@value`, as people write it."""
-    if offsets is None or offsets.type != ENVELOPE_SCHEMA.field("offset").type:
-        return None
-    values = [None if each is None else f"{each['partition']}@{each['value']}" for each in offsets.to_pylist()]
-    return pa.array(values, pa.string())

@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from penstock.pipeline import Pipeline, registry
-from penstock.runtime.messages.letters import SINK
+from penstock.runtime.messages.letters import LETTERS, REPLAY, SINK
+from penstock.runtime.messages.replay import Replay, ReplayConfig
 from penstock.sink import SinkConnector
+from penstock.source import RangeSource
 
 FOLDER = "dead_letters"
 
@@ -18,17 +22,40 @@ def wants_letters(pipeline: Pipeline) -> bool:
     return "dead_letter" in policies or any(route.on_error == "dead_letter" for route in pipeline.router.effective)
 
 
-def letter_sink(pipeline: Pipeline, state_dir: Path) -> dict[str, SinkConnector[Any, Any]]:
+def letter_sink(pipeline: Pipeline) -> dict[str, SinkConnector[Any, Any]]:
     """The sink that takes dead letters, by its name; empty: no record becomes one."""
-    if not wants_letters(pipeline):
-        return {}
-    named = pipeline.processing.dead_letter_sink
-    if named is not None:
+    state_dir, named = pipeline.processing.state_dir, pipeline.processing.dead_letter_sink
+    if named is not None and wants_letters(pipeline):
         return {named: pipeline.sinks[named]}
-    return {SINK: default_store(state_dir)}
+    if wants_letters(pipeline) or has_letters(state_dir):
+        return {SINK: _default_store(state_dir)}
+    return {}
 
 
-def default_store(state_dir: Path) -> SinkConnector[Any, Any]:
+def replay_source(pipeline: Pipeline, incarnation: str) -> dict[str, RangeSource[Any, Any]]:
+    """The source that brings dead letters back from the default store, by its name; empty: there can be none."""
+    processing = pipeline.processing
+    in_default_store = wants_letters(pipeline) and processing.dead_letter_sink is None
+    if not processing.checkpoint or not (in_default_store or has_letters(processing.state_dir)):
+        return {}
+    return {REPLAY: Replay(ReplayConfig(path=processing.state_dir / FOLDER, incarnation=incarnation))}
+
+
+def has_letters(state_dir: Path) -> bool:
+    """True if a letter was ever kept in the default store."""
+    return (state_dir / FOLDER / "_delta_log").exists()
+
+
+def read_letters(state_dir: Path) -> pa.Table:
+    """Every letter of the default store."""
+    from deltalake import DeltaTable
+
+    if not has_letters(state_dir):
+        return LETTERS.empty_table()
+    return DeltaTable(state_dir / FOLDER).to_pyarrow_table().select(LETTERS.names).cast(LETTERS)
+
+
+def _default_store(state_dir: Path) -> SinkConnector[Any, Any]:
     """The Delta table that is used when the file names no sink."""
     kind = registry.load("sink", "delta")
     made = kind(registry.config_of(kind).model_validate({"path": str(state_dir / FOLDER)}))

@@ -1,0 +1,188 @@
+"""
+A replay is a source: it reads the dead letters that were asked for, once, by a position in the manifest like any other.
+
+The position is the list of what was asked for, in order. A letter that one of its steps covers is done with: replayed or
+dropped. So nothing is deleted or marked in the store, and a kill between any two steps of an epoch changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict
+
+from penstock.config import Config
+from penstock.durable import Json
+from penstock.errors import ConfigError
+from penstock.requests import Inbox
+from penstock.runtime.messages.letters import REPLAY, TOPIC
+from penstock.source import Position, RangeSource, ReadLimit, Schemas, SourceBatch
+
+WHERE = ("topic", "code", "rule", "source", "stream", "sink", "kind")
+"""Columns by which letters can be chosen."""
+
+Verb = Literal["replay", "drop"]
+
+Fates = npt.NDArray[np.int64]
+"""Per letter the number of the first step that covers it; -1: none does."""
+
+
+class Step(BaseModel):
+    """Letters that were asked for: those of the epochs up to `epoch` that have these values."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    verb: Verb
+    epoch: int
+    where: Mapping[str, str] = {}
+
+    def covers(self, other: Step) -> bool:
+        """True if every letter that the other step covers is covered by this one."""
+        return self.epoch >= other.epoch and self.where.items() <= other.where.items()
+
+
+class ReplayRequest(BaseModel):
+    """What somebody asks for with `penstock dlq`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    incarnation: str
+    """Whose letters are meant: one that reads everything again from the beginning makes letters of its own."""
+    step: Step
+
+
+class ReplayRequests(Inbox[ReplayRequest]):
+    """The requests that wait for the next epoch."""
+
+    def __init__(self, state_dir: Path | None) -> None:
+        super().__init__(None if state_dir is None else state_dir / "requests", ReplayRequest)
+
+    @classmethod
+    def of(cls, pipeline_state: Path) -> ReplayRequests:
+        """Those in the state directory of a pipeline."""
+        return cls(pipeline_state / "sources" / REPLAY)
+
+    def add(self, incarnation: str, step: Step) -> ReplayRequest:
+        """Leave a request; it is on disk when this returns."""
+        return self.leave(lambda name: ReplayRequest(name=name, incarnation=incarnation, step=step))
+
+
+class Replayed(Position):
+    """Everything that was asked for so far."""
+
+    steps: tuple[Step, ...] = ()
+    requests: tuple[str, ...] = ()
+    """Names of the requests that the last of the steps came from."""
+
+
+class ReplayConfig(Config):
+    path: Path
+    """The Delta table that holds the letters."""
+
+    incarnation: str
+    """Whose letters count."""
+
+
+@dataclass(frozen=True)
+class Letters:
+    """Some letters of one file of the store."""
+
+    file: str
+    done: tuple[Step, ...]
+    """What these cover was dealt with before."""
+    steps: tuple[Step, ...]
+    """What is asked for now."""
+
+
+class Replay(RangeSource[ReplayConfig, Replayed]):
+    """
+    Dead letters that somebody asked for, as they are in the store.
+
+    Supports exactly-once: letters are only ever added, with numbers of epochs that grow, and a step names its last one.
+    """
+
+    name = "replay"
+
+    def schema(self) -> Schemas:
+        return {}
+
+    def latest(self, start: Replayed, limit: ReadLimit) -> Replayed:
+        waiting = [each for each in self._requests.pending() if each.name not in start.requests]
+        if isinstance(limit.until, Replayed):
+            waiting = [each for each in waiting if each.name in limit.until.requests]
+        if not waiting:
+            return start
+        steps = [each.step for each in waiting if each.incarnation == self.config.incarnation]
+        return Replayed(steps=(*start.steps, *steps), requests=tuple(each.name for each in waiting))
+
+    def split(self, start: Replayed, end: Replayed) -> Sequence[Letters]:
+        steps = end.steps[len(start.steps) :]
+        if not any(step.verb == "replay" for step in steps):
+            return []
+        return [Letters(file, start.steps, steps) for file in files(self.config.path)]
+
+    def read(self, split: Letters) -> Iterator[SourceBatch]:
+        for batch in pq.ParquetFile(split.file).iter_batches():
+            found = fates(batch, split.steps, self.config.incarnation)
+            is_asked = np.isin(found, [at for at, step in enumerate(split.steps) if step.verb == "replay"])
+            is_asked &= fates(batch, split.done, self.config.incarnation) < 0
+            if is_asked.any():
+                yield SourceBatch(batch.filter(pa.array(is_asked)), stream=TOPIC)
+
+    def next_start(self, end: Replayed, notes: Sequence[Json]) -> Replayed:
+        """Without the steps that a later one covers: the position would grow for ever."""
+        kept = [
+            step for at, step in enumerate(end.steps) if not any(later.covers(step) for later in end.steps[at + 1 :])
+        ]
+        return Replayed(steps=tuple(kept), requests=end.requests)
+
+    def ack(self, end: Replayed) -> None:
+        self._requests.done(end.requests)
+
+    @property
+    def _requests(self) -> ReplayRequests:
+        return ReplayRequests(self.context.state_dir)
+
+
+def files(path: Path) -> list[str]:
+    """The files of the store, in order; none if no letter was ever written."""
+    from deltalake import DeltaTable
+
+    if not (path / "_delta_log").exists():
+        return []
+    return sorted(DeltaTable(path).file_uris())
+
+
+def fates(letters: pa.RecordBatch | pa.Table, steps: Sequence[Step], incarnation: str) -> Fates:
+    """Which of the steps deals with each letter."""
+    found = np.full(letters.num_rows, -1, np.int64)
+    if not steps:
+        return found
+    mine = pc.equal(letters.column("incarnation"), incarnation)
+    for at, step in enumerate(steps):
+        mask = pc.and_(mine, pc.less_equal(letters.column("epoch"), step.epoch))
+        for name, value in step.where.items():
+            mask = pc.and_(mask, pc.fill_null(pc.equal(letters.column(name), value), False))
+        is_covered = pa.chunked_array([mask]) if isinstance(mask, pa.Array) else mask
+        found[(found < 0) & is_covered.to_numpy().astype(bool)] = at
+    return found
+
+
+def parse_where(words: Sequence[str]) -> dict[str, str]:
+    """`topic=/orders` and the like."""
+    where = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or name not in WHERE:
+            raise ConfigError(f"--where {word}", hint=f"write NAME=VALUE; the names are {', '.join(WHERE)}")
+        where[name] = value
+    return where

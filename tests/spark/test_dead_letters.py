@@ -1,0 +1,116 @@
+"""Rows that fail in a query, or that a sink refuses of its results, become dead letters, and can be replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from deltalake import DeltaTable
+
+from connectors import Keyed, KeyedConfig
+from penstock.connectors.files.sink import FilesSink, FilesSinkConfig, read_published
+from penstock.errors import DataError
+from penstock.pipeline import Pipeline, Processing
+from penstock.pipeline.routing import Route, Router
+from penstock.runtime.epochs import State
+from penstock.runtime.messages.letters import rows_of
+from penstock.runtime.messages.replay import ReplayRequests, Step
+from penstock.sink import DeliveryGuarantee, Topic, WriteResult
+from penstock.spark import sieve
+
+
+class Choosy(FilesSink):
+    """Refuses one row, until a file says that it was corrected."""
+
+    def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
+        is_corrected = Path(self.config.path).parent.parent.joinpath("corrected").exists()
+        if not is_corrected and pc.any(pc.equal(batch.column("row"), 14)).as_py():
+            raise DataError("14 is refused")
+        return super().write_batch(topic, batch)
+
+
+@pytest.fixture
+def drained(tmp_path: Path, spark: Any) -> Callable[..., Any]:
+    def drained(*routes: Route, kind: type[FilesSink] = FilesSink, **processing: Any) -> Any:
+        settings = {"state_dir": tmp_path / "state", "on_error": "dead_letter", "max_retries": 0, **processing}
+        return Pipeline(
+            "sql-letters",
+            sources={"source": Keyed(KeyedConfig(rows=40))},
+            sinks={"lake": kind(FilesSinkConfig(path=str(tmp_path / "lake" / "{topic}")))},
+            router=Router(routes, ("lake",)),
+            delivery=DeliveryGuarantee.EXACTLY_ONCE,
+            processing=Processing(**settings),
+        ).run(spark=spark, drain=True)
+
+    return drained
+
+
+def numbers(tmp_path: Path, topic: str = "rows") -> list[int]:
+    return sorted(read_published(tmp_path / "lake" / topic)["row"].to_pylist())
+
+
+def letters(tmp_path: Path) -> list[dict[str, Any]]:
+    path = tmp_path / "state" / "dead_letters"
+    return sorted(
+        DeltaTable(path).to_pyarrow_table().to_pylist(), key=lambda letter: rows_of(letter["payload"])["row"][0].as_py()
+    )
+
+
+def ask(tmp_path: Path) -> None:
+    state = State(tmp_path / "state", "sql-letters").peek()
+    assert state.newest is not None
+    step = Step(verb="replay", epoch=state.newest.number)
+    ReplayRequests.of(tmp_path / "state").add(state.identity.incarnation, step)
+
+
+DIVIDED = "SELECT key, row, 100 DIV ((row - 7) * (row - 31)) AS share FROM input"
+FIXED = "SELECT key, row, 100 DIV nullif((row - 7) * (row - 31), 0) AS share FROM input"
+
+
+def test_rows_that_a_query_fails_on_become_letters_and_come_back_after_a_fix(drained: Any, tmp_path: Path) -> None:
+    summary = drained(Route(sql=DIVIDED), Route(to="/raw"))
+    assert numbers(tmp_path) == [row for row in range(40) if row not in (7, 31)]
+    assert numbers(tmp_path, "raw") == list(range(40))
+    assert summary.rows_in == 40
+    found = letters(tmp_path)
+    assert [rows_of(letter["payload"])["row"][0].as_py() for letter in found] == [7, 31]
+    assert {(letter["code"], letter["rule"], letter["topic"], letter["sink"]) for letter in found} == {
+        ("PEN-3003", "sql", "/rows", None)
+    }
+    assert "DIVIDE_BY_ZERO" in found[0]["reason"]
+    ask(tmp_path)
+    drained(Route(sql=FIXED), Route(to="/raw"))
+    assert numbers(tmp_path) == list(range(40))
+    assert numbers(tmp_path, "raw") == list(range(40))
+    assert len(letters(tmp_path)) == 2
+
+
+def test_rows_of_a_query_that_a_sink_refuses_become_letters_and_go_to_that_sink_past_the_query(
+    drained: Any, tmp_path: Path
+) -> None:
+    route = Route(sql="SELECT key, row * 2 AS row FROM input WHERE row < 10")
+    drained(route, kind=Choosy)
+    assert numbers(tmp_path) == [0, 2, 4, 6, 8, 10, 12, 16, 18]
+    (letter,) = letters(tmp_path)
+    assert (letter["sink"], letter["kind"], letter["stream"]) == ("lake", "row", "rows")
+    (tmp_path / "corrected").touch()
+    ask(tmp_path)
+    drained(route, kind=Choosy)
+    assert numbers(tmp_path) == list(range(0, 20, 2))
+
+
+def test_a_query_that_fails_on_too_many_rows_stops_the_run(
+    drained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sieve, "TRIES", 5)
+    with pytest.raises(DataError, match="PEN-3003"):
+        drained(Route(sql=DIVIDED))
+
+
+def test_a_query_stops_the_run_where_rows_may_not_become_letters(drained: Any) -> None:
+    with pytest.raises(DataError, match="PEN-3003"):
+        drained(Route(sql=DIVIDED), on_error="skip")

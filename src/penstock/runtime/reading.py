@@ -184,7 +184,7 @@ class Reading:
                 return
 
     def _astray(self, kind: str, place: Place, some: pa.RecordBatch, tally: Tally) -> Rows | None:
-        """Letters whose route or sink is gone stay letters; of all tasks that read them, the one that writes letters reports it."""
+        """Letters whose route or sink is gone stay letters; the one task that writes letters reports it."""
         assert self._job.letters is not None
         target = letters.target(self._job.letters)
         if not self._wanted(target):

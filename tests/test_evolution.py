@@ -203,6 +203,7 @@ def test_a_wider_type_holds_every_value(both: tuple[pa.DataType, pa.DataType], d
         (pa.dictionary(pa.int8(), pa.string()), pa.string()),
         (pa.list_(pa.int32()), pa.list_(pa.int64())),
         (pa.struct([("a", pa.int32())]), pa.struct([("a", pa.int64())])),
+        (pa.struct([("a", pa.int32())]), pa.struct([("b", pa.string()), ("a", pa.int32())])),
     ],
     ids=str,
 )

@@ -200,14 +200,8 @@ class DataError(ConnectorError):
     """The records themselves, and their stream, if a source has all of them: they can be kept as dead letters then."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        kept = {
-            "count": self.count,
-            "rows": tuple(self.rows),
-            "samples": tuple(self.samples),
-            "stream": self.stream,
-            "records": tuple(self.records),
-        }
-        return (*super().__reduce__(), kept)
+        kept = {name: tuple(getattr(self, name)) for name in ("rows", "samples", "records")}
+        return (*super().__reduce__(), {"count": self.count, "stream": self.stream, **kept})
 
 
 class SchemaError(ConnectorError):

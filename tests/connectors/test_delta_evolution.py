@@ -102,6 +102,27 @@ def test_a_column_is_widened_in_place_and_every_engine_reads_both_kinds_of_files
     assert duckdb.sql(query).fetchall() == expected
 
 
+@pytest.mark.parametrize("mode", ["append", "upsert"])
+def test_a_struct_gains_fields_and_every_engine_reads_both_kinds_of_files(make, target, mode):
+    few, more = pa.struct([("x", pa.int64())]), pa.struct([("x", pa.int64()), ("y", pa.string())])
+    sink = make(mode=mode, **({"key": ["id"]} if mode == "upsert" else {}))
+    for number, (kind, doc) in enumerate([(few, {"x": 1}), (more, {"x": 2, "y": "new"}), (few, {"x": 3})]):
+        schema = pa.schema([("id", pa.int64()), ("doc", kind), ("docs", pa.list_(kind))])
+        row = {"id": number, "doc": doc, "docs": [doc]}
+        if mode == "upsert":
+            commit(sink, number + 1, changes({**row, "_op": "c"}, schema=schema))
+        else:
+            commit(sink, number + 1, pa.RecordBatch.from_pylist([row], schema=schema))
+    expected = [{"x": 1, "y": None}, {"x": 2, "y": "new"}, {"x": 3, "y": None}]
+    assert [row["doc"] for row in read(target)] == expected
+    assert [row["docs"] for row in read(target)] == [[doc] for doc in expected]
+    found = QueryBuilder().register("t", DeltaTable(str(target))).execute("SELECT doc FROM t ORDER BY id").read_all()
+    assert pa.table(found)["doc"].to_pylist() == expected
+    files = [uri.removeprefix("file://") for uri in DeltaTable(str(target)).file_uris()]
+    query = f"SELECT doc FROM read_parquet({files}, union_by_name = true) ORDER BY id"
+    assert duckdb.sql(query).fetchall() == [(doc,) for doc in expected]
+
+
 def test_the_key_itself_can_be_widened(upsert, target):
     sink = upsert()
     narrow = pa.schema([("id", pa.int32()), ("name", pa.string())])

@@ -51,7 +51,8 @@ def check(pipeline: Pipeline, console: Console, master: str | None = None) -> bo
                 context = _context(pipeline, name, Path(scratch)) if kind == "source" else None
                 findings = list(_examine(name, connector, context, streams, pipeline))
                 report.connector(kind, name, connector, findings)
-    if schemas := list(_schemas(pipeline)):
+    schemas = list(_schemas(pipeline))
+    if schemas:
         report.connector("registry", pipeline.schemas.registry.type, None, schemas)
     _routes(pipeline, streams, console)
     for notice in stream_notices(pipeline, streams):

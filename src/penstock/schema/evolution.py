@@ -57,7 +57,11 @@ def diff(old: pa.Schema, new: pa.Schema) -> list[SchemaChange]:
 
 
 def widens(old: pa.DataType, new: pa.DataType) -> bool:
-    """True when `new` is of the same kind as `old` and holds every value of it; also when both hold the same values."""
+    """
+    True when `new` is of the same kind as `old` and holds every value of it; also when both hold the same values.
+
+    A struct may have more fields: they are null in values of the old one.
+    """
     if old == new or types.is_null(old):
         return True
     if types.is_dictionary(old) or types.is_dictionary(new):
@@ -76,9 +80,8 @@ def widens(old: pa.DataType, new: pa.DataType) -> bool:
     if _is_list(old) and _is_list(new):
         return widens(old.value_type, new.value_type)
     if types.is_struct(old) and types.is_struct(new):
-        before, after = ([kind.field(i) for i in range(kind.num_fields)] for kind in (old, new))
-        same = [each.name for each in before] == [each.name for each in after]
-        return same and all(widens(a.type, b.type) for a, b in zip(before, after, strict=True))
+        after = {each.name: each.type for each in new}
+        return all(each.name in after and widens(each.type, after[each.name]) for each in old)
     return (_is_text(old) and _is_text(new)) or ((_is_bytes(old) or types.is_fixed_size_binary(old)) and _is_bytes(new))
 
 

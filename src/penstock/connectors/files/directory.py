@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from penstock.connectors.files.inventory import Found
-from penstock.connectors.files.readers import format_of
+from penstock.connectors.files.splits import format_of
 from penstock.errors import FatalError, RetryableError
 
 _LONGEST_WAIT_SECS = 2.0

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar, Literal
@@ -18,10 +16,11 @@ from penstock.config import Config
 from penstock.connectors.files import readers
 from penstock.connectors.files.directory import Directory
 from penstock.connectors.files.inventory import Found, Inventory, Record
-from penstock.connectors.files.readers import BadRows, FileSplit
-from penstock.connectors.files.types import merge, widened, widest, widest_text
+from penstock.connectors.files.layout import Layout
+from penstock.connectors.files.splits import BadRows, FileSplit, require_planned
+from penstock.connectors.files.types import merge, widened
 from penstock.durable import Json
-from penstock.errors import ConfigError, DataError, FatalError, RangeGone
+from penstock.errors import ConfigError, DataError, FatalError
 from penstock.schema.codec import pack_schema, unpack_schema
 from penstock.schema.typenames import arrow_type
 from penstock.source import (
@@ -155,6 +154,10 @@ class Files(RangeSource[FilesConfig, Inventoried]):
         c = self.config
         return Directory.at(c.path, c.recursive, c.format, c.ignore, c.settle_ms, c.scan_interval_ms)
 
+    @property
+    def _layout(self) -> Layout:
+        return Layout(self.config, self._directory.base)
+
     def open(self, context: SourceContext = SourceContext()) -> None:
         super().open(context)
         self.__dict__.pop("_directory", None)
@@ -201,15 +204,23 @@ class Files(RangeSource[FilesConfig, Inventoried]):
         count = len(files) if everything else self._fitting(files)
         behind = [*files[count:], *self._backlog, *(file for file, _ in self._directory.unsettled.values())]
         self._behind = sum(file.size for file in behind)
-        end = self._position(inventory, inventory.end_of(start.records, count)) if count else start
+        end = start
+        if count:
+            last = inventory.end_of(start.records, count)
+            listed = () if inventory.id else inventory.records(last)
+            end = Inventoried(inventory=inventory.id, records=last, listed=listed)
         until = limit.until if isinstance(limit.until, Inventoried) else end
         return until if until.records < end.records and end.listed[: until.records] == until.listed else end
 
     def split(self, start: Inventoried, end: Inventoried) -> Sequence[FileSplit]:
         inventory = self._load(end)
         self._schemas = self._schemas_at(inventory, end.records)
-        files = inventory.files(start.records, end.records)
-        return [piece for file in files for piece in self._pieces(self._split(file, self._schemas))]
+        whole = [self._layout.split(file, self._schemas) for file in inventory.files(start.records, end.records)]
+        for (
+            each
+        ) in whole:  # now, since a schema that was inferred from a file as it was may stop the epoch before a task
+            require_planned(each)
+        return [piece for each in whole for piece in self._layout.pieces(each)]
 
     def read(self, split: FileSplit) -> Iterator[SourceBatch | Note]:
         columns = self.context.columns
@@ -251,92 +262,26 @@ class Files(RangeSource[FilesConfig, Inventoried]):
         return self.config.columns is not None
 
     def sample_records(self, n: int) -> Sequence[SourceRecord]:
-        return self._samples(sorted(self._directory.walk()), n)
+        return self._layout.samples(sorted(self._directory.walk()), n)
 
     def infer_from_samples(self, samples: Sequence[SourceRecord]) -> dict[str, pa.Schema]:
         """Every sample is the head of a file, named in its attributes."""
-        schemas: dict[str, pa.Schema] = {}
-        for sample in samples:
-            split = self._split(Found(0, sample.attributes["file"], 0), {})
-            found = readers.infer(split, sample.payload or b"")
-            if found is not None:
-                widen = widest_text if split.format == "csv" else widest
-                schemas[sample.stream] = merge(schemas.get(sample.stream), found, widen=widen)
-        return schemas
+        return self._layout.infer(samples)
 
     def _inferred(self, old: dict[str, pa.Schema], files: Sequence[Found]) -> dict[str, pa.Schema]:
         """The old schemas, what tasks have learned, and what the heads of some of the files tell."""
-        if (columns := self._explicit()) is not None:
-            return self._each_stream(columns, files)
+        if (columns := self._layout.explicit()) is not None:
+            return self._layout.each_stream(columns, files)
         schemas = dict(old)
-        for more in (self._learned[1], self.infer_from_samples(self._samples(files, _SAMPLES))):
+        for more in (self._learned[1], self.infer_from_samples(self._layout.samples(files, _SAMPLES))):
             for stream, schema in more.items():
                 schemas[stream] = merge(schemas.get(stream), schema, widen=widened)
         return schemas
 
-    def _samples(self, files: Sequence[Found], count: int) -> list[SourceRecord]:
-        samples = []
-        for file in files[:: max(1, -(-len(files) // max(1, count)))]:
-            try:
-                head = readers.head(self._split(file, {}))
-            except (DataError, RangeGone, pa.ArrowInvalid):
-                continue  # the task that reads the file says what is wrong with it
-            samples.append(SourceRecord(self._stream(file), head, attributes={"file": file.file}))
-        return samples
-
     def _schemas_at(self, inventory: Inventory, end: int) -> dict[str, pa.Schema]:
-        if (columns := self._explicit()) is not None:
-            return self._each_stream(columns, inventory.files(0, end))
+        if (columns := self._layout.explicit()) is not None:
+            return self._layout.each_stream(columns, inventory.files(0, end))
         return inventory.schemas(end)
-
-    def _each_stream(self, columns: pa.Schema, files: Sequence[Found]) -> dict[str, pa.Schema]:
-        one = "{" not in self.config.stream
-        return {self.config.stream: columns} if one else {self._stream(file): columns for file in files}
-
-    def _explicit(self) -> pa.Schema | None:
-        columns = self.config.columns
-        return None if columns is None else pa.schema([(name, arrow_type(text)) for name, text in columns.items()])
-
-    def _stream(self, file: Found) -> str:
-        if "{" not in self.config.stream:
-            return self.config.stream
-        path = self._directory.base / file.file
-        return self.config.stream.format(parent=path.parent.name, stem=path.name.partition(".")[0])
-
-    # -- splits --------------------------------------------------------------------------------------------------
-
-    def _split(self, file: Found, schemas: Mapping[str, pa.Schema]) -> FileSplit:
-        stream = self._stream(file)
-        format = self.config.format or readers.format_of(file.file)
-        if format is None:
-            raise ConfigError(
-                f"the ending of {file.file} tells no format",
-                code="PEN-1016",
-                hint="set `format`, or name the file in `ignore`",
-            )
-        return FileSplit(
-            path=os.path.join(self._directory.base, file.file),
-            size=file.size,
-            mtime_ns=file.mtime_ns,
-            format=format,
-            stream=stream,
-            schema=schemas.get(stream, self._explicit()),
-            explicit=self.config.columns is not None,
-            delimiter=self.config.delimiter,
-            header=self.config.header,
-        )
-
-    def _pieces(self, whole: FileSplit) -> Iterable[FileSplit]:
-        """A large file in parts of about `split_bytes`; they depend on nothing but the file."""
-        most = self.config.split_bytes
-        if whole.size <= most or whole.compression or whole.format == "csv":
-            return [whole]
-        if whole.format == "parquet":
-            edges = _runs(readers.row_groups(whole), most)
-        else:
-            count = -(-whole.size // most)
-            edges = [whole.size * each // count for each in range(count + 1)]
-        return [replace(whole, start=lo, end=hi) for lo, hi in pairwise(edges)] or [whole]
 
     # -- the inventory -------------------------------------------------------------------------------------------
 
@@ -365,10 +310,6 @@ class Files(RangeSource[FilesConfig, Inventoried]):
             self._schemas = self._schemas_at(inventory, position.records)
         self._inventory = inventory
         return inventory
-
-    def _position(self, inventory: Inventory, end: int) -> Inventoried:
-        listed = () if inventory.id else inventory.records(end)
-        return Inventoried(inventory=inventory.id, records=end, listed=listed)
 
     def _discover(self, inventory: Inventory, everything: bool) -> None:
         """Add files that are complete and were never planned to the inventory, oldest first."""
@@ -412,14 +353,3 @@ class Files(RangeSource[FilesConfig, Inventoried]):
 
 
 _SAMPLES = 32
-
-
-def _runs(sizes: Sequence[int], most: int) -> list[int]:
-    """Edges of runs of neighbours that are at most `most` together, or single."""
-    edges, filled = [0], 0
-    for at, size in enumerate(sizes):
-        if filled and filled + size > most:
-            edges.append(at)
-            filled = 0
-        filled += size
-    return [*edges, len(sizes)] if sizes else []

@@ -16,11 +16,7 @@ FILE_LINES = 500
 CLASS_METHODS = 20
 FUNCTION_LINES = 60
 
-WAIVED = {
-    "connectors/files/readers.py": "537 lines",
-    "connectors/files/source.py:Files": "28 methods",
-    "testing/tables.py:TableSourceContract": "22 methods",
-}
+WAIVED: dict[str, str] = {}
 """What is still too large. An entry goes when the room is divided; none is added."""
 
 

@@ -65,7 +65,7 @@ def _sorted_out(block: bytes, schema: pa.Schema | None) -> tuple[list[tuple[int,
 
 
 def misfit(line: bytes, schema: pa.Schema | None) -> str:
-    """Why a line certainly cannot be used; most bad lines are told so, long before halving would find them one by one."""
+    """Why a line certainly cannot be used; most bad lines are found so, long before halving would find them one by one."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -135,7 +135,7 @@ def _lines_before(split: FileSplit, offset: int) -> int:
 
 
 def _json_batch(data: bytes, schema: pa.Schema | None, explicit: bool) -> pa.RecordBatch | None:
-    """The rows in `data`; unless the schema is explicit, with the columns that it does not know behind its own."""
+    """The rows in `data`; unless the schema is explicit, with the columns that it does not know after its own."""
     if explicit:
         return parse(data, schema, "ignore")
     batch = parse(data, schema, "infer")

@@ -193,7 +193,7 @@ class Files(RangeSource[FilesConfig, Inventoried]):
         inventory = self._load(start)
         everything = limit.rows is None
         files = inventory.files(start.records)
-        count = len(files) if everything else self._fitting(files)
+        count = len(files) if everything else _fitting(self.config, files)
         if not all(map(self._directory.is_still, files[:count])):
             # They were planned and never committed, and are not what they were: plan what is there now.
             inventory.forget(start.records)
@@ -201,7 +201,7 @@ class Files(RangeSource[FilesConfig, Inventoried]):
         if not inventory.files(start.records):
             self._discover(inventory, everything)
         files = inventory.files(start.records)
-        count = len(files) if everything else self._fitting(files)
+        count = len(files) if everything else _fitting(self.config, files)
         behind = [*files[count:], *self._backlog, *(file for file, _ in self._directory.unsettled.values())]
         self._behind = sum(file.size for file in behind)
         end = start
@@ -317,7 +317,7 @@ class Files(RangeSource[FilesConfig, Inventoried]):
         if everything or not self._backlog:
             self._backlog, changed = self._directory.scan(inventory.known, everything)
             self._report(changed)
-        count = len(self._backlog) if everything else self._fitting(self._backlog)
+        count = len(self._backlog) if everything else _fitting(self.config, self._backlog)
         chosen = [file for file in self._backlog[:count] if self._directory.is_still(file)]
         self._backlog = self._backlog[count:]
         if not chosen:
@@ -329,15 +329,6 @@ class Files(RangeSource[FilesConfig, Inventoried]):
             if new != old:
                 records.insert(0, {"schemas": {stream: pack_schema(schema) for stream, schema in new.items()}})
         inventory.append(records)
-
-    def _fitting(self, files: Sequence[Found]) -> int:
-        """How many of the files, from the first on, one epoch may read."""
-        total = 0
-        for count, file in enumerate(files):
-            total += file.size
-            if count >= self.config.max_files_per_epoch or (count and total > self.config.max_bytes_per_epoch):
-                return count
-        return len(files)
 
     def _report(self, changed: Sequence[Found]) -> None:
         self._problem = ""
@@ -353,3 +344,13 @@ class Files(RangeSource[FilesConfig, Inventoried]):
 
 
 _SAMPLES = 32
+
+
+def _fitting(config: FilesConfig, files: Sequence[Found]) -> int:
+    """How many of the files, from the first on, one epoch may read."""
+    total = 0
+    for count, file in enumerate(files):
+        total += file.size
+        if count >= config.max_files_per_epoch or (count and total > config.max_bytes_per_epoch):
+            return count
+    return len(files)

@@ -137,7 +137,7 @@ def check(
     file: File = None,
     master: Annotated[str | None, typer.Option(help="The Spark master that the run will have.")] = None,
 ) -> None:
-    """Say what is wrong with a pipeline, and where its rows would go."""
+    """Say what is wrong with a pipeline. Shows where its rows would go, too; changes nothing."""
     from penstock.cli.checking import check
 
     if not check(load(file), stdout(), master):

@@ -61,7 +61,7 @@ def _restage(
         list[str] | None, typer.Option("--without", metavar="TOPIC", help="Leave this topic out; may be repeated.")
     ] = None,
 ) -> None:
-    """Have the next run stage the prepared epoch again, for a target that refuses it."""
+    """Have the next run stage its epoch again. For a prepared epoch that a target refuses."""
     from penstock.cli import load
     from penstock.runtime.epochs import State
 

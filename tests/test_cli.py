@@ -578,6 +578,29 @@ class TestStatus:
         assert code == 0
         assert "● stopped" in out
 
+    def test_a_run_that_failed_at_its_start_does_not_hide_earlier_epochs(self, cli, file):
+        state = State(file.parent / "state", "orders")
+        state.open()
+        identity = state.identity
+        state.save(
+            Manifest(
+                pipeline="orders",
+                incarnation=identity.incarnation,
+                number=812,
+                state="committed",
+                ranges={},
+                attempts=[],
+            )
+        )
+        state.close()
+        telemetry = Telemetry("orders")
+        telemetry.publish(file.parent / "state")
+        telemetry.close(FatalError("the port is taken"))
+        code, out, _ = cli("status", file)
+        assert code == 1
+        assert "no epoch was committed in this run" in out
+        assert "earlier runs: epoch 812 is committed" in out
+
     def test_a_pipeline_that_was_killed_is_dead(self, cli, file):
         state = file.parent / "state"
         state.mkdir()

@@ -137,7 +137,7 @@ def check(
     file: File = None,
     master: Annotated[str | None, typer.Option(help="The Spark master that the run will have.")] = None,
 ) -> None:
-    """Say what is wrong with a pipeline, and where its rows would go."""
+    """Say what is wrong with a pipeline. Shows where its rows would go, too; changes nothing."""
     from penstock.cli.checking import check
 
     if not check(load(file), stdout(), master):
@@ -200,6 +200,8 @@ def status(
     else:
         console = stdout()
         console.print(panel(found, console.width))
+        if not found["epochs"] and (earlier := _earlier(pipeline)):
+            console.print(Text(earlier, style="dim"), soft_wrap=True)
         for notice in found["notices"]:
             console.print(Text(f"! {notice}", style="yellow"), soft_wrap=True)
     if not verdict.ok and found["state"] != "stopped":
@@ -265,6 +267,14 @@ def load(file: Path | None) -> Pipeline:
 def stdout() -> Console:
     """Where results go; wide when it is not a terminal, so that nothing is cut."""
     return Console() if sys.stdout.isatty() else Console(width=160)
+
+
+def _earlier(pipeline: Pipeline) -> str:
+    """What earlier runs left, for the status of a run that committed nothing."""
+    from penstock.runtime.epochs import State
+
+    newest = State(pipeline.processing.state_dir, pipeline.name).peek().newest
+    return f"earlier runs: epoch {newest.number} is {newest.state}" if newest is not None else ""
 
 
 def _connector_names() -> list[str]:

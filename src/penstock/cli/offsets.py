@@ -61,7 +61,7 @@ def _restage(
         list[str] | None, typer.Option("--without", metavar="TOPIC", help="Leave this topic out; may be repeated.")
     ] = None,
 ) -> None:
-    """Have the next run stage the prepared epoch again, for a target that refuses it."""
+    """Have the next run stage its epoch again. For a prepared epoch that a target refuses."""
     from penstock.cli import load
     from penstock.runtime.epochs import State
 
@@ -125,10 +125,14 @@ def _words(pipeline: Pipeline, source: str, position: Json) -> str:
 
     from penstock.durable import canonical
     from penstock.runtime.journal import JournalPosition
+    from penstock.runtime.messages.letters import REPLAY
+    from penstock.runtime.messages.replay import Replayed
     from penstock.source import Position, RangeSource
 
     known: Any = pipeline.sources.get(source)
     kind: type[Position] = known.position_type if isinstance(known, RangeSource) else JournalPosition
+    if source == REPLAY:
+        kind = Replayed
     try:
         return kind.model_validate(position).describe()
     except ValidationError:  # another version's, or a source that the file no longer names

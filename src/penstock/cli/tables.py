@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     cls=FileFirst,
     no_args_is_help=True,
-    help="Show what becomes of each captured table, or change it, whether the pipeline runs or not.",
+    help="Show or change the state of captured tables. It does not matter whether the pipeline runs.",
 )
 
 Words = Annotated[
@@ -31,7 +31,7 @@ Words = Annotated[
 
 @app.command("show")
 def _show(words: Words = None, json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> None:
-    """Show state, rows copied, remarks (last error, what is left out) and the next try; without NAME of all tables."""
+    """Show the state of each table. Also rows copied, remarks (last error, what is left out) and the next try."""
     from penstock.cli import load, states, stdout
 
     file, names = file_and_names(words or ())
@@ -40,7 +40,7 @@ def _show(words: Words = None, json: Annotated[bool, typer.Option("--json", help
 
 @app.command("pause")
 def _pause(words: Words = None) -> None:
-    """Drop a table's changes from now on: one log serves all tables and cannot wait for one."""
+    """Drop a table's changes from now on. One log serves all tables and cannot wait for one."""
     _ask("pause", words)
 
 
@@ -58,7 +58,7 @@ def _skip(words: Words = None) -> None:
 
 @app.command("resync")
 def _resync(words: Words = None) -> None:
-    """Clear a table and copy it again now, while the others are followed."""
+    """Clear a table and copy it again now. The others are followed meanwhile."""
     _ask("resync", words)
 
 

@@ -137,7 +137,7 @@ def _now(status: Status, doing: str) -> Text:
     elif last:
         line = Text.assemble(("epoch ", "dim"), (f"{last['number']}", "bold"), " committed")
     else:
-        line = Text("no epoch was committed" if status["state"] in ENDED else "waiting for rows")
+        line = Text("no epoch was committed in this run" if status["state"] in ENDED else "waiting for rows")
     if last:
         spent = sum(last["seconds"].values())
         slow = sorted(last["seconds"].items(), key=lambda item: -item[1])[:2]

@@ -54,7 +54,7 @@ class Rows:
         return self.origin or self.result_of or Place(self.tally.source, self.tally.stream, self.target.topic)
 
     def policy(self, job: Job) -> OnError:
-        """What becomes of those that cannot be used. A letter stays one: whoever asks for a replay cannot know if it works."""
+        """What becomes of records that cannot be used. A letter stays one: who asks for a replay cannot know if it works."""
         if self.origin is not None:
             return "dead_letter"
         return job.on_error.of(self.tally.source, self.target.route)
@@ -184,7 +184,7 @@ class Reading:
                 return
 
     def _astray(self, kind: str, place: Place, some: pa.RecordBatch, tally: Tally) -> Rows | None:
-        """Letters whose route or sink is gone stay letters; told by the one task of all that read them which writes letters."""
+        """Letters whose route or sink is gone stay letters; the one task that writes letters reports it."""
         assert self._job.letters is not None
         target = letters.target(self._job.letters)
         if not self._wanted(target):

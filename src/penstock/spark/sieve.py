@@ -36,7 +36,7 @@ class Sieve:
         return self.only is not None
 
     def part(self, task: int, first: int, rows: Rows) -> tuple[Rows, dict[int, str]]:
-        """The rows that the query gets of those that begin with this number, and the others by their place among them."""
+        """Of the rows that begin with this number: the ones that the query gets, and the others by their place among them."""
         places = np.arange(first, first + rows.batch.num_rows)
         if self.only is not None:
             chosen, low, high = self.only

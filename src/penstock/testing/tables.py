@@ -100,7 +100,54 @@ class TableMirror(Mirror):
         return {name: RefusingSink(MemorySinkConfig(path=self.path / name)) for name in self.targets}
 
 
-class TableSourceContract(EverySource):
+class RequestLaws:
+    """What `penstock tables` asks for is done once."""
+
+    def test_a_paused_table_is_left_alone_and_copied_again_when_it_resumes(
+        self, copied: TableMirror, change: Any
+    ) -> None:
+        paused, *others = copied.states()
+        copied.requests.add("pause", [paused])
+        copied.run()
+        assert copied.states()[paused].state == "paused"
+        before = copied.ops(paused)
+        for stream in (paused, *others):
+            change(stream)
+        copied.run()
+        copied.check(*others)
+        assert copied.ops(paused) == before, f"{paused} is paused, and rows of it came"
+        copied.requests.add("resume", [paused])
+        copied.run()
+        copied.check()
+        assert copied.states()[paused].state == "active"
+
+    def test_a_skipped_table_stays_so_until_it_is_copied_on_request(self, copied: TableMirror, change: Any) -> None:
+        skipped = next(iter(copied.states()))
+        copied.requests.add("skip", [skipped])
+        copied.requests.add("resume", [skipped])
+        copied.run()
+        assert copied.states()[skipped].state == "skipped", "`resume` is for paused tables"
+        change(skipped)
+        copied.requests.add("resync", [skipped])
+        copied.run()
+        copied.check()
+
+    @pytest.mark.parametrize("step", STEPS)
+    def test_a_request_counts_once_wherever_a_run_is_killed(self, copied: TableMirror, change: Any, step: str) -> None:
+        stream = next(iter(copied.states()))
+        before = copied.states()[stream].copy
+        copied.requests.add("resync", [stream])
+        change(stream)
+        for _ in range(2):
+            copied.killed(step)
+        copied.run()
+        copied.run()  # with the start of a range that names it, a request is done
+        copied.check()
+        assert copied.states()[stream].copy == before + 1, "one request, and more than one copy"
+        assert copied.requests.pending() == [], "its effect is durable, and the request still waits"
+
+
+class TableSourceContract(EverySource, RequestLaws):
     """
     The conformance tests of a `TableSource`: subclass it and give it the fixtures `source`, `change` and `content`.
 
@@ -289,51 +336,6 @@ class TableSourceContract(EverySource):
         ordered = sorted(read, key=lambda row: row["_position"])
         assert ordered[0]["_op"] == "t", "another copy must begin with a clear"
         assert replayed(ordered, self.key) == replayed(copied.log(stream), self.key)
-
-    # -- requests ------------------------------------------------------------------------------------------------
-
-    def test_a_paused_table_is_left_alone_and_copied_again_when_it_resumes(
-        self, copied: TableMirror, change: Any
-    ) -> None:
-        paused, *others = copied.states()
-        copied.requests.add("pause", [paused])
-        copied.run()
-        assert copied.states()[paused].state == "paused"
-        before = copied.ops(paused)
-        for stream in (paused, *others):
-            change(stream)
-        copied.run()
-        copied.check(*others)
-        assert copied.ops(paused) == before, f"{paused} is paused, and rows of it came"
-        copied.requests.add("resume", [paused])
-        copied.run()
-        copied.check()
-        assert copied.states()[paused].state == "active"
-
-    def test_a_skipped_table_stays_so_until_it_is_copied_on_request(self, copied: TableMirror, change: Any) -> None:
-        skipped = next(iter(copied.states()))
-        copied.requests.add("skip", [skipped])
-        copied.requests.add("resume", [skipped])
-        copied.run()
-        assert copied.states()[skipped].state == "skipped", "`resume` is for paused tables"
-        change(skipped)
-        copied.requests.add("resync", [skipped])
-        copied.run()
-        copied.check()
-
-    @pytest.mark.parametrize("step", STEPS)
-    def test_a_request_counts_once_wherever_a_run_is_killed(self, copied: TableMirror, change: Any, step: str) -> None:
-        stream = next(iter(copied.states()))
-        before = copied.states()[stream].copy
-        copied.requests.add("resync", [stream])
-        change(stream)
-        for _ in range(2):
-            copied.killed(step)
-        copied.run()
-        copied.run()  # with the start of a range that names it, a request is done
-        copied.check()
-        assert copied.states()[stream].copy == before + 1, "one request, and more than one copy"
-        assert copied.requests.pending() == [], "its effect is durable, and the request still waits"
 
     # -- starting over -------------------------------------------------------------------------------------------
 

@@ -88,19 +88,11 @@ def format_page(name: str, path: Path) -> str:
 
 def configuration_page() -> str:
     """What a pipeline file holds besides its connectors."""
+    override = "Name of the pipeline; `CONNECTOR_NAME` in the environment overrides it."
+    promised = "What is promised; checked before anything starts."
     top = [
-        (
-            "connector_name",
-            "text",
-            "required",
-            "Name of the pipeline; `CONNECTOR_NAME` in the environment overrides it.",
-        ),
-        (
-            "delivery",
-            type_text(DeliveryGuarantee),
-            '`"at-least-once"`',
-            "What is promised; checked before anything starts.",
-        ),
+        ("connector_name", "text", "required", override),
+        ("delivery", type_text(DeliveryGuarantee), '`"at-least-once"`', promised),
     ]
     common = [
         ("connector", "text", "required", 'Name of the connector, or `"package.module:Class"` for one of your own.'),
@@ -135,7 +127,7 @@ def configuration_page() -> str:
         "",
         *_section("[[schemas]]", SchemaEntry),
         "",
-        "Options of the format stand beside these: "
+        "Options of the format go beside these: "
         + " ".join(f"[`{name}`](formats/{name}.md)" for name in sorted(formats.BUILT_IN))
         + ".",
         "",
@@ -192,7 +184,7 @@ def file_schema() -> dict[str, Any]:
     sections: dict[str, type[Config]] = {"processing": Processing, "route": RouteEntry, "schema": SchemaEntry}
     for title, model in sections.items():
         definitions[title] = _schema(model, definitions)
-    for name in formats.BUILT_IN:  # the options of a format stand beside those of the entry
+    for name in formats.BUILT_IN:  # the options of a format go beside those of the entry
         known = _schema(formats.load(name).options_type, definitions).get("properties", {})
         definitions["schema"]["properties"] = {**known, **definitions["schema"]["properties"]}
     definitions["registry"] = {"anyOf": [_registry_schema(name, definitions) for name in REGISTRIES]}

@@ -135,9 +135,7 @@ def configuration_page() -> str:
         "",
         *_section("[[schemas]]", SchemaEntry),
         "",
-        "Options of the format stand beside these: "
-        + " ".join(f"[`{name}`](formats/{name}.md)" for name in sorted(formats.BUILT_IN))
-        + ".",
+        f"Options of the format go beside these: {_format_links()}.",
         "",
         "## `[registry]`",
         "",
@@ -147,6 +145,10 @@ def configuration_page() -> str:
         *(line for name in REGISTRIES for line in _registry_options(name)),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _format_links() -> str:
+    return " ".join(f"[`{name}`](formats/{name}.md)" for name in sorted(formats.BUILT_IN))
 
 
 def errors_page() -> str:
@@ -192,7 +194,7 @@ def file_schema() -> dict[str, Any]:
     sections: dict[str, type[Config]] = {"processing": Processing, "route": RouteEntry, "schema": SchemaEntry}
     for title, model in sections.items():
         definitions[title] = _schema(model, definitions)
-    for name in formats.BUILT_IN:  # the options of a format stand beside those of the entry
+    for name in formats.BUILT_IN:  # the options of a format go beside those of the entry
         known = _schema(formats.load(name).options_type, definitions).get("properties", {})
         definitions["schema"]["properties"] = {**known, **definitions["schema"]["properties"]}
     definitions["registry"] = {"anyOf": [_registry_schema(name, definitions) for name in REGISTRIES]}

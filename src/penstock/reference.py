@@ -88,11 +88,19 @@ def format_page(name: str, path: Path) -> str:
 
 def configuration_page() -> str:
     """What a pipeline file holds besides its connectors."""
-    override = "Name of the pipeline; `CONNECTOR_NAME` in the environment overrides it."
-    promised = "What is promised; checked before anything starts."
     top = [
-        ("connector_name", "text", "required", override),
-        ("delivery", type_text(DeliveryGuarantee), '`"at-least-once"`', promised),
+        (
+            "connector_name",
+            "text",
+            "required",
+            "Name of the pipeline; `CONNECTOR_NAME` in the environment overrides it.",
+        ),
+        (
+            "delivery",
+            type_text(DeliveryGuarantee),
+            '`"at-least-once"`',
+            "What is promised; checked before anything starts.",
+        ),
     ]
     common = [
         ("connector", "text", "required", 'Name of the connector, or `"package.module:Class"` for one of your own.'),
@@ -127,9 +135,7 @@ def configuration_page() -> str:
         "",
         *_section("[[schemas]]", SchemaEntry),
         "",
-        "Options of the format go beside these: "
-        + " ".join(f"[`{name}`](formats/{name}.md)" for name in sorted(formats.BUILT_IN))
-        + ".",
+        f"Options of the format go beside these: {_format_links()}.",
         "",
         "## `[registry]`",
         "",
@@ -139,6 +145,10 @@ def configuration_page() -> str:
         *(line for name in REGISTRIES for line in _registry_options(name)),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _format_links() -> str:
+    return " ".join(f"[`{name}`](formats/{name}.md)" for name in sorted(formats.BUILT_IN))
 
 
 def errors_page() -> str:

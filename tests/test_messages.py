@@ -304,3 +304,8 @@ def test_letters_are_told_in_the_log_and_counted(home: Home, caplog: pytest.LogC
     assert "listed/a → /a: PEN-3001" in caplog.text
     assert "penstock_dead_letters_total 1.0" in telemetry.metrics().decode()
     assert telemetry.status()["dead_letters"] == 1
+
+
+def test_a_store_of_letters_that_is_no_sink_is_refused(home: Home) -> None:
+    with pytest.raises(ConfigError, match="no sink is named 'detla'; did you mean 'delta'"):
+        home.pipeline(processing='dead_letter_sink = "detla"')

@@ -46,7 +46,7 @@ def ask(home: Home, verb: Any = "replay", **where: str) -> None:
     state = State(home.path / "state", "messages").peek()
     assert state.newest is not None
     requests = ReplayRequests.of(home.path / "state")
-    requests.add(state.identity.incarnation, Step(verb=verb, epoch=state.newest.number, where=where))
+    requests.add(Step(verb=verb, incarnation=state.identity.incarnation, epoch=state.newest.number, where=where))
 
 
 def attempts(home: Home) -> list[int]:
@@ -158,7 +158,7 @@ def test_a_letter_whose_route_or_sink_is_gone_stays_a_letter() -> None:
 def test_letters_go_to_the_sinks_and_topics_that_lack_them() -> None:
     routes = Route(to="/a", sinks=("one",)), Route(to="/a"), Route(to="/b")
     place = letters.Place("s", "a", "/a")
-    _, found = reading(message(place), *routes)
+    _, found = reading(message(place), *routes)  # a letter of before the second route
     assert [(rows.target.topic, rows.target.sinks) for rows in found] == [("/a", ("one",)), ("/a", ("two",))]
     _, found = reading(message(replace(place, sink="two")), *routes)
     assert [(rows.target.topic, rows.target.sinks) for rows in found] == [("/a", ("two",))]
@@ -168,7 +168,8 @@ def test_a_row_that_sql_made_goes_to_its_sink_past_the_sql() -> None:
     row = pa.RecordBatch.from_pylist([{"id": 1, "name": "x"}])
     place = letters.Place("s", "a", "/a", "two")
     letter = letters.of_rows(row, "PEN-3000", "sink", "why", place, Epoch("p", "i", 1, "t"))
-    _, (rows,) = reading(letter, Route(to="/a", sql="SELECT 1 FROM input", partitions=3))
+    route = Route(to="/a", sql="SELECT 1 FROM input", partitions=3)
+    _, (rows,) = reading(letter, route)
     assert (rows.target.sinks, rows.target.route.sql, rows.target.route.partitions) == (("two",), None, 1)
     assert rows.batch == row
     assert rows.place.attempt == 2
@@ -188,13 +189,32 @@ def test_a_topic_that_had_the_message_does_not_get_it_again(home: Home, partitio
     assert (len(home.rows()), len(home.rows("raw/a"))) == (2, 2)
 
 
+def test_routes_that_meet_in_a_topic_get_their_own_letters(home: Home) -> None:
+    home.put({"id": 1}, {"no": 2})
+    for schemas in (NUMBERS, JSON):
+        home.pipeline(schemas)
+        file = home.path / "pipeline.toml"
+        text = file.read_text().replace("[sink]", '[[sinks]]\nname = "one"')
+        text = text.replace('key = ["id"]\n\n[[sinks]]', 'key = ["id"]\nsinks = ["one"]\n\n[[sinks]]')
+        more = (
+            '[[routes]]\nfrom = "a"\nto = "/{stream}"\nsinks = ["two"]\n[[sinks]]\nname = "two"\nconnector = "delta"\n'
+        )
+        file.write_text(text + more + 'path = "second/{topic}"\n')
+        supervisor.run(Pipeline.from_toml(file), ForkEngine(2), drain=True)
+        ask(home)
+    supervisor.run(Pipeline.from_toml(file), ForkEngine(2), drain=True)
+    assert sorted(letter["sink"] for letter in home.letters()) == ["one", "two"]
+    assert len(home.rows()) == 2
+    assert len(home.rows("../second/a")) == 2
+
+
 def test_a_drain_replays_what_was_asked_for_before_it_and_no_later(tmp_path: Path) -> None:
     source = Replay(ReplayConfig(path=tmp_path, incarnation="x"))
     source.open(source.context.__class__(tmp_path / "sources" / REPLAY))
     requests = ReplayRequests.of(tmp_path)
-    first = requests.add("x", Step(verb="replay", epoch=1))
+    first = requests.add(Step(verb="replay", incarnation="x", epoch=1))
     until = source.latest(Replayed(), ReadLimit())
-    requests.add("x", Step(verb="replay", epoch=2))
+    requests.add(Step(verb="replay", incarnation="x", epoch=2))
     end = source.latest(Replayed(), ReadLimit(until=until))
     assert end.requests == (first.name,)
     assert source.latest(source.next_start(end, ()), ReadLimit(until=until)) == end
@@ -204,7 +224,7 @@ def test_a_request_for_another_incarnation_is_done_with_and_replays_nothing(tmp_
     source = Replay(ReplayConfig(path=tmp_path, incarnation="new"))
     source.open(source.context.__class__(tmp_path / "sources" / REPLAY))
     requests = ReplayRequests.of(tmp_path)
-    requests.add("old", Step(verb="replay", epoch=9))
+    requests.add(Step(verb="replay", incarnation="old", epoch=9))
     end = source.latest(Replayed(), ReadLimit())
     assert (end.steps, len(end.requests)) == ((), 1)
     source.ack(end)
@@ -213,11 +233,13 @@ def test_a_request_for_another_incarnation_is_done_with_and_replays_nothing(tmp_
 
 def test_the_position_does_not_grow_with_every_replay() -> None:
     source = Replay(ReplayConfig(path=Path("x"), incarnation="x"))
-    steps = [Step(verb="replay", epoch=n, where={"topic": "/a"}) for n in range(1, 9)]
+    steps = [Step(verb="replay", incarnation="x", epoch=n, where={"topic": "/a"}) for n in range(1, 9)]
     assert source.next_start(Replayed(steps=tuple(steps)), ()).steps == (steps[-1],)
-    every = Step(verb="drop", epoch=8)
+    every = Step(verb="drop", incarnation="x", epoch=8)
     assert source.next_start(Replayed(steps=(*steps, every)), ()).steps == (every,)
-    later = Step(verb="replay", epoch=9, where={"topic": "/a"})
+    lost = Step(verb="replay", incarnation="of a state that was lost", epoch=99)
+    assert source.next_start(Replayed(steps=(lost, every)), ()).steps == (every,)
+    later = Step(verb="replay", incarnation="x", epoch=9, where={"topic": "/a"})
     assert source.next_start(Replayed(steps=(every, later)), ()).steps == (every, later)
 
 
@@ -356,3 +378,12 @@ def test_a_row_of_a_table_that_a_sink_refuses_becomes_a_letter_and_its_table_goe
     ask(home)
     run()
     assert [row["id"] for row in home.rows("shop")] == [0, 1, 2, 3, 4, 9]
+
+
+def test_a_row_that_sql_failed_on_goes_through_the_sql_again() -> None:
+    row = pa.RecordBatch.from_pylist([{"id": 1}])
+    place = letters.Place("s", "a", "/a", "two")
+    letter = letters.of_rows(row, "PEN-3003", "sql", "why", place, Epoch("p", "i", 1, "t"), "input")
+    routes = Route(to="/a", sql="SELECT 1 FROM input", sinks=("one",)), Route(to="/a", sql="SELECT 2 FROM input")
+    _, (rows,) = reading(letter, *routes)
+    assert (rows.target.sinks, rows.target.route.sql) == (("two",), "SELECT 2 FROM input")

@@ -94,8 +94,8 @@ class Run(Home):
     def ask(self) -> None:
         state = State(self.path / "state", "messages").peek()
         assert state.newest is not None
-        step = Step(verb="replay", epoch=state.newest.number)
-        ReplayRequests.of(self.path / "state").add(state.identity.incarnation, step)
+        step = Step(verb="replay", incarnation=state.identity.incarnation, epoch=state.newest.number)
+        ReplayRequests.of(self.path / "state").add(step)
 
 
 DEAD = [number for number in range(COUNT) if number % 7 == 3 or number == MISFIT]

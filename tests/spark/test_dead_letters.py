@@ -63,8 +63,8 @@ def letters(tmp_path: Path) -> list[dict[str, Any]]:
 def ask(tmp_path: Path) -> None:
     state = State(tmp_path / "state", "sql-letters").peek()
     assert state.newest is not None
-    step = Step(verb="replay", epoch=state.newest.number)
-    ReplayRequests.of(tmp_path / "state").add(state.identity.incarnation, step)
+    step = Step(verb="replay", incarnation=state.identity.incarnation, epoch=state.newest.number)
+    ReplayRequests.of(tmp_path / "state").add(step)
 
 
 DIVIDED = "SELECT key, row, 100 DIV ((row - 7) * (row - 31)) AS share FROM input"
@@ -81,6 +81,7 @@ def test_rows_that_a_query_fails_on_become_letters_and_come_back_after_a_fix(dra
     assert {(letter["code"], letter["rule"], letter["topic"], letter["sink"]) for letter in found} == {
         ("PEN-3003", "sql", "/rows", None)
     }
+    assert {letter["kind"] for letter in found} == {"input"}
     assert "DIVIDE_BY_ZERO" in found[0]["reason"]
     ask(tmp_path)
     drained(Route(sql=FIXED), Route(to="/raw"))

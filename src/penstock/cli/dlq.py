@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
@@ -19,8 +20,8 @@ from rich.text import Text
 from penstock.errors import ConfigError
 from penstock.pipeline import Pipeline
 from penstock.runtime.epochs import State
-from penstock.runtime.messages.letters import REPLAY, rows_of
-from penstock.runtime.messages.replay import Replayed, ReplayRequests, Step, Verb, fates
+from penstock.runtime.messages.letters import LETTERS, REPLAY, rows_of
+from penstock.runtime.messages.replay import Replayed, ReplayRequests, Step, Verb, fates, having
 from penstock.runtime.messages.store import read_letters, wants_letters
 from penstock.runtime.telemetry import ENDED, read_status
 
@@ -33,7 +34,8 @@ SHOWN_BYTES = 300
 class Store:
     """The default store of a pipeline, and what its state says of the letters in it."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: Pipeline, *, whole: bool = False) -> None:
+        """`whole`: with what the letters hold, not only what they are."""
         processing = pipeline.processing
         if processing.dead_letter_sink is not None and wants_letters(pipeline):
             raise ConfigError(
@@ -41,39 +43,35 @@ class Store:
                 code="PEN-1009",
                 hint="look at the topic /_dead_letters there; to replay from here, leave out `dead_letter_sink`",
             )
-        self.pipeline = pipeline
         self.directory = processing.state_dir
-        self.state = State(self.directory, pipeline.name).peek()
-        self.letters = read_letters(self.directory)
-        self.incarnation = self.state.identity.incarnation
-        self.done = self._position().steps
+        self.letters = read_letters(self.directory, LETTERS.names if whole else _ABOUT)
+        state = State(self.directory, pipeline.name).peek()
+        self.incarnation = state.identity.incarnation
+        self.done = _position(state).steps
 
-    def _position(self) -> Replayed:
-        newest = self.state.newest
-        if newest is None or REPLAY not in newest.ranges:
-            return Replayed()
-        span = newest.ranges[REPLAY]
-        return Replayed.model_validate(span.end if newest.state == "committed" else span.start)
-
-    def states(self) -> list[str]:
+    def states(self) -> npt.NDArray[np.str_]:
         """What has become of each letter."""
-        is_mine = np.array([each == self.incarnation for each in self.letters.column("incarnation").to_pylist()], bool)
-        names = {-1: "open", **{at: _PAST[step.verb] for at, step in enumerate(self.done)}}
-        found = fates(self.letters, self.done, self.incarnation)
-        return [names[int(at)] if mine else "superseded" for at, mine in zip(found, is_mine, strict=True)]
+        names = np.array([*(_PAST[step.verb] for step in self.done), "open"])  # -1 is the last one
+        mine = having(self.letters, {"incarnation": self.incarnation})
+        return np.where(mine, names[fates(self.letters, self.done)], "superseded")
 
     def chosen(self, where: Mapping[str, str], *, every: bool = False) -> tuple[pa.Table, list[str]]:
         """The letters that have these values, the newest last, and what has become of each; only open ones unless `every`."""
-        if not self.letters.num_rows:
-            return self.letters, []
         states = self.states()
-        mask = np.array([every or state == "open" for state in states])
-        for name, value in where.items():
-            mask &= np.array([each == value for each in self.letters.column(name).to_pylist()])
-        places = np.flatnonzero(mask)
+        places = np.flatnonzero(having(self.letters, where) & (every | (states == "open")))
         places = places[np.argsort(self.letters.column("epoch").to_numpy()[places], kind="stable")]
-        return self.letters.take(pa.array(places)), [states[at] for at in places]
+        return self.letters.take(pa.array(places, pa.int64())), states[places].tolist()
 
+
+def _position(state: State) -> Replayed:
+    newest = state.newest
+    if newest is None or REPLAY not in newest.ranges:
+        return Replayed()
+    span = newest.ranges[REPLAY]
+    return Replayed.model_validate(span.end if newest.state == "committed" else span.start)
+
+
+_ABOUT = [name for name in LETTERS.names if name not in ("key", "payload", "attributes", "offset")]
 
 _PAST = {"replay": "replayed", "drop": "dropped"}
 
@@ -91,7 +89,7 @@ def show(
     pipeline: Pipeline, where: Mapping[str, str], console: Console, *, sample: int, json: bool, every: bool
 ) -> None:
     """Print how many letters there are of each kind, and the newest few."""
-    store = Store(pipeline)
+    store = Store(pipeline, whole=json or sample > 0)
     letters, states = store.chosen(where, every=every)
     if json:
         chosen = letters.slice(max(0, letters.num_rows - sample)) if sample else letters
@@ -125,7 +123,8 @@ def command(pipeline: Pipeline, verb: Verb, where: Mapping[str, str], console: C
         console.print(f"{pipeline.name} has no open dead letters" + (" like that" if where else ""))
         return 0
     last = max(letters.column("epoch").to_pylist())
-    ReplayRequests.of(store.directory).add(store.incarnation, Step(verb=verb, epoch=last, where=where))
+    step = Step(verb=verb, incarnation=store.incarnation, epoch=last, where=where)
+    ReplayRequests.of(store.directory).add(step)
     status = read_status(store.directory)
     runs = status is not None and status["state"] not in (*ENDED, "dead")
     when = "taken up with the next epoch" if runs else "kept for the next start"
@@ -160,7 +159,7 @@ def _payload(letter: Mapping[str, Any]) -> Any:
     payload = letter["payload"]
     if payload is None:
         return None
-    if letter["kind"] == "row":
+    if letter["kind"] in ("row", "input"):
         return rows_of(payload).to_pylist()[0]
     return _text(payload)
 

@@ -80,6 +80,7 @@ class Pipeline:
             *([] if self.sinks else [Problem("PEN-1004", "a pipeline needs a sink")]),
             *checks.route_problems(self.router.routes, self.sources, self.sinks, self.base),
             *checks.evolution_problems(self),
+            *checks.letter_problems(self.processing.dead_letter_sink, list(self.sinks)),
             *checks.delivery_problems(self),
         ]
         checks.refuse(problems, f"the pipeline {self.name!r}")

@@ -147,6 +147,12 @@ def _unknown_name(kind: Kind, name: str, known: Sequence[str], where: Where) -> 
     return Problem("PEN-1010", f"no {kind} is named {name!r}{guess}", f"{kind}s: {', '.join(known) or 'none'}", where)
 
 
+def letter_problems(name: str | None, sinks: Sequence[str]) -> Iterator[Problem]:
+    """A store of dead letters that is no sink of the file."""
+    if name is not None and name not in sinks:
+        yield _unknown_name("sink", name, sinks, ("processing", "dead_letter_sink"))
+
+
 def evolution_problems(pipeline: Pipeline) -> Iterator[Problem]:
     for place, route in enumerate(pipeline.router.routes):
         for name in route.sinks or pipeline.router.sinks if route.schema_evolution else ():

@@ -14,7 +14,7 @@ import pyarrow as pa
 from penstock.errors import ConfigError, DataError
 from penstock.formats import Failures
 from penstock.pipeline.routing import OnError, Target
-from penstock.runtime.job import SAMPLES, Bad, Job, Part, Tally, TaskResult
+from penstock.runtime.job import SAMPLES, Bad, Job, Part, Tally, TaskResult, is_plain
 from penstock.runtime.messages import letters
 from penstock.runtime.messages.decoding import is_envelope, merged
 from penstock.runtime.messages.letters import REPLAY, Place
@@ -52,6 +52,19 @@ class Rows:
     def place(self) -> Place:
         """Where a letter of these rows says that it came from."""
         return self.origin or self.result_of or Place(self.tally.source, self.tally.stream, self.target.topic)
+
+    def places(self, job: Job) -> list[Place]:
+        """
+        Where letters of these rows say that they came from: one, unless several routes lead to the topic.
+
+        Then each letter names the sink that lacks the record, so that a replay does not reach the others; of SQL one sink of
+        its target, since a query is run for all of them.
+        """
+        place = self.place
+        if place.sink is not None or len(job.router.reached(place.source, place.stream, place.topic)) < 2:
+            return [place]
+        sinks = self.target.sinks if is_plain(self.target.route) else self.target.sinks[:1]
+        return [replace(place, sink=sink) for sink in sinks]
 
     def policy(self, job: Job) -> OnError:
         """What becomes of records that cannot be used. A letter stays one: who asks for a replay cannot know if it works."""
@@ -177,9 +190,10 @@ class Reading:
             return
         for target in router.reached(place.source, place.stream, place.topic):
             if chosen := _going(target, place):
-                if place.sink is not None:  # a row as that sink was to get it
+                if kind == "row":  # as a sink was to get it
+                    assert place.sink is not None
                     plain = replace(target.route, sql=None, transform=None, partitions=1)
-                    chosen = Target(target.topic, chosen.sinks, plain)
+                    chosen = Target(target.topic, (place.sink,), plain)
                 yield chosen, np.ones(some.num_rows, dtype=bool)
                 return
 
@@ -233,15 +247,19 @@ class Reading:
             tally.skipped[topic] = tally.skipped.get(topic, 0) + len(failures)
             return
         assert self._job.letters is not None
-        tally.letters[topic] = tally.letters.get(topic, 0) + len(failures)
-        found = letters.of_messages(rows.batch, failures, rows.place, self._job.epoch)
-        yield replace(rows, target=letters.target(self._job.letters), batch=found)
+        for place in rows.places(self._job):
+            tally.letters[topic] = tally.letters.get(topic, 0) + len(failures)
+            found = letters.of_messages(rows.batch, failures, place, self._job.epoch)
+            yield replace(rows, target=letters.target(self._job.letters), batch=found)
 
 
 def _going(target: Target, place: Place) -> Target | None:
-    """The target as far as letters of a place go there."""
-    sinks = target.sinks if place.sink is None else tuple({place.sink}.intersection(target.sinks))
-    return Target(target.topic, sinks, target.route) if sinks and target.topic == place.topic else None
+    """The target as far as letters of a place go there; of SQL whole or not at all."""
+    if target.topic != place.topic or place.sink not in (None, *target.sinks):
+        return None
+    if place.sink is None or not is_plain(target.route):
+        return target
+    return Target(target.topic, (place.sink,), target.route)
 
 
 def show(tally: Tally, topic: Topic, code: str, rule: str, reason: str) -> None:

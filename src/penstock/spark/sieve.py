@@ -52,12 +52,13 @@ def letters_of(rows: Rows, left: Mapping[int, str], job: Job) -> Rows:
     tally.letters[topic] = tally.letters.get(topic, 0) + len(left)
     for why in left.values():
         show(tally, topic, CODE, "sql", why)
+    (place,) = rows.places(job)
     if rows.envelopes is not None:
         failures = Failures.of({at: ("sql", why) for at, why in left.items()})
-        made = letters.of_messages(rows.envelopes, failures, rows.place, job.epoch, CODE)
+        made = letters.of_messages(rows.envelopes, failures, place, job.epoch, CODE)
     else:
         each = [
-            letters.of_rows(rows.batch.slice(at, 1), CODE, "sql", why, rows.place, job.epoch)
+            letters.of_rows(rows.batch.slice(at, 1), CODE, "sql", why, place, job.epoch, "input")
             for at, why in sorted(left.items())
         ]
         made = pa.Table.from_batches(each).combine_chunks().to_batches()[0]

@@ -2,10 +2,10 @@
 Dead letters: records that could not be used, kept with all that is needed to try them again.
 
 A letter is a row of the internal topic `/_dead_letters`, staged and committed in the epoch of the good rows by an ordinary
-sink. There are three kinds. A *message* holds the payload as it came, and goes through routing and decoding again. A *row*
-is one that was decoded, or never was a message, and that a sink refused or a query failed on: it holds the row as Arrow,
-and goes to that sink, or through that query, again. A *record* is one that a source could not read, such as a line of a
-file: it is kept as it was found, and only the source could try it again.
+sink. There are four kinds. A *message* holds the payload as it came, and goes through routing and decoding again. A *row*
+never was a message, or a query made it, and a sink refused it: it is kept as Arrow, and goes to that sink again. An *input*
+is such a row that a query failed on, and goes through the query again. A *record* is one that a source could not read, such
+as a line of a file: it is kept as it was found, and only the source could try it again.
 """
 
 from __future__ import annotations
@@ -85,11 +85,13 @@ def of_messages(
     )
 
 
-def of_rows(rows: pa.RecordBatch, code: str, rule: str, reason: str, place: Place, epoch: Epoch) -> pa.RecordBatch:
-    """Letters for rows that a sink refused, each as an Arrow stream of its own."""
+def of_rows(
+    rows: pa.RecordBatch, code: str, rule: str, reason: str, place: Place, epoch: Epoch, kind: str = "row"
+) -> pa.RecordBatch:
+    """Letters for rows that a sink refused, or as `input` those that a query failed on, each as an Arrow stream of its own."""
     count = rows.num_rows
     payloads = pa.array([to_ipc(rows.slice(at, 1)) for at in range(count)], pa.binary())
-    return _letters("row", place, epoch, [code] * count, [rule] * count, [reason] * count, payload=payloads)
+    return _letters(kind, place, epoch, [code] * count, [rule] * count, [reason] * count, payload=payloads)
 
 
 def of_records(error: DataError, place: Place, epoch: Epoch) -> pa.RecordBatch:

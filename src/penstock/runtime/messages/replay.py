@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 
 from penstock.config import Config
 from penstock.durable import Json
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, RetryableError
 from penstock.requests import Inbox
 from penstock.runtime.messages.letters import REPLAY, TOPIC
 from penstock.source import Position, RangeSource, ReadLimit, Schemas, SourceBatch
@@ -41,12 +41,15 @@ class Step(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     verb: Verb
+    incarnation: str
+    """Whose letters are meant: one that reads everything again from the beginning makes letters of its own."""
     epoch: int
     where: Mapping[str, str] = {}
 
     def covers(self, other: Step) -> bool:
         """True if every letter that the other step covers is covered by this one."""
-        return self.epoch >= other.epoch and self.where.items() <= other.where.items()
+        same = self.incarnation == other.incarnation
+        return same and self.epoch >= other.epoch and self.where.items() <= other.where.items()
 
 
 class ReplayRequest(BaseModel):
@@ -55,8 +58,6 @@ class ReplayRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
-    incarnation: str
-    """Whose letters are meant: one that reads everything again from the beginning makes letters of its own."""
     step: Step
 
 
@@ -71,9 +72,9 @@ class ReplayRequests(Inbox[ReplayRequest]):
         """Those in the state directory of a pipeline."""
         return cls(pipeline_state / "sources" / REPLAY)
 
-    def add(self, incarnation: str, step: Step) -> ReplayRequest:
+    def add(self, step: Step) -> ReplayRequest:
         """Leave a request; it is on disk when this returns."""
-        return self.leave(lambda name: ReplayRequest(name=name, incarnation=incarnation, step=step))
+        return self.leave(lambda name: ReplayRequest(name=name, step=step))
 
 
 class Replayed(Position):
@@ -121,7 +122,7 @@ class Replay(RangeSource[ReplayConfig, Replayed]):
             waiting = [each for each in waiting if each.name in limit.until.requests]
         if not waiting:
             return start
-        steps = [each.step for each in waiting if each.incarnation == self.config.incarnation]
+        steps = [each.step for each in waiting if each.step.incarnation == self.config.incarnation]
         return Replayed(steps=(*start.steps, *steps), requests=tuple(each.name for each in waiting))
 
     def split(self, start: Replayed, end: Replayed) -> Sequence[Letters]:
@@ -131,18 +132,17 @@ class Replay(RangeSource[ReplayConfig, Replayed]):
         return [Letters(file, start.steps, steps) for file in files(self.config.path)]
 
     def read(self, split: Letters) -> Iterator[SourceBatch]:
-        for batch in pq.ParquetFile(split.file).iter_batches():
-            found = fates(batch, split.steps, self.config.incarnation)
+        for batch in _opened(split.file).iter_batches():
+            found = fates(batch, split.steps)
             is_asked = np.isin(found, [at for at, step in enumerate(split.steps) if step.verb == "replay"])
-            is_asked &= fates(batch, split.done, self.config.incarnation) < 0
+            is_asked &= fates(batch, split.done) < 0
             if is_asked.any():
                 yield SourceBatch(batch.filter(pa.array(is_asked)), stream=TOPIC)
 
     def next_start(self, end: Replayed, notes: Sequence[Json]) -> Replayed:
-        """Without the steps that a later one covers: the position would grow for ever."""
-        kept = [
-            step for at, step in enumerate(end.steps) if not any(later.covers(step) for later in end.steps[at + 1 :])
-        ]
+        """Without the steps that a later one covers, or of a lost state: the position would grow for ever."""
+        mine = [step for step in end.steps if step.incarnation == self.config.incarnation]
+        kept = [step for at, step in enumerate(mine) if not any(later.covers(step) for later in mine[at + 1 :])]
         return Replayed(steps=tuple(kept), requests=end.requests)
 
     def ack(self, end: Replayed) -> None:
@@ -162,19 +162,35 @@ def files(path: Path) -> list[str]:
     return sorted(DeltaTable(path).file_uris())
 
 
-def fates(letters: pa.RecordBatch | pa.Table, steps: Sequence[Step], incarnation: str) -> Fates:
+def fates(letters: pa.RecordBatch | pa.Table, steps: Sequence[Step]) -> Fates:
     """Which of the steps deals with each letter."""
     found = np.full(letters.num_rows, -1, np.int64)
-    if not steps:
-        return found
-    mine = pc.equal(letters.column("incarnation"), incarnation)
     for at, step in enumerate(steps):
-        mask = pc.and_(mine, pc.less_equal(letters.column("epoch"), step.epoch))
-        for name, value in step.where.items():
-            mask = pc.and_(mask, pc.fill_null(pc.equal(letters.column(name), value), False))
-        is_covered = pa.chunked_array([mask]) if isinstance(mask, pa.Array) else mask
-        found[(found < 0) & is_covered.to_numpy().astype(bool)] = at
+        is_covered = having(letters, {"incarnation": step.incarnation, **step.where})
+        is_covered &= _numpy(pc.less_equal(letters.column("epoch"), step.epoch))
+        found[(found < 0) & is_covered] = at
     return found
+
+
+def having(letters: pa.RecordBatch | pa.Table, where: Mapping[str, str]) -> npt.NDArray[np.bool_]:
+    """Which letters have all of these values."""
+    found = np.ones(letters.num_rows, dtype=bool)
+    for name, value in where.items():
+        found &= _numpy(pc.fill_null(pc.equal(letters.column(name), value), False))
+    return found
+
+
+def _numpy(mask: pa.Array | pa.ChunkedArray) -> npt.NDArray[np.bool_]:
+    whole = mask.combine_chunks() if isinstance(mask, pa.ChunkedArray) else mask
+    found: npt.NDArray[np.bool_] = whole.to_numpy(zero_copy_only=False).astype(bool)
+    return found
+
+
+def _opened(file: str) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(file)
+    except FileNotFoundError as error:
+        raise RetryableError(f"{file} of the dead letters was joined with others or removed meanwhile") from error
 
 
 def parse_where(words: Sequence[str]) -> dict[str, str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from penstock.pipeline import Pipeline, registry
 from penstock.runtime.messages.letters import LETTERS, REPLAY, SINK
-from penstock.runtime.messages.replay import Replay, ReplayConfig
+from penstock.runtime.messages.replay import Replay, ReplayConfig, files
 from penstock.sink import SinkConnector
 from penstock.source import RangeSource
 
@@ -46,13 +48,12 @@ def has_letters(state_dir: Path) -> bool:
     return (state_dir / FOLDER / "_delta_log").exists()
 
 
-def read_letters(state_dir: Path) -> pa.Table:
-    """Every letter of the default store."""
-    from deltalake import DeltaTable
-
-    if not has_letters(state_dir):
-        return LETTERS.empty_table()
-    return DeltaTable(state_dir / FOLDER).to_pyarrow_table().select(LETTERS.names).cast(LETTERS)
+def read_letters(state_dir: Path, columns: Sequence[str] = LETTERS.names) -> pa.Table:
+    """These columns of every letter in the default store."""
+    schema = pa.schema([LETTERS.field(name) for name in columns])
+    # File by file: Arrow's scanner has threads that may outlive it.
+    read = [pq.ParquetFile(file).read(columns=list(columns)) for file in files(state_dir / FOLDER)]
+    return pa.concat_tables([schema.empty_table(), *(each.select(list(columns)).cast(schema) for each in read)])
 
 
 def _default_store(state_dir: Path) -> SinkConnector[Any, Any]:

@@ -157,6 +157,14 @@ def test_a_row_that_would_have_no_column_is_a_dead_letter_and_comes_back_when_th
     assert len(home.letters()) == 1
 
 
+def test_a_payload_may_have_a_column_that_elsewhere_describes_a_change(home: Home) -> None:
+    home.put({"id": 1, "_op": "d"})
+    home.run()
+    home.put({"id": 2, "_txid": "x"})
+    home.run()
+    assert home.rows() == [{"id": 1, "_op": "d", "_txid": None}, {"id": 2, "_op": None, "_txid": "x"}]
+
+
 @pytest.mark.parametrize("partitions", [1, 3])
 def test_only_the_bad_messages_become_dead_letters_with_all_that_they_had(home: Home, partitions: int) -> None:
     home.put({"id": 1}, ("k", '{"id": oops'), {"id": 2}, {"id": "text"})

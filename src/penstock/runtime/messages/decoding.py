@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.changes import CHANGE_FIELDS, own_columns
+from penstock.changes import CHANGE_FIELDS, is_changelog, own_columns
 from penstock.formats import Decoded, Failures, Format, Positions, Resolver, WireSchema
 from penstock.formats.inference import fit, merge
 from penstock.pipeline.options import Metadata
@@ -186,7 +186,10 @@ def merged(known: pa.Schema | None, found: Sequence[pa.Schema]) -> pa.Schema | N
         return known
     every = [*found, *([known] if known is not None else [])]
     columns = merge(map(_own_schema, found), None if known is None else _own_schema(known))
-    described = [each.with_nullable(True) for each in CHANGE_FIELDS if any(each.name in s.names for s in every)]
+    changes = [each for each in every if is_changelog(each)]
+    described = [each.with_nullable(True) for each in CHANGE_FIELDS if any(each.name in s.names for s in changes)]
+    names = {each.name for each in described}  # a payload may have one of the columns, and describe no change
+    columns = pa.schema([each for each in columns if each.name not in names])
     key = next((key for schema in every if (key := key_of(schema))), [])
     whole = pa.schema([*columns, *described])
     return with_key(whole, key) if key else whole

@@ -165,6 +165,14 @@ def test_a_payload_may_have_a_column_that_elsewhere_describes_a_change(home: Hom
     assert home.rows() == [{"id": 1, "_op": "d", "_txid": None}, {"id": 2, "_op": None, "_txid": "x"}]
 
 
+def test_a_topic_may_change_its_format(home: Home) -> None:
+    home.put({"id": 1, "v": 2})
+    home.run()
+    home.put("3,x")
+    home.run(JSON.replace("json", "csv"))
+    assert home.rows()[1] == {"id": None, "v": None, "column_1": "3", "column_2": "x"}
+
+
 @pytest.mark.parametrize("partitions", [1, 3])
 def test_only_the_bad_messages_become_dead_letters_with_all_that_they_had(home: Home, partitions: int) -> None:
     home.put({"id": 1}, ("k", '{"id": oops'), {"id": 2}, {"id": "text"})

@@ -356,3 +356,15 @@ def test_a_row_of_a_table_that_a_sink_refuses_becomes_a_letter_and_its_table_goe
     ask(home)
     run()
     assert [row["id"] for row in home.rows("shop")] == [0, 1, 2, 3, 4, 9]
+
+
+def test_names_with_brackets_are_shown_as_they_are(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    home.put({"no": 1}, stream="a[/x]")
+    home.run(NUMBERS.replace("/a", "/#"))
+    for words in (["dlq", "show"], ["offsets", "show"], ["schemas", "check"]):
+        file = str(home.path / "pipeline.toml")
+        with pytest.raises(SystemExit, match="0"):
+            cli.main([words[0], file, words[1]] if words[0] != "offsets" else [*words, file])
+    shown = capsys.readouterr().out
+    assert "/a[/x]" in shown
+    assert "no [[schemas]] that" in shown

@@ -130,6 +130,50 @@ def test_json_becomes_typed_rows_and_new_fields_become_columns(home: Home) -> No
     assert home.rows()[2] == {"id": 3, "v": None, "tags": None, "place": {"lat": 1.5}}
 
 
+@pytest.mark.parametrize("unknown", [None, [], {}, [{}], {"x": None}, {"x": [], "y": {}}])
+def test_what_nothing_is_known_of_has_no_column_until_a_value_shows_its_type(home: Home, unknown: Any) -> None:
+    home.put({"id": 1, "v": unknown})
+    home.run()
+    assert home.rows() == [{"id": 1}]
+    home.put({"id": 2, "v": unknown}, {"id": 3, "v": {"x": [4]} if isinstance(unknown, dict) else [{"x": 4}]})
+    home.run()
+    assert [(row["id"], bool(row["v"])) for row in home.rows()][::2] == [(1, False), (3, True)]
+    assert home.letters() == []
+
+
+@pytest.mark.parametrize("empty", [None, {}, {"id": None}, {"id": []}])
+def test_a_row_that_would_have_no_column_is_a_dead_letter_and_comes_back_when_there_is_one(
+    home: Home, empty: Any
+) -> None:
+    home.put(empty)
+    home.run()
+    assert [letter["rule"] for letter in home.letters()] == ["row.empty"]
+    home.put(empty, {"no": 1})
+    home.run()
+    assert len(home.rows()) == 2
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["dlq", str(home.path / "pipeline.toml"), "replay"])
+    home.run()
+    assert len(home.rows()) == 3
+    assert len(home.letters()) == 1
+
+
+def test_a_payload_may_have_a_column_that_elsewhere_describes_a_change(home: Home) -> None:
+    home.put({"id": 1, "_op": "d"})
+    home.run()
+    home.put({"id": 2, "_txid": "x"})
+    home.run()
+    assert home.rows() == [{"id": 1, "_op": "d", "_txid": None}, {"id": 2, "_op": None, "_txid": "x"}]
+
+
+def test_a_topic_may_change_its_format(home: Home) -> None:
+    home.put({"id": 1, "v": 2})
+    home.run()
+    home.put("3,x")
+    home.run(JSON.replace("json", "csv"))
+    assert home.rows()[1] == {"id": None, "v": None, "column_1": "3", "column_2": "x"}
+
+
 @pytest.mark.parametrize("partitions", [1, 3])
 def test_only_the_bad_messages_become_dead_letters_with_all_that_they_had(home: Home, partitions: int) -> None:
     home.put({"id": 1}, ("k", '{"id": oops'), {"id": 2}, {"id": "text"})

@@ -387,3 +387,15 @@ def test_a_row_that_sql_failed_on_goes_through_the_sql_again() -> None:
     routes = Route(to="/a", sql="SELECT 1 FROM input", sinks=("one",)), Route(to="/a", sql="SELECT 2 FROM input")
     _, (rows,) = reading(letter, *routes)
     assert (rows.target.sinks, rows.target.route.sql) == (("two",), "SELECT 2 FROM input")
+
+
+def test_names_with_brackets_are_shown_as_they_are(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    home.put({"no": 1}, stream="a[/x]")
+    home.run(NUMBERS.replace("/a", "/#"))
+    for words in (["dlq", "show"], ["offsets", "show"], ["schemas", "check"]):
+        file = str(home.path / "pipeline.toml")
+        with pytest.raises(SystemExit, match="0"):
+            cli.main([words[0], file, words[1]] if words[0] != "offsets" else [*words, file])
+    shown = capsys.readouterr().out
+    assert "/a[/x]" in shown
+    assert "no [[schemas]] that" in shown

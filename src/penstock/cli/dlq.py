@@ -98,7 +98,7 @@ def show(
         return
     if not letters.num_rows:
         console.print(
-            f"{pipeline.name} has no {'' if every else 'open '}dead letters" + (" like that" if where else "")
+            Text(f"{pipeline.name} has no {'' if every else 'open '}dead letters" + (" like that" if where else ""))
         )
     else:
         console.print(_summary(letters, states, every))
@@ -120,7 +120,7 @@ def command(pipeline: Pipeline, verb: Verb, where: Mapping[str, str], console: C
         )
     letters, _ = store.chosen(where)
     if not letters.num_rows:
-        console.print(f"{pipeline.name} has no open dead letters" + (" like that" if where else ""))
+        console.print(Text(f"{pipeline.name} has no open dead letters" + (" like that" if where else "")))
         return 0
     last = max(letters.column("epoch").to_pylist())
     step = Step(verb=verb, incarnation=store.incarnation, epoch=last, where=where)
@@ -139,7 +139,7 @@ def _summary(letters: pa.Table, states: Sequence[str], every: bool) -> Table:
     table = Table("letters", *names, *(["state"] if every else []), box=None, header_style="dim", padding=(0, 2, 0, 0))
     for row, count in sorted(counts.items(), key=lambda each: (-each[1], repr(each[0]))):
         shown = row if every else row[:-1]
-        table.add_row(f"{count:,}", *("" if each is None else str(each) for each in shown))
+        table.add_row(f"{count:,}", *(Text("" if each is None else str(each)) for each in shown))
     return table
 
 

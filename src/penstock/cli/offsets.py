@@ -86,7 +86,7 @@ def show(pipeline: Pipeline, state: State, console: Console, json: bool) -> None
     table = Table("source", "read up to", "the epoch begins at", box=None, header_style="dim", padding=(0, 2, 0, 0))
     for source, range in newest.ranges.items():
         end, start = (_words(pipeline, source, each) for each in (range.end, range.start))
-        table.add_row(source, end, "the same place" if end == start else start)
+        table.add_row(Text(source), Text(end), Text("the same place" if end == start else start))
     console.print(table)
     if newest.state == "prepared":
         _show_staged(newest, console)
@@ -96,7 +96,7 @@ def _show_staged(newest: Manifest, console: Console) -> None:
     staged = Table("sink", "topic", "rows staged", box=None, header_style="dim", padding=(0, 2, 0, 0))
     for sink, topics in sorted(newest.rows_out.items()):
         for topic, (rows, _) in sorted(topics.items()):
-            staged.add_row(sink, topic, f"{rows:,}")
+            staged.add_row(Text(sink), Text(topic), f"{rows:,}")
     console.print(staged)
 
 

@@ -153,7 +153,7 @@ def make_app(load: Load, stdout: Callable[[], Console]) -> typer.Typer:
 def _each(entries: Sequence[SchemaFile], console: Console, work: Callable[[SchemaFile], str]) -> bool:
     """Do it for every entry, also after one that fails; whether all went well."""
     if not entries:
-        console.print("the file has no [[schemas]] that a registry holds")
+        console.print(Text("the file has no [[schemas]] that a registry holds"))
     is_well = True
     for entry in entries:
         try:

@@ -79,7 +79,7 @@ class Csv(Format[CsvConfig]):
         schema = self.columns()
         sizes = pc.list_value_length(records).to_numpy(zero_copy_only=False)
         if schema is None:
-            most = max(int(sizes.max(initial=0, where=sizes <= _MAX_VALUES)), 0 if known is None else len(known))
+            most = max(int(sizes.max(initial=0, where=sizes <= _MAX_VALUES)), _numbered(known))
             schema = pa.schema([(f"column_{number}", pa.string()) for number in range(1, most + 1)])
             wrong, wanted = sizes > _MAX_VALUES, f"at most {_MAX_VALUES:,}"
         else:
@@ -178,6 +178,12 @@ class _Quoted:
 def _code(character: str) -> str:
     """A character as both regular expression engines take it, anywhere."""
     return f"\\x{ord(character):02x}"
+
+
+def _numbered(known: pa.Schema | None) -> int:
+    """How many columns of the format's own are known; a topic that had another format has others."""
+    names = () if known is None else known.names
+    return next(number for number in range(len(names) + 1) if f"column_{number + 1}" not in names)
 
 
 def _with_nulls(lists: pa.ListArray, null: str) -> pa.ListArray:

@@ -38,15 +38,16 @@ class LakeTypes:
     """The first rule that applies counts."""
 
     def schema(self, topic: Topic, schema: Iterable[pa.Field]) -> pa.Schema:
-        """The columns in types of the lake that hold every value; refused if a type has none."""
-        return pa.schema([pa.field(each.name, self.type(topic, each.name, each.type)) for each in schema])
-
-    def batch(self, topic: Topic, batch: pa.RecordBatch, without: Collection[str] = ()) -> pa.RecordBatch:
         """
-        The rows in types of the lake, without loss, and without some columns.
+        The columns in types of the lake that hold every value; refused if a type has none.
 
         Columns of type null are left out until a value shows their type.
         """
+        kept = [each for each in schema if not types.is_null(each.type)]
+        return pa.schema([pa.field(each.name, self.type(topic, each.name, each.type)) for each in kept])
+
+    def batch(self, topic: Topic, batch: pa.RecordBatch, without: Collection[str] = ()) -> pa.RecordBatch:
+        """The rows in types of the lake, without loss, and without some columns and those of type null."""
         kept = [
             (field, column)
             for field, column in zip(batch.schema, batch.columns, strict=True)

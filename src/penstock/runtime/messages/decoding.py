@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.changes import CHANGE_FIELDS, own_columns
+from penstock.changes import CHANGE_FIELDS, is_changelog, own_columns
 from penstock.formats import Decoded, Failures, Format, Positions, Resolver, WireSchema
 from penstock.formats.inference import fit, merge
 from penstock.pipeline.options import Metadata
@@ -72,12 +72,15 @@ class Decoder:
         if self.key and not self.format.uses_keys:  # such a format looks after the keys itself
             rows, positions, failures = self._keyed(rows, positions, failures)
         columns = rows.schema
-        kept = [name for name in columns.names if name not in self._own]
-        arrays = [rows.column(name) for name in kept]
+        whole = self._whole(columns)
+        if len(positions) and all(pa.types.is_null(each.type) for each in whole):  # no sink would hold such rows
+            failures = _joined(failures, positions, _NO_COLUMNS)
+            rows, positions = rows.slice(0, 0), positions[:0]
+        kept = [each for each in whole if each.name not in self._own]
+        arrays = [_settled(rows.column(each.name), each.type) for each in kept]
         if self.metadata:
             taken = envelopes if len(positions) == envelopes.num_rows else envelopes.take(pa.array(positions))
             arrays += [_metadata(taken, name) for name in self.metadata]
-        whole = self._whole(columns)
         return DecodedRows(pa.RecordBatch.from_arrays(arrays, schema=whole), positions, failures, columns)
 
     @property
@@ -86,7 +89,7 @@ class Decoder:
 
     def _whole(self, columns: pa.Schema) -> pa.Schema:
         """With the columns that are not the payload's. Where a payload has a field of that name, the message's own wins."""
-        fields = [each for each in columns if each.name not in self._own]
+        fields = [each.with_type(settled(each.type)) for each in columns if each.name not in self._own]
         fields += [pa.field(f"_{name}", _METADATA[name]) for name in self.metadata]
         schema = pa.schema(fields, metadata=columns.metadata)
         if (wire := self.format.schema) is not None and wire.subject:
@@ -105,10 +108,7 @@ class Decoder:
         if not missing.any():
             return rows, positions, failures
         why = ("key.missing", f"the key column {' or '.join(self.key)} has no value")
-        found = dict(
-            zip(failures.positions.tolist(), zip(failures.rules, failures.reasons, strict=True), strict=True)
-        ) | dict.fromkeys(positions[missing].tolist(), why)
-        return rows.filter(pa.array(~missing)), positions[~missing], Failures.of(found)
+        return rows.filter(pa.array(~missing)), positions[~missing], _joined(failures, positions[missing], why)
 
 
 @dataclass(frozen=True)
@@ -148,13 +148,48 @@ def make_format(found: TopicSchema, wire: Mapping[str, WireSchema], resolve: Res
     return found.format_type(found.options, schema, resolve)
 
 
+def settled(kind: pa.DataType) -> pa.DataType:
+    """
+    The type without the parts that nothing is known of yet: fields that were always null, lists and structs of nothing else.
+
+    They come with the first value that shows their type; until then no file or table has a place for them.
+    """
+    if pa.types.is_struct(kind):
+        fields = [each.with_type(settled(each.type)) for each in kind]
+        kept = [each for each in fields if not pa.types.is_null(each.type)]
+        return kind if kept == list(kind) and kept else pa.struct(kept) if kept else pa.null()
+    if pa.types.is_list(kind):
+        items = kind.value_field.with_type(settled(kind.value_type))
+        return pa.null() if pa.types.is_null(items.type) else kind if items == kind.value_field else pa.list_(items)
+    return kind
+
+
+def _settled(values: pa.Array, kind: pa.DataType) -> pa.Array:
+    if values.type == kind:
+        return values
+    return pa.nulls(len(values)) if pa.types.is_null(kind) else values.cast(kind)
+
+
+_NO_COLUMNS = ("row.empty", "no payload of the topic had a value so far, so there is no column that a row could have")
+
+
+def _joined(failures: Failures, positions: Positions, why: tuple[str, str]) -> Failures:
+    """These failures, and those of the rows at `positions`."""
+    found = zip(failures.rules, failures.reasons, strict=True)
+    every = dict(zip(failures.positions.tolist(), found, strict=True))
+    return Failures.of(every | dict.fromkeys(positions.tolist(), why))
+
+
 def merged(known: pa.Schema | None, found: Sequence[pa.Schema]) -> pa.Schema | None:
     """The columns of a topic after tasks have met some. Those that describe a change have fixed types, and come last."""
     if not found:
         return known
     every = [*found, *([known] if known is not None else [])]
     columns = merge(map(_own_schema, found), None if known is None else _own_schema(known))
-    described = [each.with_nullable(True) for each in CHANGE_FIELDS if any(each.name in s.names for s in every)]
+    changes = [each for each in every if is_changelog(each)]
+    described = [each.with_nullable(True) for each in CHANGE_FIELDS if any(each.name in s.names for s in changes)]
+    names = {each.name for each in described}  # a payload may have one of the columns, and describe no change
+    columns = pa.schema([each for each in columns if each.name not in names])
     key = next((key for schema in every if (key := key_of(schema))), [])
     whole = pa.schema([*columns, *described])
     return with_key(whole, key) if key else whole

@@ -103,6 +103,12 @@ def configuration_page() -> str:
     common = [
         ("connector", "text", "required", 'Name of the connector, or `"package.module:Class"` for one of your own.'),
         ("name", "text", "the connector's", "Name by which routes, metrics and the state know it; unique."),
+        (
+            "on_error",
+            '"stop" or "skip" or "dead_letter"',
+            "none",
+            "For sources: what to do with its bad records, unless a route says so; none: as `[processing]` says.",
+        ),
     ]
     lines = [
         _GENERATED,
@@ -131,6 +137,11 @@ def configuration_page() -> str:
         "Every route that matches applies. A row reaches one sink under one topic once, by the first route that leads there.",
         "",
         *_section("[[schemas]]", SchemaEntry),
+        "",
+        "## `[registry]`",
+        "",
+        "Where the versions of the schemas are kept; without the section, in the state directory. Its options are in",
+        "[registries.md](registries.md).",
     ]
     return "\n".join(lines) + "\n"
 
@@ -166,6 +177,7 @@ def file_schema() -> dict[str, Any]:
         options["properties"] = {
             "connector": {"const": entry.name},
             "name": {"type": "string"},
+            **({"on_error": {"enum": ["stop", "skip", "dead_letter"]}} if str(entry.kind) == "source" else {}),
             **options["properties"],
         }
         options["required"] = ["connector", *options.get("required", ())]

@@ -81,7 +81,8 @@ class TestSchema:
     @pytest.mark.parametrize("entry", CONNECTORS)
     def test_a_connector_is_described_with_its_options(self, entry):
         found = reference.file_schema()["$defs"][f"{entry.name}_{entry.kind}"]
-        assert set(found["properties"]) == {"connector", "name", *options(entry)}
+        beside = {"connector", "name", *(["on_error"] if entry.kind == "source" else [])}
+        assert set(found["properties"]) == {*beside, *options(entry)}
         assert found["additionalProperties"] is False
 
 

@@ -445,6 +445,12 @@ class TestCheck:
         assert "PEN-5009 the state directory" in err
         assert "choose another `state_dir`" in err
 
+    def test_a_reason_for_which_two_looks_fail_is_said_once(self, cli, file):
+        another = State(file.parent / "state", "another")
+        another.open()
+        another.close()
+        assert cli("check", file)[1].count("PEN-5003") == 1
+
     def test_a_state_that_the_connector_does_not_understand_is_to_fix(self, cli, file):
         state = State(file.parent / "state", "orders")
         state.open()

@@ -317,7 +317,9 @@ class TestSchemaCommands:
         assert "version 1" in self.call(home, capsys, "schemas", "register")
         assert '"long"' in self.call(home, capsys, "schemas", "show", "r")
         self.write(home, "string")
-        assert "PEN-4030" in self.call(home, capsys, "check", ok=False)
+        found = self.call(home, capsys, "check", ok=False)
+        assert "PEN-4030" in found
+        assert "nothing was registered: R.id: long cannot be read as string (avro.type)\n" in found
         assert "PEN-4030" in self.call(home, capsys, "schemas", "check", ok=False)
 
     def test_a_registry_that_does_not_answer_is_found_by_check(

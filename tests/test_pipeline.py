@@ -15,6 +15,7 @@ from pydantic import PositiveInt, model_validator
 from penstock.config import Config, FilePath, Secret
 from penstock.errors import ConfigError, FatalError
 from penstock.pipeline import Pipeline, PipelineError, Processing, compare_shapes
+from penstock.pipeline.checks import stream_notices
 from penstock.pipeline.routing import Route, Router
 from penstock.pipeline.shape import changes_between
 from penstock.runtime import supervisor
@@ -515,6 +516,11 @@ class TestDelivery:
     def test_a_refusal_has_the_line_of_the_sink(self, refused):
         text = 'delivery = "exactly-once"\n' + GOOD.replace(f"{HERE}:Lake", f"{HERE}:Screen")
         assert refused(text).startswith("PEN-1008 pipeline.toml:7: sink 'screen' (screen) may write a row twice")
+
+    def test_only_a_source_that_lists_its_streams_is_missed_without_any(self):
+        pipeline = made(sources={"t": Tables(TablesConfig()), "p": Poll(Config()), "s": Once(Config())})
+        (notice,) = stream_notices(pipeline, {"t": [], "p": [], "s": []})
+        assert notice == "source 't' has no streams now, so no rows will come until it has one"
 
     def test_what_is_not_promised_is_said(self):
         pipeline = made(

@@ -113,6 +113,26 @@ def test_show_prints_the_text_of_a_version(run, file):
     assert run("show", "orders", "--version", "1").output == V1 + "\n"
 
 
+def test_file_and_word_come_in_any_order(registry, file):
+    file.write_text(V1)
+    asked = []
+
+    def load(path):
+        asked.append(path.name)
+        return registry, [SchemaFile("orders", "avro", file)]
+
+    app = make_app(load, lambda: Console(width=200))
+    for words in (["register", "p.toml"], ["p.toml", "register"], ["show", "p.toml", "orders"], ["p.toml", "list"]):
+        assert CliRunner().invoke(app, words).exit_code == 0
+    assert asked == ["p.toml"] * 4
+
+
+def test_show_without_a_subject_says_what_to_name(registry):
+    result = CliRunner().invoke(make_app(lambda path: (registry, []), lambda: Console()), ["show", "p.toml"])
+    assert result.exit_code == 2
+    assert "name the pipeline file and one SUBJECT" in result.output
+
+
 def test_infer_prints_a_schema_for_samples(run, tmp_path):
     sample = tmp_path / "sample.jsonl"
     sample.write_text('{"id": 1, "tags": []}\n\n{"id": 2.5, "note": null, "tags": ["a"]}\n')

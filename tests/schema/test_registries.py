@@ -216,7 +216,7 @@ class RegistryContract:
     def test_without_auto_register_a_new_file_is_refused(self, registry, subject):
         with pytest.raises(ConfigError, match="PEN-1031") as caught:
             ensure_registered(registry, subject, V1, auto_register=False)
-        assert "penstock schemas FILE register" in caught.value.hint
+        assert "penstock schemas register FILE" in caught.value.hint
         assert registry.versions(subject) == []
         registry.register_schema(subject, V1)
         assert ensure_registered(registry, subject, V1, auto_register=False).version == 1

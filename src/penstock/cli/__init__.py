@@ -43,7 +43,7 @@ drop    they are not shown and not replayed any more
 """
 
 SCHEMAS = """
-Show, check and register the schemas of a pipeline's topics: penstock schemas FILE list|show|check|register|infer.
+Show, check and register the schemas of a pipeline's topics: penstock schemas list|show|check|register|infer FILE.
 """
 
 

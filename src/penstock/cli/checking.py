@@ -107,11 +107,14 @@ def _machine(pipeline: Pipeline, master: str | None) -> Iterator[Finding]:
         partial(check_master, master),
         _java,
     ]
+    refused: list[Finding] = []
     for look in looks:
         try:
             said = look()
         except ConnectorError as error:
-            yield _refusal(error)
+            if (found := _refusal(error)) not in refused:  # two looks may fail for one reason
+                refused.append(found)
+                yield found
         else:
             if said:
                 yield Finding(True, said)
@@ -208,7 +211,9 @@ def _schemas(pipeline: Pipeline) -> Iterator[Finding]:
         try:
             yield Finding(True, f"{entry.subject}: {checked(registry, entry)}")
         except ConnectorError as error:
-            yield Finding(False, f"{entry.subject}: {error.code} {error.message}", error.hint)
+            first, *rest = error.message.splitlines()  # a finding is one line
+            what = " ".join([first, "; ".join(line.strip() for line in rest)]).rstrip()
+            yield Finding(False, f"{entry.subject}: {error.code} {what}", error.hint)
 
 
 def _routes(pipeline: Pipeline, streams: dict[str, Schemas], console: Console) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.groups import File, FileFirst, file_and_names
 from penstock.errors import ConfigError, ConnectorError
 from penstock.formats import WireSchema
 from penstock.pipeline.schemas import TopicSchemas, read_schema_file
@@ -111,43 +112,56 @@ def infer(sample: Path, console: Console) -> None:
 
 def make_app(load: Load, stdout: Callable[[], Console]) -> typer.Typer:
     """The command with its sub-commands; `load` reads the pipeline file."""
-    app = typer.Typer(no_args_is_help=True, help="Show, check and register the schemas of a pipeline's topics.")
-    loaded: dict[str, tuple[Registry, Sequence[SchemaFile]]] = {}
-
-    @app.callback()
-    def file(file: Annotated[Path, typer.Argument(help="The pipeline's TOML file.", show_default=False)]) -> None:
-        loaded["file"] = load(file)
+    app = typer.Typer(
+        cls=FileFirst,
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        help="Show, check and register the schemas of a pipeline's topics.",
+    )
 
     @app.command("list")
-    def _list(json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> None:
+    def _list(
+        file: File = None, json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False
+    ) -> None:
         """List the registry's subjects."""
-        list_subjects(loaded["file"][0], stdout(), json)
+        list_subjects(load(file)[0], stdout(), json)
 
     @app.command()
     def show(
-        subject: str, version: Annotated[int | None, typer.Option(help="Another version than the latest.")] = None
+        words: Annotated[list[str], typer.Argument(metavar="[FILE] SUBJECT", show_default=False)],
+        version: Annotated[int | None, typer.Option(help="Another version than the latest.")] = None,
     ) -> None:
         """Print a subject's schema."""
-        show_subject(loaded["file"][0], subject, version, stdout())
+        file, subject = _file_and_one(words, "SUBJECT")
+        show_subject(load(file)[0], subject, version, stdout())
 
     @app.command()
-    def check() -> None:
+    def check(file: File = None) -> None:
         """Say whether the schema files fit the registry; registers nothing."""
-        if not check_files(*loaded["file"], stdout()):
+        if not check_files(*load(file), stdout()):
             raise typer.Exit(1)
 
     @app.command()
-    def register() -> None:
+    def register(file: File = None) -> None:
         """Register the schema files that changed."""
-        if not register_files(*loaded["file"], stdout()):
+        if not register_files(*load(file), stdout()):
             raise typer.Exit(1)
 
     @app.command("infer")
-    def _infer(sample: Annotated[Path, typer.Argument(help="A file with one JSON value per line.")]) -> None:
-        """Print a JSON Schema that fits some samples."""
-        infer(sample, stdout())
+    def _infer(words: Annotated[list[str], typer.Argument(metavar="[FILE] SAMPLE", show_default=False)]) -> None:
+        """Print a JSON Schema that fits the samples in a file, one JSON value per line. Needs no pipeline."""
+        infer(Path(words[-1]), stdout())
 
     return app
+
+
+def _file_and_one(words: Sequence[str], name: str) -> tuple[Path | None, str]:
+    """The pipeline file, if it is named, and the one word that follows."""
+    file, names = file_and_names(words)
+    if len(names) != 1:
+        raise typer.BadParameter(f"name the pipeline file and one {name}", param_hint=name)
+    return file, names[0]
 
 
 def _each(entries: Sequence[SchemaFile], console: Console, work: Callable[[SchemaFile], str]) -> bool:

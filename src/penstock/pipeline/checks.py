@@ -264,7 +264,8 @@ def stream_problems(pipeline: Pipeline, streams: Mapping[str, Iterable[str]]) ->
 def stream_notices(pipeline: Pipeline, streams: Mapping[str, Iterable[str]]) -> Iterator[str]:
     """Patterns that match nothing of what the sources have now: they may match later, or never were what was meant."""
     for name, known in streams.items():
-        if not list(known):
+        is_message_source = isinstance(pipeline.sources.get(name), PollingSource | StreamingSource)
+        if not list(known) and not is_message_source:  # a message names its stream when it comes
             yield f"source {name!r} has no streams now, so no rows will come until it has one"
     for route in pipeline.router.routes:
         known = [s for name, found in streams.items() if route.source in (None, name) for s in found]

@@ -158,7 +158,7 @@ class Confluent:
                 raise as_error(answer, what) from None
         known = self.versions(subject)
         if not known:
-            hint = "`schema_file` with auto_register = true adds it; penstock schemas FILE list shows what there is"
+            hint = "`schema_file` with auto_register = true adds it; penstock schemas list FILE shows what there is"
             raise ConfigError(f"the registry has no subject {subject!r}", code="PEN-1031", hint=hint)
         raise ConfigError(
             f"{subject!r} has no version {version}",

@@ -225,5 +225,5 @@ def as_error(answer: Answer, what: str) -> ConnectorError:
     return ConfigError(
         f"the registry does not have {what}{said}",
         code="PEN-1031",
-        hint="penstock schemas FILE list shows what it has",
+        hint="penstock schemas list FILE shows what it has",
     )

@@ -85,7 +85,7 @@ def review(
         raise ConfigError(
             f"the schema file is no version of {subject!r} in the registry, and auto_register is false",
             code="PEN-1031",
-            hint="register it (penstock schemas FILE register), set auto_register = true, or use a registered file",
+            hint="register it (penstock schemas register FILE), set auto_register = true, or use a registered file",
         )
     versions = registry.versions(subject)
     known = registry.compatibility(subject)

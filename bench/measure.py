@@ -113,7 +113,7 @@ def page() -> str:
         "",
         "# Performance",
         "",
-        "Every figure stands beside a peer or a limit that was measured in the same run, on the same data. A ratio is",
+        "Every figure is shown beside a peer or a limit that was measured in the same run, on the same data. A ratio is",
         "ours to theirs. `make bench` measures again; `make soak` repeats the kills.",
     ]
     for file in sorted(RESULTS.glob("*.json")):

@@ -160,8 +160,8 @@ def count(directory: Path) -> None:
 
 OURS = "seed → Delta, exactly once, 2 tasks"
 COPY = "`COPY … (FORMAT binary)` → /dev/null"
-DLT_PLAIN, DLT_SPLIT = (f"`dlt` with `connectorx` → Parquet, {how}" for how in ("as it comes", "told to split in 2"))
-JDBC_PLAIN, JDBC_SPLIT = (f"Spark's JDBC reader → Parquet, {how}" for how in ("as it comes", "told to split in 2"))
+DLT_PLAIN, DLT_SPLIT = (f"`dlt` with `connectorx` → Parquet, {how}" for how in ("as it comes", "asked to split in 2"))
+JDBC_PLAIN, JDBC_SPLIT = (f"Spark's JDBC reader → Parquet, {how}" for how in ("as it comes", "asked to split in 2"))
 READERS: Mapping[str, Callable[[PostgresServer, Path], Measured]] = {
     OURS: ours,
     COPY: copy_binary,

@@ -36,7 +36,6 @@ LATER = {
     "with_attribute": "message sources",
     "with_offset": "message sources",
     "with_partition": "message sources",
-    "schema_config": "`[[schemas]]`",
 }
 """Names without a user yet, and who will bring one. Take a name out as soon as it has one."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from penstock.errors import ConfigError, ConnectorError
 from penstock.pipeline import Pipeline
 from penstock.runtime import supervisor
 from penstock.runtime.telemetry import Telemetry
+from penstock.sink import Receipt, SinkConnector, WriteResult
 from penstock.source import Offset, PollingSource, SourceCheckpoint, SourceEnvelope, SourceRecord
 from penstock.testing import ForkEngine
 
@@ -54,6 +56,25 @@ class Listed(PollingSource[ListedConfig]):
 
     def restore(self, checkpoint: SourceCheckpoint) -> None:
         self._at = checkpoint.offsets["at"]
+
+
+class SentConfig(Config):
+    path: Path
+    """Where the payloads go, one after the other."""
+
+
+class Sent(SinkConnector[SentConfig, Receipt]):
+    """A message sink: writes each row as the payload that its topic's schema says."""
+
+    name = "sent"
+
+    def write_batch(self, topic: str, batch: pa.RecordBatch) -> WriteResult:
+        encoder = self.context.topic(topic).encoder
+        assert encoder is not None
+        with open(self.config.path, "ab") as file:
+            for payload in encoder.encode(batch).to_pylist():
+                file.write(payload)
+        return WriteResult(batch.num_rows)
 
 
 PIPELINE = """
@@ -355,3 +376,31 @@ def test_letters_are_told_in_the_log_and_counted(home: Home, caplog: pytest.LogC
 def test_a_store_of_letters_that_is_no_sink_is_refused(home: Home) -> None:
     with pytest.raises(ConfigError, match="no sink is named 'detla'; did you mean 'delta'"):
         home.pipeline(processing='dead_letter_sink = "detla"')
+
+
+def test_json_comes_in_and_avro_goes_out(home: Home) -> None:
+    schema = {"type": "record", "name": "R", "fields": [{"name": "id", "type": "long"}]}
+    (home.path / "r.avsc").write_text(json.dumps(schema))
+    entries = (
+        '[[schemas]]\ntopic = "/a"\nfor = "source"\nschema_type = "json"\n'
+        '[[schemas]]\ntopic = "/a"\nfor = "sink"\nschema_type = "avro"\nschema_file = "r.avsc"\nframing = "confluent"\n'
+    )
+    home.put({"id": 1}, {"id": 2})
+    home.pipeline(entries)
+    file = home.path / "pipeline.toml"
+    text = file.read_text().replace(
+        'connector = "delta"\npath = "lake/{topic}"', 'connector = "test_messages:Sent"\npath = "out"'
+    )
+    file.write_text(text.replace("exactly-once", "at-least-once"))
+    pipeline = Pipeline.from_toml(file)
+    supervisor.run(pipeline, ForkEngine(1), drain=True)
+    assert (home.path / "out").read_bytes() == b"\x00\x00\x00\x00\x01\x02" + b"\x00\x00\x00\x00\x01\x04"
+
+
+def test_a_source_is_given_the_schema_of_each_of_its_topics(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(Listed, "producer_configs", lambda self: given.extend(self.context.produces) or ())
+    pipeline = home.pipeline()
+    route = replace(pipeline.router.routes[0], stream="a", to="/a")
+    supervisor.run(replace(pipeline, router=replace(pipeline.router, routes=(route,))), ForkEngine(1), drain=True)
+    assert [each.schema_config for each in given] == [{"topic": "/a", "schema_type": "json"}]

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from penstock import failpoints
 from penstock.durable import Json
 from penstock.errors import Fenced, PlanStale, StagingLost
+from penstock.formats import Format
 from penstock.schema.evolution import EvolutionConfig, Policy
 from penstock.source import C, Connector, type_argument
 
@@ -211,6 +212,9 @@ class TopicContext:
 
     source_schema: pa.Schema | None = None
     """The columns that the stream has now, as its source says; None where nobody knows: before the first epoch, after SQL."""
+
+    encoder: Format[Any] | None = None
+    """In a task: how a message sink writes the rows as payloads, by the topic's `[[schemas]]`; None: the sink chooses."""
 
     refilled: bool = False
     """

@@ -14,7 +14,7 @@ import pyarrow as pa
 from penstock import failpoints
 from penstock.changes import own_columns
 from penstock.errors import ConnectorError, DataError, SchemaError, is_of_stream
-from penstock.formats import Failures
+from penstock.formats import Failures, Format
 from penstock.pipeline.routing import Target, partition_of, split_by
 from penstock.runtime.job import Bad, Job, TaskResult
 from penstock.runtime.messages import letters
@@ -37,6 +37,7 @@ class Writer:
         self._topics: dict[str, dict[Topic, TopicContext]] = {
             name: dict(job.contexts.get(name, SinkContext()).topics) for name in job.sinks
         }
+        self._encoders: dict[Topic, Format[Any] | None] = {}
         self._written: dict[tuple[str, Topic], WriteResult] = defaultdict(WriteResult)
         self._samples: list[Bad] = []
 
@@ -94,13 +95,19 @@ class Writer:
         if not batch.num_rows or not self._job.wants(name, target.topic):
             return
         topics = self._topics[name]  # the driver may not have known the topic: then the route says its policy
-        topics[target.topic] = target.context(topics.get(target.topic, TopicContext()))
+        known = target.context(topics.get(target.topic, TopicContext()))
+        topics[target.topic] = known if known.encoder else replace(known, encoder=self._encoder(target.topic))
         sink = self._open.get(name) or self._begin(name)
         written = sink.write_batch(target.topic, batch)  # first: what a sink refuses is not written
         if written.records_discarded and not self._written[name, target.topic].records_discarded:
             self._samples.append(_discarded(name, sink, target, batch))
         self._written[name, target.topic] += written
         failpoints.hit("stage.middle")
+
+    def _encoder(self, topic: Topic) -> Format[Any] | None:
+        if topic not in self._encoders:
+            self._encoders[topic] = self._job.decoders.encoder(topic)
+        return self._encoders[topic]
 
     def _begin(self, name: str) -> SinkConnector[Any, Any]:
         sink = self._job.sinks[name]

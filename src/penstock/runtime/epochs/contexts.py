@@ -9,7 +9,9 @@ from types import MappingProxyType
 
 import pyarrow as pa
 
+from penstock.durable import Json
 from penstock.pipeline.routing import Target
+from penstock.pipeline.schemas import TopicSchemas
 from penstock.runtime.epochs.first_copies import FirstCopies
 from penstock.runtime.epochs.state import State
 from penstock.runtime.epochs.wiring import Pair, Wiring
@@ -20,8 +22,9 @@ from penstock.source import ProducerConfig, SourceContext
 class Contexts:
     """The contexts of a pipeline's connectors. Those of sinks are views of what is learned while epochs go by."""
 
-    def __init__(self, state: State, wiring: Wiring) -> None:
+    def __init__(self, state: State, wiring: Wiring, schemas: TopicSchemas | None = None) -> None:
         self.wiring = wiring
+        self._schemas = schemas or TopicSchemas()
         self.copies = FirstCopies(state, wiring)
         self._sources = state.directory / "sources"
         self._topics: dict[str, dict[Topic, TopicContext]] = {name: {} for name in wiring.sinks}
@@ -36,11 +39,18 @@ class Contexts:
     def source(self, name: str) -> SourceContext:
         """For a source, on the driver."""
         produces = tuple(
-            ProducerConfig(route.to, route.partitions, route.reliable_dispatch)
+            ProducerConfig(
+                route.to, route.partitions, route.reliable_dispatch, schema_config=self._schema_config(route.to)
+            )
             for route in self.wiring.router.effective
             if route.source in (None, name)
         )
         return SourceContext(self._sources / name, produces, partial(self.copies.held, name))
+
+    def _schema_config(self, topic: Topic) -> Json:
+        """The `[[schemas]]` entry by which messages of a topic are decoded; None: there is none."""
+        found = self._schemas.of(topic, "source")
+        return None if found is None else found.entry.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
     def sink(self, name: str) -> SinkContext:
         """For a sink, on the driver: it shows what is learned later, too."""

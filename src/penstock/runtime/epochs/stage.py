@@ -11,6 +11,7 @@ import pyarrow as pa
 from penstock import tables
 from penstock.durable import Json
 from penstock.errors import ConnectorError
+from penstock.pipeline.routing import Target
 from penstock.runtime.epochs.contexts import Contexts
 from penstock.runtime.epochs.evolve import Followers
 from penstock.runtime.epochs.manifest import Manifest, Range
@@ -177,7 +178,7 @@ class Stager:
             contexts=self._contexts.in_tasks(following.renewed),
         )
         unknown = _unknown(job)
-        if unknown and parts:  # SQL is analysed against columns, so they have to be known before it runs
+        if unknown and parts:
             looked = Staged.of(self._engine.run(replace(job, only=frozenset(), look=unknown)), skipped)
             if looked.columns:
                 return looked
@@ -211,13 +212,23 @@ class Stager:
 
 
 def _unknown(job: Job) -> frozenset[Topic]:
-    """Topics of SQL whose payloads have columns that nothing is known of."""
+    """
+    Topics whose columns have to be known before they are staged, and are not.
+
+    SQL is analysed against columns; and a sink that shows rows at once would show them twice, since an epoch is staged again
+    when payloads turn out to have columns.
+    """
+
+    def waits(target: Target) -> bool:
+        sinks = [job.sinks[name] for name in target.sinks if name in job.sinks]
+        return not is_plain(target.route) or not all(sink.capabilities.two_phase_commit for sink in sinks)
+
     return frozenset(
         target.topic
         for source, streams in job.schemas.items()
         for stream, schema in streams.items()
         for target in job.router.targets(source, stream)
-        if not is_plain(target.route) and job.decoders.schema(target.topic, schema) is None
+        if waits(target) and job.decoders.schema(target.topic, schema) is None
     )
 
 

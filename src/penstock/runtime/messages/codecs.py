@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
 from penstock.errors import ConfigError, DataError
-from penstock.formats import Format, WireSchema
+from penstock.formats import WireSchema
 from penstock.pipeline.schemas import TopicSchema, TopicSchemas
 from penstock.runtime.messages.decoding import Decoders, make_format
 from penstock.schema.registry import Registry
@@ -78,11 +77,6 @@ class Codecs:
         for each in self._schemas.entries:
             make_format(each, made.wire, resolve[each.entry.expected_subject])
         return made
-
-    def encoder(self, topic: Topic, versions: Mapping[str, int]) -> Format[Any] | None:
-        """The format in which message sinks send the rows of a topic; None: they choose."""
-        found = self._schemas.of(topic, "sink")
-        return None if found is None else make_format(found, self._chosen(versions), None)
 
     @property
     def _known(self) -> Registry:

@@ -131,6 +131,11 @@ class Decoders:
             self._made[topic] = None if found is None else self._decoder(found, topic)
         return self._made[topic]
 
+    def encoder(self, topic: Topic) -> Format[Any] | None:
+        """The format in which message sinks send the rows of a topic; None: they choose."""
+        found = self.schemas.of(topic, "sink")
+        return None if found is None else make_format(found, self.wire, None)
+
     def schema(self, topic: Topic, schema: pa.Schema) -> pa.Schema | None:
         """What rows of a topic look like whose stream has this schema; None: nothing is known of its payloads yet."""
         decoder = self.of(topic) if is_envelope(schema) else None

@@ -700,6 +700,10 @@ class TestOffsets:
         assert code == 2
         assert "nothing to stage again" in err
 
+    def test_a_word_that_is_no_command_is_named_and_not_the_file(self, cli, file):
+        for words in (("shw", file), (file, "shw")):
+            assert "'shw' is not a command; there are show, reset, restage" in cli("offsets", *words)[2]
+
     def test_file_and_word_come_in_any_order(self, cli, file, state):
         assert cli("offsets", "show", file) == cli("offsets", file, "show")
 

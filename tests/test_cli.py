@@ -365,6 +365,12 @@ class TestView:
         assert "skipped" in text_of(panel(telemetry.status(), 100))
         assert "17 skipped · 1 retry" in closing(telemetry.status()).plain
 
+    def test_dead_letters_are_told_from_other_rows(self, telemetry):
+        before = closing(telemetry.status()).plain
+        telemetry.epoch(EpochReport(8, {}, {("_dead_letters", "/_dead_letters"): WriteResult(3, 100)}))
+        assert "dead" not in before
+        assert "rows out · 3 dead letters among them (penstock dlq show)" in closing(telemetry.status()).plain
+
     def test_figures_read_as_people_write_them(self):
         assert [duration(s) for s in (0.4, 72, 3600, 90061)] == ["0:00:00", "0:01:12", "1:00:00", "1 d 1:01:01"]
         assert [size(b) for b in (12, 1500, 38_100_000, 5e15)] == ["12 B", "1.5 kB", "38.1 MB", "5,000.0 TB"]
@@ -716,6 +722,10 @@ class TestOffsets:
         code, _, err = cli("offsets", file, "restage")
         assert code == 2
         assert "nothing to stage again" in err
+
+    def test_a_word_that_is_no_command_is_named_and_not_the_file(self, cli, file):
+        for words in (("shw", file), (file, "shw")):
+            assert "'shw' is not a command; there are show, reset, restage" in cli("offsets", *words)[2]
 
     def test_file_and_word_come_in_any_order(self, cli, file, state):
         assert cli("offsets", "show", file) == cli("offsets", file, "show")

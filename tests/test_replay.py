@@ -11,8 +11,10 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from rich.console import Console
 
 from penstock import cli
+from penstock.cli import dlq
 from penstock.config import Config
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.errors import DataError
@@ -268,7 +270,7 @@ class TestCommands:
         home.run(JSON)
         assert len(home.rows()) == 3
         assert "key.missing" not in self.call(home, capsys, "show")
-        assert "drop 1 dead letters" in self.call(home, capsys, "drop", "--topic", "/a", "--code", "PEN-3001")
+        assert "drop 1 dead letter:" in self.call(home, capsys, "drop", "--topic", "/a", "--code", "PEN-3001")
         home.run(JSON)
         assert "has no open dead letters" in self.call(home, capsys, "show")
         assert "has no open dead letters" in self.call(home, capsys, "replay")
@@ -332,7 +334,9 @@ path = "lake/{topic}"
     found = home.letters()
     assert sorted(letter["payload"] for letter in found) == [b"nonsense", b'{"id": \xff}']
     assert {(letter["kind"], letter["source"], letter["rule"]) for letter in found} == {("record", "files", "source")}
-    ask(home)
+    console = Console(record=True, width=300)
+    dlq.command(Pipeline.from_toml(file), "replay", {}, console)
+    assert "2 of them will fail again, since the source could not read them" in console.export_text()
     supervisor.run(Pipeline.from_toml(file), ForkEngine(2), drain=True)
     again = [letter for letter in home.letters() if letter["attempt"] == 2]
     assert len(again) == 2

@@ -81,7 +81,7 @@ def parse(words: Sequence[str]) -> tuple[str, Path | None]:
     actions = [word for word in words if word in ACTIONS]
     files = [word for word in words if word not in ACTIONS]
     if len(actions) != 1 or len(files) > 1:
-        raise ConfigError(f"dlq {' '.join(words)}", hint=f"penstock dlq FILE {'|'.join(ACTIONS)}")
+        raise ConfigError(f"dlq {' '.join(words)}", hint=f"penstock dlq {'|'.join(ACTIONS)} FILE")
     return actions[0], Path(files[0]) if files else None
 
 
@@ -128,7 +128,14 @@ def command(pipeline: Pipeline, verb: Verb, where: Mapping[str, str], console: C
     status = read_status(store.directory)
     runs = status is not None and status["state"] not in (*ENDED, "dead")
     when = "taken up with the next epoch" if runs else "kept for the next start"
-    console.print(f"{verb} {letters.num_rows:,} dead letters: {when}", soft_wrap=True)
+    noun = "dead letter" if letters.num_rows == 1 else "dead letters"
+    console.print(f"{verb} {letters.num_rows:,} {noun}: {when}", soft_wrap=True)
+    unread = letters.column("kind").to_pylist().count("record")
+    if verb == "replay" and unread:
+        advice = "correct them in the source, and let go of them with penstock dlq drop --where kind=record"
+        console.print(
+            f"{unread:,} of them will fail again, since the source could not read them: {advice}", soft_wrap=True
+        )
     return int(letters.num_rows)
 
 
@@ -144,7 +151,7 @@ def _summary(letters: pa.Table, states: Sequence[str], every: bool) -> Table:
 
 
 def _one(letter: Mapping[str, Any]) -> Text:
-    where = f"{letter['source']}/{letter['stream']} → {letter['topic']}"
+    where = f"{letter['source']}/{letter['stream']}" + (f" → {letter['topic']}" if letter["topic"] else "")
     offset = letter["offset"]
     at = f" at {offset['partition']}@{offset['value']}" if offset else ""
     text = Text.assemble(("\n" + where, "bold"), f"{at}, epoch {letter['epoch']}, attempt {letter['attempt']}\n")

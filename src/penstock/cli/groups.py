@@ -24,7 +24,8 @@ class FileFirst(TyperGroup):
             args = [args[1], args[0], *args[2:]]
         words = [word for word in args[:2] if not word.startswith("-")]
         if words and not set(words) & set(self.commands):
-            ctx.fail(f"{words[-1]!r} is not a command; there are {', '.join(self.commands)}")
+            named = next((word for word in words if not word.endswith(".toml")), words[-1])
+            ctx.fail(f"{named!r} is not a command; there are {', '.join(self.commands)}")
         return super().parse_args(ctx, args)
 
 

@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from penstock.runtime.messages import letters
 from penstock.runtime.telemetry import ENDED, Telemetry, failed_tables
 
 Status = Mapping[str, Any]
@@ -87,6 +88,7 @@ def closing(status: Status) -> Text:
         _count(status["epochs"], "epoch"),
         f"{status['rows']['in']:,} rows in",
         f"{status['rows']['out']:,} rows out",
+        f"{_count(dead, 'dead letter')} among them (penstock dlq show)" if (dead := _dead_letters(status)) else "",
         f"{status['skipped']:,} skipped" if status["skipped"] else "",
         f"{status['discarded']:,} discarded" if status.get("discarded") else "",
         _count(retries, "retry", "retries") if (retries := sum(status["retries"].values())) else "",
@@ -97,6 +99,12 @@ def closing(status: Status) -> Text:
         more = ", …" if len(failed) > _NAMED else ""
         parts.append(f"{_count(len(failed), 'table')} failed: {', '.join(list(failed)[:_NAMED])}{more}")
     return Text.assemble((status["state"], f"bold {colour}"), *(f" · {part}" for part in parts if part))
+
+
+def _dead_letters(status: Status) -> int:
+    """How many of the rows out are dead letters."""
+    found = (sink["topics"].get(letters.TOPIC, {}).get("rows", 0) for sink in status["sinks"].values())
+    return sum(found)
 
 
 def duration(seconds: float) -> str:

@@ -12,6 +12,7 @@ from deltalake import DeltaTable
 
 from penstock import cli
 from penstock.config import Config
+from penstock.connectors.files.sink import read_published
 from penstock.errors import ConfigError, ConnectorError
 from penstock.pipeline import Pipeline
 from penstock.runtime import supervisor
@@ -334,3 +335,19 @@ class TestSchemaCommands:
         assert "pin it with version_strategy" in self.call(home, capsys, "check")
         home.pipeline(self.AVRO.replace('schema_file = "r.avsc"', "version_strategy = { pinned = 1 }"))
         assert "pin it" not in self.call(home, capsys, "check")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_structs_that_gain_fields_are_followed_by_files(home: Home, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = PIPELINE.replace('connector = "delta"', f'connector = "files"\nformat = "{kind}"')
+    monkeypatch.setattr("test_messages.PIPELINE", files)
+    for number, fields in enumerate([{"x": 1}, {"y": [{"p": 1}]}, {"x": 3, "y": [{"q": 2}]}]):
+        home.put({"id": number, "s": fields})
+        home.run()
+    assert home.letters() == []
+    found = read_published(home.path / "lake" / "a").to_pylist()
+    assert [row["s"] for row in found] == [
+        {"x": 1, "y": None},
+        {"x": None, "y": [{"p": 1, "q": None}]},
+        {"x": 3, "y": [{"p": None, "q": 2}]},
+    ]

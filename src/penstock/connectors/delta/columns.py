@@ -20,7 +20,7 @@ from penstock import durable
 from penstock.changes import own_columns
 from penstock.connectors.delta.config import DeltaConfig
 from penstock.connectors.lake.staging import ParquetPart
-from penstock.connectors.lake.types import COMMON, LakeTypes
+from penstock.connectors.lake.types import COMMON, LakeTypes, has_all
 from penstock.connectors.upsert import DELETED, refuse_own_mark
 from penstock.errors import SchemaError
 from penstock.schema.evolution import Policy, follow, refusal, widens
@@ -80,20 +80,8 @@ def delta_schema(topic: Topic, schema: pa.Schema) -> pa.Schema:
 def can_widen(old: pa.DataType, new: pa.DataType) -> bool:
     """True for types that every reader of Parquet widens in a file: numbers, dates to midnights, and structs by fields."""
     if types.is_nested(old):
-        return _has_all(old, new)
+        return has_all(old, new)
     return widens(old, new) and (types.is_primitive(old) or types.is_decimal(old)) and not types.is_boolean(old)
-
-
-def _has_all(old: pa.DataType, new: pa.DataType) -> bool:
-    """True if a nested type has all that the old one has, of the same types, in the same order, and maybe more fields."""
-    if types.is_struct(old) and types.is_struct(new):
-        after = {each.name: each.type for each in new}
-        common = [each.name for each in new if old.get_field_index(each.name) >= 0]
-        same = common == [each.name for each in old]
-        return same and all(_has_all(each.type, after[each.name]) for each in old)
-    if types.is_list(old) and types.is_list(new):
-        return _has_all(old.value_type, new.value_type)
-    return bool(old == new)
 
 
 def follow_rows(

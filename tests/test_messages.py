@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
@@ -18,6 +19,7 @@ from penstock.pipeline import Pipeline
 from penstock.runtime import supervisor
 from penstock.source import Offset, PollingSource, SourceCheckpoint, SourceEnvelope, SourceRecord
 from penstock.testing import ForkEngine
+from penstock.testing.postgres import PostgresServer
 
 
 class ListedConfig(Config):
@@ -351,3 +353,21 @@ def test_structs_that_gain_fields_are_followed_by_files(home: Home, kind: str, m
         {"x": None, "y": [{"p": 1, "q": None}]},
         {"x": 3, "y": [{"p": None, "q": 2}]},
     ]
+
+
+@pytest.mark.parametrize(
+    "bad", [{"v": "a\0"}, {"v": "a", "w": ["b", "\0"]}, {"": 1}, {"ctid": 1}, {"x" * 64: 1}, {"a\0": 1}], ids=repr
+)
+def test_what_no_table_of_postgres_can_hold_is_a_dead_letter_alone(
+    home: Home, server: PostgresServer, bad: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = f"t{abs(hash(repr(bad)))}"
+    sink = PIPELINE[: PIPELINE.index("[sink]")] + f'[sink]\nconnector = "postgres"\ndsn = "{server.dsn}"\n'
+    monkeypatch.setattr("test_messages.PIPELINE", sink)
+    home.put({"id": 1, "v": "x"}, {"id": 2, **bad}, {"id": 3}, stream=table)
+    home.run(JSON.replace("/a", f"/{table}"))
+    home.put({"id": 4}, stream=table)
+    home.run(JSON.replace("/a", f"/{table}"))
+    assert [(letter["rule"], json.loads(letter["payload"])["id"]) for letter in home.letters()] == [("sink", 2)]
+    with psycopg.connect(server.dsn) as connection:
+        assert connection.execute(f"SELECT id FROM {table} ORDER BY id").fetchall() == [(1,), (3,), (4,)]

@@ -85,6 +85,7 @@ path = "lake/{{topic}}"
 """
 
 JSON = '[[schemas]]\ntopic = "/a"\nschema_type = "json"\n'
+NUMBERED = JSON + 'key = ["id"]\n'
 
 
 class Home:
@@ -166,6 +167,17 @@ def test_a_payload_may_have_a_column_that_elsewhere_describes_a_change(home: Hom
     home.put({"id": 2, "_txid": "x"})
     home.run()
     assert home.rows() == [{"id": 1, "_op": "d", "_txid": None}, {"id": 2, "_op": None, "_txid": "x"}]
+
+
+@pytest.mark.parametrize("mode", ["append", "upsert"])
+def test_a_name_that_differs_in_case_only_makes_a_dead_letter_of_its_own_message_alone(home: Home, mode: str) -> None:
+    options = {"schemas": NUMBERED, "sink": f'mode = "{mode}"'}
+    home.put(*({"id": n, "v": n} for n in range(100)), {"id": 100, "V": 1}, {"id": 101, "v": 1, "V": 1})
+    home.run(**options)
+    home.put({"id": 102, "v": 5}, {"id": 103, "V": 6}, {"id": 104, "new": 7})
+    home.run(**options)
+    assert sorted(row["id"] for row in home.rows()) == [*range(100), 102, 104]
+    assert sorted(json.loads(letter["payload"])["id"] for letter in home.letters()) == [100, 101, 103]
 
 
 def test_a_topic_may_change_its_format(home: Home) -> None:

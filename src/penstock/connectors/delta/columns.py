@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,30 @@ TYPES = LakeTypes(
 
 def delta_schema(topic: Topic, schema: pa.Schema) -> pa.Schema:
     return TYPES.schema(topic, schema)
+
+
+def without_twins(batch: pa.RecordBatch, stored: Callable[[], pa.Schema | None]) -> pa.RecordBatch:
+    """
+    The rows without columns that the table lacks, that have no value in them, and whose name differs from another one's
+    in case only.
+
+    One message is enough to have such a column in all rows that follow; only those with a value in it are refused.
+    """
+    gone = [name for name in _twins(batch.schema.names) if batch.column(name).null_count == batch.num_rows]
+    if gone and (known := stored()) is not None:
+        gone = [name for name in gone if name not in known.names]
+    return batch.drop_columns(gone) if gone else batch
+
+
+def new_columns(old: pa.Schema, new: pa.Schema) -> pa.Schema:
+    """The columns that rows come with, but for new ones whose name differs from another one's in case only."""
+    twins = _twins([*dict.fromkeys([*old.names, *new.names])]).difference(old.names)
+    return pa.schema([each for each in new if each.name not in twins])
+
+
+def _twins(names: Sequence[str]) -> set[str]:
+    counts = Counter(name.lower() for name in names)
+    return {name for name in names if counts[name.lower()] > 1}
 
 
 def can_widen(old: pa.DataType, new: pa.DataType) -> bool:

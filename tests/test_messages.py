@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
 from penstock import cli
 from penstock.config import Config
+from penstock.connectors.files.sink import read_published
 from penstock.errors import ConfigError, ConnectorError
 from penstock.pipeline import Pipeline
 from penstock.runtime import supervisor
@@ -20,6 +22,7 @@ from penstock.runtime.telemetry import Telemetry
 from penstock.sink import Receipt, SinkConnector, WriteResult
 from penstock.source import Offset, PollingSource, SourceCheckpoint, SourceEnvelope, SourceRecord
 from penstock.testing import ForkEngine
+from penstock.testing.postgres import PostgresServer
 
 
 class ListedConfig(Config):
@@ -104,6 +107,7 @@ path = "lake/{{topic}}"
 """
 
 JSON = '[[schemas]]\ntopic = "/a"\nschema_type = "json"\n'
+NUMBERED = JSON + 'key = ["id"]\n'
 
 
 class Home:
@@ -185,6 +189,17 @@ def test_a_payload_may_have_a_column_that_elsewhere_describes_a_change(home: Hom
     home.put({"id": 2, "_txid": "x"})
     home.run()
     assert home.rows() == [{"id": 1, "_op": "d", "_txid": None}, {"id": 2, "_op": None, "_txid": "x"}]
+
+
+@pytest.mark.parametrize("mode", ["append", "upsert"])
+def test_a_name_that_differs_in_case_only_makes_a_dead_letter_of_its_own_message_alone(home: Home, mode: str) -> None:
+    options = {"schemas": NUMBERED, "sink": f'mode = "{mode}"'}
+    home.put(*({"id": n, "v": n} for n in range(100)), {"id": 100, "V": 1}, {"id": 101, "v": 1, "V": 1})
+    home.run(**options)
+    home.put({"id": 102, "v": 5}, {"id": 103, "V": 6}, {"id": 104, "new": 7})
+    home.run(**options)
+    assert sorted(row["id"] for row in home.rows()) == [*range(100), 102, 104]
+    assert sorted(json.loads(letter["payload"])["id"] for letter in home.letters()) == [100, 101, 103]
 
 
 def test_a_topic_may_change_its_format(home: Home) -> None:
@@ -404,3 +419,37 @@ def test_a_source_is_given_the_schema_of_each_of_its_topics(home: Home, monkeypa
     route = replace(pipeline.router.routes[0], stream="a", to="/a")
     supervisor.run(replace(pipeline, router=replace(pipeline.router, routes=(route,))), ForkEngine(1), drain=True)
     assert [each.schema_config for each in given] == [{"topic": "/a", "schema_type": "json"}]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_structs_that_gain_fields_are_followed_by_files(home: Home, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = PIPELINE.replace('connector = "delta"', f'connector = "files"\nformat = "{kind}"')
+    monkeypatch.setattr("test_messages.PIPELINE", files)
+    for number, fields in enumerate([{"x": 1}, {"y": [{"p": 1}]}, {"x": 3, "y": [{"q": 2}]}]):
+        home.put({"id": number, "s": fields})
+        home.run()
+    assert home.letters() == []
+    found = read_published(home.path / "lake" / "a").to_pylist()
+    assert [row["s"] for row in found] == [
+        {"x": 1, "y": None},
+        {"x": None, "y": [{"p": 1, "q": None}]},
+        {"x": 3, "y": [{"p": None, "q": 2}]},
+    ]
+
+
+@pytest.mark.parametrize(
+    "bad", [{"v": "a\0"}, {"v": "a", "w": ["b", "\0"]}, {"": 1}, {"ctid": 1}, {"x" * 64: 1}, {"a\0": 1}], ids=repr
+)
+def test_what_no_table_of_postgres_can_hold_is_a_dead_letter_alone(
+    home: Home, server: PostgresServer, bad: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = f"t{abs(hash(repr(bad)))}"
+    sink = PIPELINE[: PIPELINE.index("[sink]")] + f'[sink]\nconnector = "postgres"\ndsn = "{server.dsn}"\n'
+    monkeypatch.setattr("test_messages.PIPELINE", sink)
+    home.put({"id": 1, "v": "x"}, {"id": 2, **bad}, {"id": 3}, stream=table)
+    home.run(JSON.replace("/a", f"/{table}"))
+    home.put({"id": 4}, stream=table)
+    home.run(JSON.replace("/a", f"/{table}"))
+    assert [(letter["rule"], json.loads(letter["payload"])["id"]) for letter in home.letters()] == [("sink", 2)]
+    with psycopg.connect(server.dsn) as connection:
+        assert connection.execute(f"SELECT id FROM {table} ORDER BY id").fetchall() == [(1,), (3,), (4,)]

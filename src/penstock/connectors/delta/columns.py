@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from penstock import durable
 from penstock.changes import own_columns
 from penstock.connectors.delta.config import DeltaConfig
 from penstock.connectors.lake.staging import ParquetPart
-from penstock.connectors.lake.types import COMMON, LakeTypes
+from penstock.connectors.lake.types import COMMON, LakeTypes, has_all
 from penstock.connectors.upsert import DELETED, refuse_own_mark
 from penstock.errors import SchemaError
 from penstock.schema.evolution import Policy, follow, refusal, widens
@@ -77,23 +78,35 @@ def delta_schema(topic: Topic, schema: pa.Schema) -> pa.Schema:
     return TYPES.schema(topic, schema)
 
 
+def without_twins(batch: pa.RecordBatch, stored: Callable[[], pa.Schema | None]) -> pa.RecordBatch:
+    """
+    The rows without columns that the table lacks, that have no value in them, and whose name differs from another one's
+    in case only.
+
+    One message is enough to have such a column in all rows that follow; only those with a value in it are refused.
+    """
+    gone = [name for name in _twins(batch.schema.names) if batch.column(name).null_count == batch.num_rows]
+    if gone and (known := stored()) is not None:
+        gone = [name for name in gone if name not in known.names]
+    return batch.drop_columns(gone) if gone else batch
+
+
+def new_columns(old: pa.Schema, new: pa.Schema) -> pa.Schema:
+    """The columns that rows come with, but for new ones whose name differs from another one's in case only."""
+    twins = _twins([*dict.fromkeys([*old.names, *new.names])]).difference(old.names)
+    return pa.schema([each for each in new if each.name not in twins])
+
+
+def _twins(names: Sequence[str]) -> set[str]:
+    counts = Counter(name.lower() for name in names)
+    return {name for name in names if counts[name.lower()] > 1}
+
+
 def can_widen(old: pa.DataType, new: pa.DataType) -> bool:
     """True for types that every reader of Parquet widens in a file: numbers, dates to midnights, and structs by fields."""
     if types.is_nested(old):
-        return _has_all(old, new)
+        return has_all(old, new)
     return widens(old, new) and (types.is_primitive(old) or types.is_decimal(old)) and not types.is_boolean(old)
-
-
-def _has_all(old: pa.DataType, new: pa.DataType) -> bool:
-    """True if a nested type has all that the old one has, of the same types, in the same order, and maybe more fields."""
-    if types.is_struct(old) and types.is_struct(new):
-        after = {each.name: each.type for each in new}
-        common = [each.name for each in new if old.get_field_index(each.name) >= 0]
-        same = common == [each.name for each in old]
-        return same and all(_has_all(each.type, after[each.name]) for each in old)
-    if types.is_list(old) and types.is_list(new):
-        return _has_all(old.value_type, new.value_type)
-    return bool(old == new)
 
 
 def follow_rows(

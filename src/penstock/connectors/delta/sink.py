@@ -10,7 +10,7 @@ from typing import ClassVar
 import pyarrow as pa
 
 from penstock.connectors.delta.apply import Applying, DeltaApplied, DeltaWork, changes_of
-from penstock.connectors.delta.columns import StatsPart, can_widen, delta_schema, stored_columns
+from penstock.connectors.delta.columns import StatsPart, can_widen, delta_schema, new_columns, stored_columns
 from penstock.connectors.delta.commit import DeltaTarget
 from penstock.connectors.delta.config import DeltaConfig
 from penstock.connectors.delta.table import MISREAD, claim
@@ -122,7 +122,8 @@ class Delta(LakeSink[DeltaConfig]):
     # -- schemas ---------------------------------------------------------------------------------------------------
 
     def diff_schemas(self, old: pa.Schema, new: pa.Schema) -> Sequence[SchemaChange]:
-        return diff(*(delta_schema("the topic", stored_columns(self.config, schema)) for schema in (old, new)))
+        before, after = (delta_schema("the topic", stored_columns(self.config, schema)) for schema in (old, new))
+        return diff(before, new_columns(before, after))
 
     def evaluate_evolution(self, changes: Sequence[SchemaChange], refilled: Topic | None = None) -> bool:
         if refilled is not None:

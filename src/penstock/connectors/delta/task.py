@@ -23,6 +23,7 @@ from penstock.connectors.delta.columns import (
     has_empty_text,
     refuse_partitions,
     stored_columns,
+    without_twins,
 )
 from penstock.connectors.delta.table import claim, read_metadata
 from penstock.connectors.lake.staging import Stage, StagedFiles
@@ -56,7 +57,9 @@ class DeltaTask(LakeTask):
         if self.sink.config.upserts:
             rows, discarded = self._as_changes(topic, batch)
         else:
-            rows, discarded = self.fit(topic, TYPES.batch(topic, batch), key_of(batch.schema))
+            rows, discarded = self.fit(
+                topic, TYPES.batch(topic, without_twins(batch, lambda: self.stored(topic))), key_of(batch.schema)
+            )
         if rows.num_rows:
             self._refuse_values(topic, rows)
             self.stage.write(topic, rows)
@@ -105,7 +108,9 @@ class DeltaTask(LakeTask):
         known = self.stored(topic) if pa.null() in batch.schema.types else None
         if known is not None:
             batch = with_known_types(batch, {each.name: each.type for each in known})
-        rows, discarded = self.fit(topic, TYPES.batch(topic, batch, without=unused), key)
+        rows, discarded = self.fit(
+            topic, TYPES.batch(topic, without_twins(batch, lambda: self.stored(topic)), without=unused), key
+        )
         rows = _with_equality(rows, batch.schema, key)
         check_changes(pa.Table.from_batches([rows]), key)
         if self.stage.last_schema(topic) not in (None, rows.schema):

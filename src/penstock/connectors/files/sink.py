@@ -21,6 +21,7 @@ from penstock.connectors.lake.sink import LakeConfig, LakeSink
 from penstock.connectors.lake.staging import STAGED, FileSpec, ParquetPart, Part, Stage, StagedFile
 from penstock.connectors.lake.targets import HIDDEN
 from penstock.connectors.lake.task import LakeTask
+from penstock.connectors.lake.types import has_all
 from penstock.errors import ConfigError, FatalError
 from penstock.formats import jsonl
 from penstock.schema import key_of
@@ -76,6 +77,7 @@ class FilesSink(LakeSink[FilesSinkConfig]):
             suffix=".parquet" if config.format == "parquet" else f".jsonl{gzip}",
             place=_staged,
             layout=Directories(config.partition_by),
+            widens=has_all,
             target_file_rows=config.target_file_rows,
             max_open_files=config.max_open_files,
         )
@@ -129,7 +131,7 @@ class FilesTarget(LakeTarget["FilesTarget"]):
         newest = ledger.newest()
         schema = unpack_schema(newest.columns) if newest else commit.schemas()[0]
         for rows in commit.schemas():
-            schema = follow(self.topic, schema, rows, sink_widens=lambda old, new: False)
+            schema = follow(self.topic, schema, rows, sink_widens=has_all)
         marker = commit.marker().model_dump()
         entry = Published(**marker, topic=self.topic, columns=pack_schema(schema), files=commit.files)
         failpoints.hit("commit.before")
@@ -178,7 +180,7 @@ def read_published(target: str | os.PathLike[str]) -> pa.Table:
     schemas = [unpack_schema(entry.columns) for entry in entries]
     if not schemas:
         return pa.table({})
-    schema = pa.unify_schemas(schemas, promote_options="default")
+    schema = pa.unify_schemas(schemas, promote_options="permissive")
     tables = [_read(target, file, schema) for entry in entries for file in entry.files]
     return pa.concat_tables([schema.empty_table(), *tables])
 
@@ -323,7 +325,7 @@ def _read(target: Path, file: StagedFile, schema: pa.Schema) -> pa.Table:
             text = pa.scalar(file.partition[field.name], pa.string())
             columns.append(pa.repeat(pc.cast(text, field.type), file.rows))
         elif field.name in table.column_names:
-            columns.append(table.column(field.name))
+            columns.append(table.column(field.name).cast(field.type))  # a struct may have more fields by now
         else:
             columns.append(pa.nulls(file.rows, field.type))
     return pa.table(columns, schema)

@@ -92,3 +92,15 @@ class LakeTypes:
             code="PEN-4002",
             hint="cast it in the route's SQL",
         )
+
+
+def has_all(old: pa.DataType, new: pa.DataType) -> bool:
+    """True if a nested type has all that the old one has, of the same types, in the same order, and maybe more fields."""
+    if types.is_struct(old) and types.is_struct(new):
+        after = {each.name: each.type for each in new}
+        common = [each.name for each in new if old.get_field_index(each.name) >= 0]
+        same = common == [each.name for each in old]
+        return same and all(has_all(each.type, after[each.name]) for each in old)
+    if types.is_list(old) and types.is_list(new):
+        return has_all(old.value_type, new.value_type)
+    return bool(old == new)

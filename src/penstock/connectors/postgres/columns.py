@@ -36,6 +36,9 @@ _TIME, _INTERVAL, _NUMERIC = "pg_catalog.time", "pg_catalog.interval", "pg_catal
 
 _DECIMAL_DIGITS = 38
 
+_NAME_BYTES = 63
+_SYSTEM_COLUMNS = frozenset({"ctid", "tableoid", "xmin", "cmin", "xmax", "cmax"})
+
 Mask: TypeAlias = npt.NDArray[np.bool_]
 Numbers: TypeAlias = npt.NDArray[Any]
 
@@ -44,12 +47,21 @@ def plain(topic: Topic, batch: pa.RecordBatch) -> pa.RecordBatch:
     """
     The batch in the types that PostgreSQL's own columns are read as, without loss.
 
-    Columns of type null are left out until they have a value: there is no telling what they will be.
+    Columns of type null are left out until they have a value: there is no telling what they will be. So are columns
+    without a value that no table can have, since one message is enough to have them in all rows that follow.
     """
     fields, columns = [], []
     for field, values in zip(batch.schema, batch.columns, strict=True):
         if types.is_null(field.type):
             continue
+        if not _is_name(field.name):
+            if values.null_count == len(values):
+                continue
+            raise SchemaError(
+                f"no column of PostgreSQL can have the name {field.name!r}, as one of {topic} has",
+                code="PEN-4002",
+                hint="rename it in the route's SQL; names have 1 to 63 bytes, and those of system columns are taken",
+            )
         try:
             values, origin = _plain(topic, field.name, values)
         except pa.ArrowInvalid as error:
@@ -57,10 +69,32 @@ def plain(topic: Topic, batch: pa.RecordBatch) -> pa.RecordBatch:
                 f"a value of the column {field.name!r} of {topic} does not fit: it is {field.type}",
                 hint="cast it in the route's SQL to a type that PostgreSQL has",
             ) from error
+        _refuse_nul(topic, field.name, values)
         metadata = {ORIGIN: json.dumps([origin]).encode()} if origin else field.metadata
         fields.append(pa.field(field.name, values.type, metadata=metadata))
         columns.append(values)
     return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields, batch.schema.metadata))
+
+
+def _is_name(name: str) -> bool:
+    return 0 < len(name.encode()) <= _NAME_BYTES and "\0" not in name and name not in _SYSTEM_COLUMNS
+
+
+def _refuse_nul(topic: Topic, name: str, values: pa.Array) -> None:
+    """Text of PostgreSQL holds any character but NUL; the server would only say so when the rows are no longer at hand."""
+    is_list = types.is_list(values.type)
+    texts = pc.list_flatten(values) if is_list else values
+    if not types.is_string(texts.type):
+        return
+    found = pc.indices_nonzero(pc.fill_null(pc.match_substring(texts, "\0"), False))
+    if len(found):
+        error = DataError(
+            f"a value of the column {name!r} of {topic} holds a NUL character, which PostgreSQL has no place for",
+            hint="remove it in the route's SQL, for example by replace(…, char(0), '')",
+        )
+        at = pc.list_parent_indices(values).take(found) if is_list else found
+        error.rows = sorted(set(at.to_pylist()))
+        raise error
 
 
 def _plain(topic: Topic, name: str, values: pa.Array) -> tuple[pa.Array, tuple[str, int] | None]:

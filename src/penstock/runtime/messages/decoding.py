@@ -15,6 +15,7 @@ from penstock.formats import Decoded, Failures, Format, Positions, Resolver, Wir
 from penstock.formats.inference import fit, merge
 from penstock.pipeline.options import Metadata
 from penstock.pipeline.schemas import TopicSchema, TopicSchemas
+from penstock.runtime.messages import pinning
 from penstock.schema import key_of, with_key
 from penstock.sink import Topic
 from penstock.source import ENVELOPE_SCHEMA
@@ -66,8 +67,10 @@ class Decoder:
 
     def decode(self, envelopes: pa.RecordBatch, known: pa.Schema | None = None) -> DecodedRows:
         """Every envelope is a row or a failure, in order. `known`: the columns that a task has met so far, if more."""
-        payloads, keys = envelopes.column("payload"), envelopes.column("key")
-        decoded: Decoded = self.format.decode_with_keys(payloads, keys, self.known if known is None else known)
+        met = self.known if known is None else known
+        decoded = self._read(envelopes, met)
+        if self.format.columns() is None:
+            decoded = self._reserved(self._pinned(envelopes, decoded, met))
         rows, positions, failures = decoded.rows, decoded.positions, decoded.failures
         if self.key and not self.format.uses_keys:  # such a format looks after the keys itself
             rows, positions, failures = self._keyed(rows, positions, failures)
@@ -82,6 +85,36 @@ class Decoder:
             taken = envelopes if len(positions) == envelopes.num_rows else envelopes.take(pa.array(positions))
             arrays += [_metadata(taken, name) for name in self.metadata]
         return DecodedRows(pa.RecordBatch.from_arrays(arrays, schema=whole), positions, failures, columns)
+
+    def _read(self, envelopes: pa.RecordBatch, known: pa.Schema | None) -> Decoded:
+        return self.format.decode_with_keys(envelopes.column("payload"), envelopes.column("key"), known)
+
+    def _pinned(self, envelopes: pa.RecordBatch, decoded: Decoded, met: pa.Schema | None) -> Decoded:
+        """Keep whole-number columns of earlier epochs as they are; a message with a fraction in one is a failure."""
+        if self.known is None or (wanted := pinning.pin(decoded.rows.schema, self.known)) == decoded.rows.schema:
+            return decoded
+        bad = pinning.fractions(decoded.rows, wanted)
+        failures = _joined(decoded.failures, decoded.positions[bad], pinning.FRACTION)
+        # Read again without them: beside a fraction, whole numbers were read as doubles, which do not hold all of them.
+        good = decoded.positions[~bad]
+        again = self._read(envelopes.take(pa.array(good)), met)
+        rows = again.rows
+        wanted = pinning.pin(rows.schema, self.known)
+        late = pinning.fractions(rows, wanted)  # such as 1e300, or 5.0 beside a number over 2**53
+        if late.any():
+            failures = _joined(failures, good[again.positions[late]], pinning.FRACTION)
+            rows = rows.filter(pa.array(~late))
+        return Decoded(pinning.narrowed(rows, wanted), good[again.positions[~late]], failures)
+
+    def _reserved(self, decoded: Decoded) -> Decoded:
+        """Payloads whose fields happen to be called like those of a change do not make a topic a log of changes."""
+        rows = decoded.rows
+        if self.format.uses_keys or not is_changelog(rows.schema):
+            return decoded
+        used = rows.column("_position").is_valid().to_numpy(zero_copy_only=False)
+        failures = _joined(decoded.failures, decoded.positions[used], _RESERVED)
+        rows = rows.filter(pa.array(~used)).drop_columns(["_position"])
+        return Decoded(rows, decoded.positions[~used], failures)
 
     @property
     def _own(self) -> frozenset[str]:
@@ -174,6 +207,8 @@ def _settled(values: pa.Array, kind: pa.DataType) -> pa.Array:
         return values
     return pa.nulls(len(values)) if pa.types.is_null(kind) else values.cast(kind)
 
+
+_RESERVED = ("column.reserved", "`_op` and `_position` together describe a change, which only change formats bring")
 
 _NO_COLUMNS = ("row.empty", "no payload of the topic had a value so far, so there is no column that a row could have")
 

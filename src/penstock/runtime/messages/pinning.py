@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 EXACT = 2.0**53
-"""Up to here a double holds every whole number; beyond, it cannot be told which one was sent."""
+"""Up to here a double holds every whole number; beyond, nobody can say which one was sent."""
 
 FRACTION = ("column.fraction", "a column that holds whole numbers since an earlier epoch has a fraction here")
 

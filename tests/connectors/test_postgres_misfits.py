@@ -11,7 +11,8 @@ from deltalake import DeltaTable
 
 import mirrored
 from mirrored import Lake, database_on
-from penstock.connectors.postgres_cdc import plan
+from penstock.connectors.delta import Delta, DeltaConfig
+from penstock.connectors.postgres_cdc import plan, tables
 from penstock.connectors.postgresql import failures
 from penstock.errors import ConfigError, FatalError
 from penstock.pipeline import Pipeline
@@ -325,3 +326,16 @@ class TestCommandLine:
         other.write_text(file.read_text())
         with pytest.raises(ConfigError, match="PEN-1011"):
             self.drain(other)
+
+
+def test_a_log_of_changes_does_not_grow_while_another_sink_refuses_the_table(database, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RETRY_SECS", 0.0)
+    database.run("CREATE TABLE loose (n int)", "INSERT INTO loose SELECT generate_series(1, 5)")
+    log = Delta(DeltaConfig(path=str(tmp_path / "log/{topic}"), mode="changes"))
+    upserts = Delta(DeltaConfig(path=str(tmp_path / "lake/{topic}"), mode="upsert"))
+    source = database.source(tables=["public.loose"], insert_only=["public.loose"])
+    with Lake(tmp_path, source, {"log": log, "lake": upserts}) as lake:
+        for _ in range(6):
+            lake.loop.step()
+        assert lake.source.tables(lake.position)["public.loose"].state == "failed"
+    assert not (tmp_path / "log" / "public.loose" / "_delta_log").exists()

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, DataError, SchemaError
-from penstock.formats import Decoded, WireSchema
+from penstock.formats import Decoded, WireSchema, framing
 from penstock.formats import json_schema as module
 from penstock.formats.json_schema import JsonSchema, JsonSchemaConfig
 from penstock.formats.json_schema_bulk import check_of
@@ -233,6 +233,20 @@ class TestFrames:
     def test_a_schema_without_an_id_cannot_be_put_in_a_frame(self):
         with pytest.raises(ConfigError, match="PEN-1000 Confluent's framing needs a schema"):
             made(ORDER, framing="confluent").encode(pa.record_batch({"id": [1]}))
+
+    def test_a_frame_of_a_schema_that_is_refused_is_a_failure(self):
+        def resolve(id):
+            if id != 7:
+                raise DataError(f"the schema {id} is of another subject")
+            return WireSchema("json_schema", "{}", id=id)
+
+        format = JsonSchema(JsonSchemaConfig(framing="confluent"), made(ORDER, id=258).schema, resolve)
+        bodies = framing.add(pa.array([b'{"id": 1}'], pa.binary()), 258).to_pylist()
+        bodies += framing.add(pa.array([b'{"id": 2}'], pa.binary()), 7).to_pylist()
+        bodies += framing.add(pa.array([b'{"id": 3}'], pa.binary()), 8).to_pylist()
+        decoded = format.decode(pa.array([*bodies, None], pa.binary()))
+        assert decoded.rows.column("id").to_pylist() == [1, 2, None]
+        assert (decoded.failures.positions.tolist(), decoded.failures.rules) == ([2], (framing.UNKNOWN_ID,))
 
 
 class TestEncoding:

@@ -63,12 +63,28 @@ class JsonSchema(Format[JsonSchemaConfig]):
             is_null = payloads.is_null().to_numpy(zero_copy_only=False)
             ids, payloads = framing.strip(payloads)
             why = framing.NO_FRAME, "the payload does not begin with Confluent's prefix of 5 bytes"
-            unframed = dict.fromkeys(np.flatnonzero((ids < 0) & ~is_null).tolist(), why)
+            foreign = self._foreign(ids)
+            unframed = dict.fromkeys(np.flatnonzero((ids < 0) & ~is_null).tolist(), why) | foreign
+            if foreign:
+                chosen = np.isin(np.arange(len(payloads)), list(foreign))
+                payloads = pc.if_else(pa.array(chosen), pa.scalar(None, payloads.type), payloads)
         screened = Screened(payloads)
         screened.failures |= unframed
         screened.tombstones = np.setdiff1d(screened.tombstones, np.array(list(unframed), np.int64))
         rows = self._in_bulk(screened)
         return Decoded.of(rows, screened.positions, screened.tombstones, screened.failures)
+
+    def _foreign(self, ids: np.ndarray[Any, Any]) -> Failed:
+        """Payloads whose frame names a schema that the registry does not have, or one of a subject that is not expected."""
+        found: Failed = {}
+        others = set(ids.tolist()) - {-1, self._schema.id} if self.resolve is not None else ()
+        for id in others:
+            try:
+                assert self.resolve is not None
+                self.resolve(id)
+            except DataError as error:
+                found |= dict.fromkeys(np.flatnonzero(ids == id).tolist(), (framing.UNKNOWN_ID, error.message))
+        return found
 
     def encode(self, rows: pa.RecordBatch) -> pa.Array:
         unknown = [name for name in rows.schema.names if name not in self._fields]

@@ -36,8 +36,8 @@ def make_directory(path: Path, *, private: bool = False) -> None:
     """Make a directory and its parents, each entry synced in the directory above it; `private`: for this user alone."""
     with disk_errors(path):
         missing = [p for p in (path, *path.parents) if not p.exists()]
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
         except FileExistsError as error:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename) from error

@@ -262,7 +262,7 @@ def test_texts_are_tried_before_they_are_staged_for_good(make, connection):
     [
         ("id uuid, note text", {"id": ["secret"], "note": ["x"]}, "'id' of /lake/orders: invalid text representation"),
         ("id int8, note date", {"id": [1], "note": ["secret"]}, "'note' of /lake/orders is date"),
-        ("id int8, note text", {"id": [1], "note": ["secret\0"]}, "character not in repertoire"),
+        ("id int8, note text", {"id": [1], "note": ["secret\0"]}, "'note' of /lake/orders holds a NUL character"),
         ("id int8, note text CHECK (note <> 'secret')", {"id": [1], "note": ["secret"]}, "violates check constraint"),
         ("id int8, note text UNIQUE", {"id": [1, 2], "note": ["secret", "secret"]}, "violates unique constraint"),
     ],

@@ -348,7 +348,7 @@ def test_what_makes_a_source_refuse_to_open_is_listed_with_the_rest(need):
         database.run("CREATE TABLE orders (id int PRIMARY KEY)", "CREATE TABLE keyless (id int)")
         opened = database.source(tables=["public.orders", "public.keyless"])
         pipeline = Pipeline("shop", {"shop": opened}, {}, Router((Route(),), ()))
-        found = list(_examine("shop", opened, {}, pipeline))
+        found = list(_examine("shop", opened, None, {}, pipeline))
     assert [finding.what for finding in found if not finding.ok] == [
         "wal_level is replica: the log does not hold what change capture needs",
         "public.keyless is left out: it has no replica identity",

@@ -507,7 +507,7 @@ class TestCommandLine:
         drain(file)
         code, _, err = cli("tables", file, "resume", "public.orders")
         assert code == 2
-        assert "resync public.orders" in err
+        assert "resync FILE public.orders" in err
 
     def test_what_failed_is_shown_with_code_hint_and_next_try(self, database, file, cli, monkeypatch):
         file.write_text(PIPELINE.format(dsn=_as_reader(database), slot=database.name))

@@ -74,5 +74,5 @@ def test_a_disk_that_is_full_before_the_lock_is_written_is_told_as_such(tmp_path
 
 def test_a_directory_below_a_file_is_told_as_such(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(FatalError, match=r"PEN-5009 cannot write .*: Not a directory\n.*a file stands where"):
+    with pytest.raises(FatalError, match=r"PEN-5009 cannot write .*: Not a directory\n.*a file is where"):
         State(tmp_path / "file" / "state", "p").open()

@@ -19,8 +19,8 @@ from penstock.runtime.epochs import State
 from penstock.runtime.messages.replay import ReplayRequests, Step
 from penstock.sink import Topic, WriteResult
 from penstock.testing import ForkEngine
-from penstock.testing.crash import elsewhere
 from penstock.testing.engine import Forked, Killed
+from penstock.testing.processes import elsewhere
 from test_messages import Home
 
 STEPS = [name for name in failpoints.NAMES if not name.startswith(("plan_apply", "apply", "commit.topic"))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
@@ -173,7 +174,9 @@ class TestFailures:
 
     def test_a_wait_that_the_server_asks_for_is_kept_within_bounds(self, server, monkeypatch):
         pauses: list[float] = []
-        monkeypatch.setattr("penstock.schema.registry.http.time.sleep", pauses.append)
+        monkeypatch.setattr(
+            "penstock.schema.registry.http.time", SimpleNamespace(sleep=pauses.append)
+        )  # not for all threads
         registry = Confluent(ConfluentConfig(url=server.url, retry_backoff_ms=1, max_backoff_ms=2000))
         server.fail(429, 1, Retry_After="1")
         server.fail(429, 1, Retry_After="3600")
@@ -182,7 +185,9 @@ class TestFailures:
 
     def test_pauses_double_up_to_a_cap(self, server, monkeypatch):
         pauses: list[float] = []
-        monkeypatch.setattr("penstock.schema.registry.http.time.sleep", pauses.append)
+        monkeypatch.setattr(
+            "penstock.schema.registry.http.time", SimpleNamespace(sleep=pauses.append)
+        )  # not for all threads
         monkeypatch.setattr("penstock.schema.registry.http.random.uniform", lambda low, high: high)
         server.fail(503, 4)
         Confluent(ConfluentConfig(url=server.url, retry_backoff_ms=100, max_backoff_ms=300)).subjects()

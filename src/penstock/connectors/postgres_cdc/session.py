@@ -51,7 +51,7 @@ class Session:
         self.tables, self.catalog, self.looked = Tables(), TypeCatalog(), -1.0
 
     def ask(self, question: Callable[[psycopg.Connection[Any]], T]) -> T:
-        """Ask over this session's own connection."""
+        """Ask over the connection that this source or task keeps for questions."""
         with failures.errors(failures.NO_ANSWER):
             if self._connection is None or self._connection.closed:
                 connect = connections.take if self._in_task else connections.connect

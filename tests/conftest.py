@@ -18,6 +18,7 @@ FOLDERS = ("", "schema", "connectors", "faults", "integration", "spark")
 """Tests without a JVM come first: they are the quickest to fail."""
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of the same name
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     def place(item: pytest.Item) -> int:
         parts = item.path.relative_to(TESTS).parts
@@ -40,6 +41,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
             # One process has the session of Spark; what shares a server or other slow fixtures stays together as well.
             group = "spark" if shares_spark(item) else item.nodeid.rpartition("::")[0]
             item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: object, ids: list[str]) -> None:
+    """Groups that xdist does not see scatter the tests of a module, and every worker starts every server."""
+    if ids and not any("@" in each for each in ids):
+        pytest.exit("xdist sees no groups: install the versions of constraints.txt", returncode=3)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """The names of failed tests, one a line, go to the file that `PENSTOCK_FAILED` names: `.ci/run` tries them once more."""
+    listed = os.environ.get("PENSTOCK_FAILED")
+    if report.failed and listed and "PYTEST_XDIST_WORKER" not in os.environ:
+        with Path(listed).open("a") as out:
+            out.write(report.nodeid.rpartition("@")[0] or report.nodeid)
+            out.write("\n")
 
 
 OF_THE_LOOP = {

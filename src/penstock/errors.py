@@ -192,6 +192,8 @@ class DataError(ConnectorError):
     """How many records; a source that yields the good rows first and then raises sets it."""
     rows: Sequence[int] = ()
     """Which rows of the batch, if a sink knows; else the runtime finds them by halves."""
+    others_written = False
+    """True: the sink took every row of the batch but `rows`, and must not be given the others again."""
     samples: Sequence[str] = ()
     """The first few of several records: where each is and what is wrong with it, without its values."""
 
@@ -201,7 +203,8 @@ class DataError(ConnectorError):
 
     def __reduce__(self) -> tuple[object, ...]:
         kept = {name: tuple(getattr(self, name)) for name in ("rows", "samples", "records")}
-        return (*super().__reduce__(), {"count": self.count, "stream": self.stream, **kept})
+        state = {"count": self.count, "stream": self.stream, "others_written": self.others_written}
+        return (*super().__reduce__(), {**state, **kept})
 
 
 class SchemaError(ConnectorError):

@@ -157,6 +157,9 @@ class Writer:
 
         found: list[tuple[int, ConnectorError]] = []
         named = getattr(error, "rows", None)
+        if named and getattr(error, "others_written", False):
+            self._written[name, rows.target.topic] += WriteResult(rows.batch.num_rows - len(named))
+            return [(at, error) for at in named]
         for start, stop in _runs(named, rows.batch.num_rows):
             why = refused(start, stop) if named else error
             for each in bisect(refused, start, stop, why) if why is not None else ():

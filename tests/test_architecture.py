@@ -34,7 +34,7 @@ PLANES = [
     {"cli", "testing", "reference", "__main__"},
 ]
 
-SHARED = {"postgresql", "lake", "upsert"}
+SHARED = {"postgresql", "lake", "upsert", "messages"}
 """Rooms under `connectors/` that several connectors share."""
 
 ALLOWED = {("penstock.pipeline", f"penstock.{plane}") for plane in ("runtime", "spark", "web")}

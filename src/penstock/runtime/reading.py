@@ -16,8 +16,9 @@ from penstock.formats import Failures
 from penstock.pipeline.routing import OnError, Target
 from penstock.runtime.job import SAMPLES, Bad, Job, Part, Tally, TaskResult, is_plain
 from penstock.runtime.messages import letters
-from penstock.runtime.messages.decoding import is_envelope, merged
+from penstock.runtime.messages.decoding import merged
 from penstock.runtime.messages.letters import REPLAY, Place
+from penstock.schema import is_envelope
 from penstock.sink import Topic
 from penstock.source import Note, RangeSource, SourceBatch, SourceContext
 

@@ -29,6 +29,11 @@ def key_of(schema: pa.Schema) -> list[str]:
     return list(json.loads((schema.metadata or {}).get(_KEY, b"[]")))
 
 
+def is_envelope(schema: pa.Schema) -> bool:
+    """True for rows that are messages as they came, and not yet decoded."""
+    return {"key", "payload", "attributes", "timestamp"} <= set(schema.names)
+
+
 class ChangeKind(StrEnum):
     ADDED = "added"
     DROPPED = "dropped"

@@ -16,17 +16,12 @@ from penstock.formats.inference import fit, merge
 from penstock.pipeline.options import Metadata
 from penstock.pipeline.schemas import TopicSchema, TopicSchemas
 from penstock.runtime.messages import pinning
-from penstock.schema import key_of, with_key
+from penstock.schema import is_envelope, key_of, with_key
 from penstock.sink import Topic
 from penstock.source import ENVELOPE_SCHEMA
 
 _SCHEMA = b"penstock.schema"
 """Where a batch says by which schema it was decoded."""
-
-
-def is_envelope(schema: pa.Schema) -> bool:
-    """True for rows that are messages as they came, and not yet decoded."""
-    return {"key", "payload", "attributes", "timestamp"} <= set(schema.names)
 
 
 def schema_ref(schema: pa.Schema) -> dict[str, Any]:

@@ -1,0 +1,195 @@
+"""What sinks that send messages share: payloads, keys, attributes, names, the window; and rows that the other side refuses."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from penstock.config import Config
+from penstock.connectors.messages import Messages, Template, Window, encode, text_column
+from penstock.errors import ConfigError, DataError, FatalError, RetryableError, SchemaError
+from penstock.formats.plain import String, StringConfig
+from penstock.pipeline import Pipeline
+from penstock.runtime import supervisor
+from penstock.schema import with_key
+from penstock.sink import Receipt, SinkConnector, TopicContext, WriteResult
+from penstock.source import ENVELOPE_SCHEMA
+from penstock.testing import ForkEngine
+
+ROWS = pa.record_batch({"id": [1, 2], "to": ["Bern", None], "tag": [b"\x00", b"\x01"]})
+JSON = TopicContext()
+
+
+def listed(messages: Messages) -> list[Any]:
+    return list(messages.triples())
+
+
+def test_rows_without_a_schema_entry_are_sent_as_json() -> None:
+    sent = encode(ROWS.select(["id", "to"]), JSON)
+    assert [json.loads(p) for p in sent.payloads.to_pylist()] == [{"id": 1, "to": "Bern"}, {"id": 2, "to": None}]
+    assert sent.keys.null_count == 2
+    assert sent.nbytes == sum(map(len, sent.payloads.to_pylist()))
+
+
+def test_rows_are_encoded_by_the_schema_of_their_topic() -> None:
+    context = TopicContext(encoder=String(StringConfig()))
+    assert encode(pa.record_batch({"value": ["a", "b"]}), context).payloads.to_pylist() == [b"a", b"b"]
+
+
+def test_messages_that_came_go_on_as_they_are() -> None:
+    attributes = pa.array([[("a", "b")], None], ENVELOPE_SCHEMA.field("attributes").type)
+    came = pa.record_batch(
+        {
+            "stream": ["s", "s"],
+            "key": pa.array([b"k", None], pa.binary()),
+            "payload": pa.array([b"{", None], pa.binary()),
+            "attributes": attributes,
+            "timestamp": pa.array([0, 1], pa.timestamp("ms", tz="UTC")),
+        }
+    )
+    assert listed(encode(came, JSON)) == [(b"k", b"{", [("a", "b")]), (None, None, [])]
+    with pytest.raises(SchemaError, match="PEN-4002"):
+        encode(came, JSON, key=["stream"])
+
+
+def test_the_key_is_made_of_columns_and_they_stay_in_the_payload() -> None:
+    assert encode(ROWS, JSON, key=["id"]).keys.to_pylist() == [b"1", b"2"]
+    assert encode(ROWS, JSON, key=["tag"]).keys.to_pylist() == [b"\x00", b"\x01"]
+    assert encode(ROWS, JSON, key=["id", "to"]).keys.to_pylist() == [b'{"id":1,"to":"Bern"}', b'{"id":2,"to":null}']
+    keyed = ROWS.replace_schema_metadata(with_key(ROWS.schema, ["id"]).metadata)
+    sent = encode(keyed, JSON)
+    assert sent.keys.to_pylist() == [b"1", b"2"]
+    assert json.loads(sent.payloads[0].as_py())["id"] == 1
+
+
+def test_attributes_leave_the_payload_and_nulls_are_left_out() -> None:
+    sent = encode(ROWS.select(["id", "to"]), JSON, attributes=["to"])
+    assert listed(sent) == [(None, b'{"id":1}', [("to", "Bern")]), (None, b'{"id":2}', [])]
+
+
+def test_key_and_attributes_that_a_message_came_with_go_out_again() -> None:
+    came = pa.record_batch(
+        {
+            "id": [1, 2],
+            "_key": pa.array([b"k", None], pa.binary()),
+            "_attributes": pa.array([[("a", "b"), ("id", "old")], None], ENVELOPE_SCHEMA.field("attributes").type),
+        }
+    )
+    assert listed(encode(came, JSON)) == [(b"k", b'{"id":1}', [("a", "b"), ("id", "old")]), (None, b'{"id":2}', [])]
+    assert listed(encode(came, JSON, attributes=["id"]))[0] == (b"k", b"{}", [("a", "b"), ("id", "1")])
+
+
+def test_a_column_that_is_not_there_is_named() -> None:
+    for wanted in ({"key": ["no"]}, {"attributes": ["no"]}):
+        with pytest.raises(SchemaError, match="'no'"):
+            encode(ROWS, JSON, **wanted)
+    with pytest.raises(SchemaError, match="'no'"):
+        Template("a/{no}").names("/t", ROWS)
+
+
+def test_names_are_made_of_the_topic_and_of_columns() -> None:
+    assert Template("out/{topic}").names("/lake/orders", ROWS).to_pylist() == ["out/lake/orders"] * 2
+    assert Template("{topic}/{id}/x").names("/t", ROWS).to_pylist() == ["t/1/x", "t/2/x"]
+    with pytest.raises(DataError) as caught:
+        Template("{to}").names("/t", ROWS)
+    assert caught.value.rows == [1]
+
+
+@pytest.mark.parametrize("text", ["a{", "a}", "{}", "{a}{", "{{a}}"])
+def test_a_template_that_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="PEN-1003"):
+        Template(text)
+
+
+def test_values_in_names_and_attributes_are_plain_text() -> None:
+    values = pa.array([0, None], pa.timestamp("s", tz="UTC"))
+    assert text_column(values, "at").to_pylist() == ["1970-01-01T00:00:00Z", None]
+    assert text_column(pa.array([True, None]), "b").to_pylist() == ["true", None]
+    assert text_column(pa.array(["x", None]).dictionary_encode(), "d").to_pylist() == ["x", None]
+
+
+# -- the window -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_window_waits_for_room_and_for_the_last_answer() -> None:
+    window = Window(most=2, timeout_secs=60)
+    window.enter()
+    window.enter()
+    entered = threading.Event()
+    thread = threading.Thread(target=lambda: (window.enter(), entered.set()))
+    thread.start()
+    assert not entered.wait(0.05)
+    window.leave()
+    assert entered.wait(60)
+    for _ in range(2):
+        window.leave()
+    window.settle()
+    thread.join()
+
+
+def test_the_first_failure_is_raised_and_silence_is_one() -> None:
+    window = Window(most=1, timeout_secs=0.01)
+    window.enter()
+    with pytest.raises(RetryableError, match="PEN-2003"):
+        window.settle()
+    window.leave(FatalError("first"))
+    window.fail(FatalError("second"))
+    with pytest.raises(FatalError, match="first"):
+        window.enter()
+    with pytest.raises(FatalError, match="first"):
+        window.settle()
+
+
+# -- rows that the other side refuses ----------------------------------------------------------------------------------------
+
+
+class PickyConfig(Config):
+    path: Path
+    """Where rows go."""
+
+
+class Picky(SinkConnector[PickyConfig, Receipt]):
+    """Sends every row, and hears afterwards that the odd ones were refused."""
+
+    name = "picky"
+
+    def write_batch(self, topic: str, batch: pa.RecordBatch) -> WriteResult:
+        ids = batch.column("id").to_pylist()
+        with open(self.config.path, "a") as file:
+            file.writelines(f"{each}\n" for each in ids if each % 2 == 0)
+        odd = [at for at, each in enumerate(ids) if each % 2]
+        if odd:
+            error = DataError("refused")
+            error.rows, error.others_written = odd, True
+            raise pickle.loads(pickle.dumps(error))
+        return WriteResult(batch.num_rows)
+
+
+def test_rows_that_were_taken_are_not_sent_again_beside_those_that_were_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in.jsonl").write_text("".join(f'{{"id": {each}}}\n' for each in range(10)))
+    (tmp_path / "pipeline.toml").write_text(
+        """
+connector_name = "picky"
+delivery = "at-least-once"
+[processing]
+on_error = "dead_letter"
+[source]
+connector = "files"
+path = "in.jsonl"
+[sink]
+connector = "test_message_sinks:Picky"
+path = "out"
+"""
+    )
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    summary = supervisor.run(Pipeline.from_toml(tmp_path / "pipeline.toml"), ForkEngine(1), drain=True)
+    assert summary is not None
+    assert (tmp_path / "out").read_text().split() == ["0", "2", "4", "6", "8"]

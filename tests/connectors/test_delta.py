@@ -153,6 +153,21 @@ def test_the_sidecar_of_a_commit_that_lost_is_ignored(sink, make, target):
     assert (marker.incarnation, marker.number, marker.end) == ("one", 2, END)
 
 
+def test_of_two_tries_at_one_commit_the_sidecar_of_the_one_in_the_log_counts(sink, make, target):
+    """Two copies of a state directory try the same epoch with other ends, and a directory is listed in any order."""
+    commit(sink, 1, rows(0), attempt="77777777")
+    hidden = target / "_penstock/shop"
+    won = (hidden / "000000000001-77777777.json").read_text()
+    lost = json.dumps(json.loads(won) | {"end": {"s": "another end"}})
+    for dead in ("00000000", "44444444", "aaaaaaaa", "ffffffff"):  # before and after it, by name and by time
+        (hidden / f"000000000001-{dead}.json").write_text(lost)
+    (hidden / "000000000001-77777777.json").unlink()
+    (hidden / "000000000001-77777777.json").write_text(won)
+    for dead in ("11111111", "eeeeeeee"):
+        (hidden / f"000000000001-{dead}.json").write_text(lost)
+    assert make().committed_epoch("shop", ORDERS).end == END
+
+
 def test_the_marker_survives_a_checkpoint_and_the_removal_of_older_entries(sink, make, target):
     for number in range(1, 4):
         commit(sink, number, rows(number * 10))

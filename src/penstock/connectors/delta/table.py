@@ -94,7 +94,10 @@ class Table:
                     hint="somebody removed them from the log: restore the table from a backup, or write to a new one",
                 )
             return None
+        tried = self.delta.transaction_version(_app_of_try(pipeline))
         for name in self._sidecars(pipeline).get(sequence, ()):
+            if tried is not None and name != _sidecar_name(sequence, tried):
+                continue  # of a try that lost the race for this commit, or died before it
             with contextlib.suppress(FileNotFoundError):
                 sidecar = _load(self._hidden(pipeline) / name)
                 if self.delta.transaction_version(_app(pipeline, sidecar.incarnation)) == sidecar.number:
@@ -127,7 +130,7 @@ class Table:
         hidden = self._hidden(epoch.pipeline)
         durable.make_directory(hidden)
         durable.write_atomic(
-            hidden / f"{sequence:012d}-{epoch.attempt}.json",
+            hidden / _sidecar_name(sequence, _try_number(epoch)),
             durable.canonical(sidecar.model_dump(mode="json")).encode(),
         )
         if not self.markers:
@@ -145,10 +148,7 @@ class Table:
             commit_properties=CommitProperties(
                 custom_metadata={"penstock": {"pipeline": epoch.pipeline, "epoch": epoch.number}},
                 max_commit_retries=_NO_RETRIES,
-                app_transactions=[
-                    Transaction(_app(epoch.pipeline), sequence),
-                    Transaction(_app(epoch.pipeline, epoch.incarnation), epoch.number),
-                ],
+                app_transactions=[Transaction(app, number) for app, number in transactions(epoch, sequence)],
             ),
             post_commithook_properties=_HOOKS,
         )
@@ -397,6 +397,32 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def _app(pipeline: str, incarnation: str | None = None) -> str:
     name = quote(pipeline, safe="")  # no colon, which would make one pipeline's name another's incarnation
     return f"penstock:{name}" if incarnation is None else f"penstock:{name}:{incarnation}"
+
+
+def _app_of_try(pipeline: str) -> str:
+    return f"penstock-try:{quote(pipeline, safe='')}"
+
+
+def _try_number(epoch: Epoch) -> int:
+    """The name of the epoch's try, as a transaction of the log can hold it."""
+    return int(epoch.attempt, 16)
+
+
+def _sidecar_name(sequence: int, tried: int) -> str:
+    return f"{sequence:012d}-{tried:08x}.json"
+
+
+def transactions(epoch: Epoch, sequence: int) -> list[tuple[str, int]]:
+    """
+    The application transactions of one commit: how many commits the pipeline has made, which epoch this is, and which try.
+
+    Two tries at one commit both leave a sidecar: the log says whose it took.
+    """
+    return [
+        (_app(epoch.pipeline), sequence),
+        (_app(epoch.pipeline, epoch.incarnation), epoch.number),
+        (_app_of_try(epoch.pipeline), _try_number(epoch)),
+    ]
 
 
 def _load(path: Path) -> Sidecar:

@@ -87,3 +87,5 @@ servers:  # what single tests need; a test whose server is not there says so
 			echo "installing Maven; only this once" && apt-get -qq update && \
 			DEBIAN_FRONTEND=noninteractive apt-get -qq install -y maven >/dev/null; }; \
 		echo "fetching Apicurio (142 MB); only this once" && $(BIN)/python -m penstock.testing.apicurio; } || true
+	@$(BIN)/python -m penstock.testing.kafka --is-installed || { \
+		echo "fetching Kafka (20 MB); only this once" && $(BIN)/python -m penstock.testing.kafka; } || true

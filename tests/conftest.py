@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.spark.java import java_problem
+from penstock.testing import kafka as kafka_server
 from penstock.testing.postgres import PostgresServer, binaries
 from thorough import THOROUGH
 
@@ -128,6 +129,18 @@ def server(need: Callable[[object, str], None]) -> Iterator[PostgresServer]:
     """PostgreSQL 18, one per worker, for tests that neither restart it nor set it up in another way."""
     need(binaries(18), "PostgreSQL 18 is not installed")
     with PostgresServer(18, settings={"fsync": "off"}) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def kafka_installed(java: None, need: Callable[[object, str], None]) -> None:
+    need(kafka_server.is_installed(), "Kafka is not installed: make servers")
+
+
+@pytest.fixture(scope="session")
+def kafka(kafka_installed: None) -> Iterator[kafka_server.KafkaServer]:
+    """A broker, one per worker, for tests that neither restart it nor set it up in another way."""
+    with kafka_server.KafkaServer() as running:
         yield running
 
 

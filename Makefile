@@ -89,3 +89,5 @@ servers:  # what single tests need; a test whose server is not there says so
 		echo "fetching Apicurio (142 MB); only this once" && $(BIN)/python -m penstock.testing.apicurio; } || true
 	@$(BIN)/python -m penstock.testing.kafka --is-installed || { \
 		echo "fetching Kafka (20 MB); only this once" && $(BIN)/python -m penstock.testing.kafka; } || true
+	@$(BIN)/python -m penstock.testing.s3 --is-installed || { \
+		echo "fetching S3 servers (150 MB); only this once" && $(BIN)/python -m penstock.testing.s3; } || true

@@ -11,6 +11,7 @@ import pytest
 
 from penstock.spark.java import java_problem
 from penstock.testing import kafka as kafka_server
+from penstock.testing import s3 as s3_servers
 from penstock.testing.postgres import PostgresServer, binaries
 from thorough import THOROUGH
 
@@ -141,6 +142,22 @@ def kafka_installed(java: None, need: Callable[[object, str], None]) -> None:
 def kafka(kafka_installed: None) -> Iterator[kafka_server.KafkaServer]:
     """A broker, one per worker, for tests that neither restart it nor set it up in another way."""
     with kafka_server.KafkaServer() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def s3(need: Callable[[object, str], None]) -> Iterator[s3_servers.S3Server]:
+    """An S3 server in memory, one per worker; each test makes buckets of its own."""
+    need(s3_servers.ministack().is_file(), "ministack is not installed: make servers")
+    with s3_servers.S3Server() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def strict_s3(need: Callable[[object, str], None], java: None) -> Iterator[s3_servers.S3ProxyServer]:
+    """An S3 server that checks signatures."""
+    need(s3_servers.s3proxy().is_file(), "S3Proxy is not installed: make servers")
+    with s3_servers.S3ProxyServer() as running:
         yield running
 
 

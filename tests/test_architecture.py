@@ -17,6 +17,7 @@ PLANES = [
         "errors",
         "config",
         "durable",
+        "store",
         "failpoints",
         "source",
         "requests",

@@ -45,6 +45,7 @@ CODES: dict[str, str] = {
     "PEN-1030": "the schema registry refused the credentials",
     "PEN-1031": "the schema registry does not have a subject or version",
     "PEN-1032": "the schema registry cannot be used as it is set up",
+    "PEN-1040": "the object store ignores conditional writes",
     "PEN-2000": "a passing failure",
     "PEN-2001": "the connection broke",
     "PEN-2002": "rate limited",
@@ -87,6 +88,7 @@ CODES: dict[str, str] = {
     "PEN-5021": "a target cannot be rewritten for a wider type",
     "PEN-5030": "a source's change stream cannot be understood",
     "PEN-5040": "the embedded schema registry is damaged",
+    "PEN-5050": "the object store refused access",
 }
 """What each code means, for people; `docs/errors.md` is generated from it. The first digit names the class."""
 

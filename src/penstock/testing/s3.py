@@ -57,7 +57,7 @@ def install() -> None:
         venv.create(environment, with_pip=True)
         # Our constraints are not its own: it wants older versions of some packages.
         free = {name: value for name, value in os.environ.items() if not name.endswith("_CONSTRAINT")}
-        command = [environment / "bin" / "python", "-m", "pip", "install", "--quiet", f"ministack=={MINISTACK}"]
+        command = [str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet", f"ministack=={MINISTACK}"]
         try:
             subprocess.run(command, check=True, env=free)
         except BaseException:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import io
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import IO, Any, cast
 from urllib.parse import urlparse
 from uuid import uuid4
 
-from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError
-from penstock.store.options import Options, allows_http, kind_of, revealed
+from penstock.errors import ConfigError, FatalError
+from penstock.store.bucket import Bucket, library
+from penstock.store.options import Options
 from penstock.store.places import Changed, Entry, Store
 
 PART_BYTES = 5 << 20
@@ -27,20 +25,6 @@ READ_BYTES = 256 << 10
 
 KEY_BYTES = 1024
 """The longest key that stores take."""
-
-_RETRIES = {
-    "max_retries": 4,
-    "retry_timeout": timedelta(seconds=8),
-    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=2), "base": 2},
-}
-"""A server that is gone is noticed within 10 seconds; the runtime goes on trying, and says so."""
-
-_EXPIRED = ("ExpiredToken", "TokenRefreshRequired", "RequestExpired", "token has expired")
-_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
-_SLOW_DOWN = ("SlowDown", "429 Too Many", "Throttl", "ServerBusy", "RequestLimitExceeded")
-
-_lock = threading.Lock()
-_first_pid: list[int] = []
 
 
 @dataclass(frozen=True)
@@ -95,9 +79,9 @@ class ObjectStore(Store[ObjectPath]):
 
     def __init__(self, url: str, options: Options) -> None:
         self.url = url
-        self.options = dict(options)
-        self._revealed: dict[str, str] | None = None
-        self._made: Any = None
+        self.options = options
+        self._bucket = Bucket(url, options)
+        self.errors = self._bucket.errors
 
     @classmethod
     def at(cls, where: str, options: Options) -> ObjectPath:
@@ -117,99 +101,22 @@ class ObjectStore(Store[ObjectPath]):
     def __hash__(self) -> int:
         return hash(self.url)
 
-    # -- the client ------------------------------------------------------------------------------------------------
-
-    @property
-    def _client(self) -> Any:
-        with _lock:
-            pid = os.getpid()
-            if not _first_pid:
-                _first_pid.append(pid)
-            if _first_pid[0] != pid:
-                raise FatalError(
-                    "this process was forked from one that has used an object store, whose client would hang here",
-                    code="PEN-5012",
-                    hint="fork before the first request, or start a fresh process",
-                )
-            if self._made is None:
-                self._revealed = revealed(self.url, self.options)
-                self._made = _client(self.url, self._revealed)
-            return self._made
-
-    def _renewed(self) -> bool:
-        """Reveal the secrets again; True if they have changed, and the next request uses them."""
-        now = revealed(self.url, self.options)
-        with _lock:
-            is_new = now != self._revealed
-            if is_new:
-                self._made = None
-        return is_new
-
-    @contextlib.contextmanager
-    def errors(self, place: object) -> Iterator[None]:
-        """The client's errors as ours."""
-        obstore = _obstore()
-        exceptions = obstore.exceptions
-        try:
-            yield
-        except FileNotFoundError as error:
-            if any(mark in str(error) for mark in _NO_BUCKET):
-                raise FatalError(
-                    f"there is no bucket or container {self.url}",
-                    code="PEN-5050",
-                    hint="make it, or correct `path`, `region` and `endpoint`",
-                ) from error
-            raise FileNotFoundError(errno.ENOENT, "no such object", str(place)) from None
-        except (PermissionError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-            raise self._refused(place, error) from error
-        except exceptions.AlreadyExistsError:
-            raise
-        except exceptions.PreconditionError as error:
-            raise Changed(f"{place} is not the object that it was") from error
-        except (exceptions.BaseError, OSError) as error:
-            raise self._failed(place, error) from error
-
-    def _refused(self, place: object, error: Exception) -> ConnectorError:
-        text = _first_line(error)
-        if any(mark in str(error) for mark in _EXPIRED) or self._renewed():
-            return RetryableError(
-                f"the store refused expired credentials for {place}: {text}",
-                code="PEN-2001",
-                hint="they are read again for the next try; see that whatever renews them runs",
-            )
-        return FatalError(
-            f"the store refused access to {place}: {text}",
-            code="PEN-5050",
-            hint="check the keys in `storage_options`, and that they may list, read, write and delete there",
-        )
-
-    def _failed(self, place: object, error: Exception) -> ConnectorError:
-        text = str(error)
-        if any(mark in text for mark in (*_EXPIRED, "403 Forbidden", "401 Unauthorized")):
-            return self._refused(place, error)
-        code = "PEN-2001"
-        if any(mark in text for mark in _SLOW_DOWN):
-            code = "PEN-2002"
-        elif "timed out" in text or "timeout" in text.partition("max_retries")[0]:
-            code = "PEN-2003"
-        return RetryableError(f"the store failed at {place}: {_first_line(error)}", code=code)
-
     # -- objects ---------------------------------------------------------------------------------------------------
 
     def get(self, place: ObjectPath) -> bytes:
-        with self.errors(place):
-            return bytes(_obstore().get(self._client, place.key).bytes())
+        with self._bucket.errors(place):
+            return bytes(library().get(self._bucket.client, place.key).bytes())
 
     def put(self, place: ObjectPath, data: bytes) -> None:
-        with self.errors(place):
-            _obstore().put(self._client, _short(place), data)
+        with self._bucket.errors(place):
+            library().put(self._bucket.client, _short(place), data)
 
     def create(self, place: ObjectPath, data: bytes) -> bool:
         try:
-            with self.errors(place):
-                _obstore().put(self._client, _short(place), data, mode="create")
+            with self._bucket.errors(place):
+                library().put(self._bucket.client, _short(place), data, mode="create")
             return True
-        except (_obstore().exceptions.AlreadyExistsError, Changed):
+        except (library().exceptions.AlreadyExistsError, Changed):
             # The client may have repeated a request whose first answer was lost. Our own bytes mean that we were first.
             with contextlib.suppress(FileNotFoundError):
                 return self.get(place) == data
@@ -217,8 +124,8 @@ class ObjectStore(Store[ObjectPath]):
 
     def head(self, place: ObjectPath) -> Entry | None:
         try:
-            with self.errors(place):
-                return self._entry(_obstore().head(self._client, place.key))
+            with self._bucket.errors(place):
+                return self._entry(library().head(self._bucket.client, place.key))
         except FileNotFoundError:
             return None
 
@@ -239,26 +146,26 @@ class ObjectStore(Store[ObjectPath]):
 
     def _listed(self, prefix: str, after: str) -> Iterator[Entry]:
         where = ObjectPath(self, prefix)
-        with self.errors(where):
-            for page in _obstore().list(self._client, prefix or None, offset=after or None):
+        with self._bucket.errors(where):
+            for page in library().list(self._bucket.client, prefix or None, offset=after or None):
                 yield from map(self._entry, page)
 
     def names(self, directory: ObjectPath) -> list[str]:
-        with self.errors(directory):
-            found = _obstore().list_with_delimiter(self._client, directory.key or None)["objects"]
+        with self._bucket.errors(directory):
+            found = library().list_with_delimiter(self._bucket.client, directory.key or None)["objects"]
         return sorted(each["path"].rpartition("/")[2] for each in found)
 
     def delete(self, places: Sequence[ObjectPath]) -> None:
-        with self.errors(places[0]), contextlib.suppress(FileNotFoundError):
-            _obstore().delete(self._client, [place.key for place in places])
+        with self._bucket.errors(places[0]), contextlib.suppress(FileNotFoundError):
+            library().delete(self._bucket.client, [place.key for place in places])
 
     def copy(self, source: ObjectPath, target: ObjectPath) -> None:
-        with self.errors(source):
-            _obstore().copy(self._client, source.key, _short(target))
+        with self._bucket.errors(source):
+            library().copy(self._bucket.client, source.key, _short(target))
 
     def writer(self, place: ObjectPath) -> ObjectUpload:
-        with self.errors(place):
-            return ObjectUpload(place, self._client)
+        with self._bucket.errors(place):
+            return ObjectUpload(place, self._bucket.client)
 
     def reader(self, place: ObjectPath, expected: Entry | None) -> IO[bytes]:
         entry = expected or self.head(place)
@@ -269,8 +176,8 @@ class ObjectStore(Store[ObjectPath]):
     def part(self, place: ObjectPath, entry: Entry, start: int, end: int) -> bytes:
         """Some bytes of an object; `Changed` if it is another one by now."""
         options = {"range": (start, end), **({"if_match": entry.etag} if entry.etag else {})}
-        with self.errors(place):
-            return bytes(_obstore().get(self._client, place.key, options=options).bytes())
+        with self._bucket.errors(place):
+            return bytes(library().get(self._bucket.client, place.key, options=options).bytes())
 
     def refuse_without_conditions(self, below: ObjectPath) -> None:
         probe = below / "_penstock" / f".probe-{uuid4().hex}"
@@ -294,7 +201,7 @@ class ObjectUpload:
 
     def __init__(self, place: ObjectPath, client: Any) -> None:
         self._place = place
-        self._writer = _obstore().open_writer(client, _short(place), buffer_size=PART_BYTES, max_concurrency=2)
+        self._writer = library().open_writer(client, _short(place), buffer_size=PART_BYTES, max_concurrency=2)
         self.file = _Sink(place, self._writer)
 
     def finish(self) -> int:
@@ -387,31 +294,6 @@ class RangeReader(io.RawIOBase):
         return len(data)
 
 
-@functools.cache
-def _obstore() -> Any:
-    try:
-        import obstore
-        import obstore.exceptions
-        import obstore.store
-    except ImportError as error:
-        raise ConfigError(
-            "object stores need the package obstore", code="PEN-1007", hint="pip install 'penstock[object-stores]'"
-        ) from error
-    return obstore
-
-
-def _client(url: str, options: Mapping[str, str]) -> Any:
-    stores, kind, address = _obstore().store, kind_of(url), urlparse(url)
-    config = {name: value for name, value in options.items() if name != "allow_http"}
-    client_options = {"allow_http": allows_http(options), "connect_timeout": "5s", "timeout": "30s"}
-    if kind == "az":
-        container, _, host = address.netloc.partition("@")
-        config.update({"account_name": host.partition(".")[0]} if host and "account_name" not in config else {})
-        return stores.AzureStore(container, config=config, client_options=client_options, retry_config=_RETRIES)
-    make = stores.S3Store if kind == "s3" else stores.GCSStore
-    return make(address.netloc, config=config, client_options=client_options, retry_config=_RETRIES)
-
-
 def _short(place: ObjectPath) -> str:
     if len(place.key.encode()) > KEY_BYTES:
         raise FatalError(
@@ -420,7 +302,3 @@ def _short(place: ObjectPath) -> str:
             hint="choose a shorter path or topic, or partition by columns with shorter values",
         )
     return place.key
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:500]

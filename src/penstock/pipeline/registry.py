@@ -64,6 +64,7 @@ BUILT_IN: dict[tuple[Kind, str], Entry] = {
             "postgres-capture",
             ("psycopg", "adbc_driver_postgresql"),
         ),
+        Entry("source", "kafka", "penstock.connectors.kafka.source:Kafka", "kafka", ("confluent_kafka",)),
         Entry("source", "sql_poll", "penstock.connectors.sql_poll:SqlPoll"),
         Entry("sink", "console", "penstock.connectors.console:Console"),
         Entry("sink", "files", "penstock.connectors.files.sink:FilesSink"),

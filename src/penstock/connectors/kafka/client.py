@@ -1,0 +1,285 @@
+"""Clients of a Kafka cluster: settings, what its errors mean, topics and their offsets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from confluent_kafka import (
+    Consumer,
+    IsolationLevel,
+    KafkaError,
+    KafkaException,
+    TopicCollection,
+    TopicPartition,
+)
+from confluent_kafka.admin import AdminClient, OffsetSpec
+from pydantic import field_validator
+
+from penstock.config import Config, Secret
+from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError
+
+Place = tuple[str, int]
+"""A topic and one of its partitions."""
+
+Option = Secret | bool | int | float | str
+
+ANSWER_SECS = 15.0
+"""How long an answer of the cluster is awaited; beside a broker that restarts it comes later than usual."""
+
+OURS = frozenset({
+    "bootstrap.servers", "group.id", "enable.auto.commit", "auto.offset.reset", "enable.partition.eof", "isolation.level",
+    "transactional.id", "transaction.timeout.ms", "enable.idempotence", "partitioner", "enable.auto.offset.store", "acks",
+    "request.required.acks",
+})  # fmt: skip
+"""Settings on which the guarantees rest, or that have an option of their own."""
+
+_CREDENTIALS = (
+    KafkaError._AUTHENTICATION,
+    KafkaError.SASL_AUTHENTICATION_FAILED,
+    KafkaError.UNSUPPORTED_SASL_MECHANISM,
+    KafkaError.ILLEGAL_SASL_STATE,
+)
+_RIGHTS = (
+    KafkaError.TOPIC_AUTHORIZATION_FAILED,
+    KafkaError.GROUP_AUTHORIZATION_FAILED,
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED,
+    KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+)
+_UNKNOWN_TOPIC = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
+_FATAL = (
+    KafkaError.TOPIC_EXCEPTION,
+    KafkaError.POLICY_VIOLATION,
+    KafkaError.INVALID_CONFIG,
+    KafkaError.INVALID_REPLICATION_FACTOR,
+    KafkaError.INVALID_PARTITIONS,
+    KafkaError.UNSUPPORTED_VERSION,
+    KafkaError.MSG_SIZE_TOO_LARGE,
+    KafkaError.INVALID_RECORD,
+)
+
+
+class ClusterConfig(Config):
+    """What source and sink share."""
+
+    identity: ClassVar[frozenset[str]] = frozenset({"topics", "topic", "mode", "key"})
+
+    bootstrap_servers: str
+    """Some brokers of the cluster: `b1:9092,b2:9092`."""
+
+    options: Mapping[str, Option] = {}
+    """
+    Settings of librdkafka by their own names, such as `{ "security.protocol" = "SASL_SSL", "sasl.mechanism" = "PLAIN",
+    "sasl.username" = "app", "sasl.password" = { env = "KAFKA_PASSWORD" }, "ssl.ca.location" = "ca.pem" }`. Secrets are
+    references. Settings on which the guarantees rest are refused.
+    """
+
+    @field_validator("options")
+    @classmethod
+    def _not_ours(cls, options: Mapping[str, Option]) -> Mapping[str, Option]:
+        for name, value in options.items():
+            if name in OURS or name.endswith("_cb"):
+                raise ValueError(f"{name!r} cannot be set: Penstock sets it itself, or it has an option of its own")
+            if isinstance(value, str) and ("password" in name or "secret" in name):
+                raise ValueError(f'{name!r} is a secret: give a reference, {{ env = "NAME" }} or {{ file = "path" }}')
+        return options
+
+    def settings(self, **more: Any) -> dict[str, Any]:
+        """What a client is made from; called where it is used, since it holds secrets."""
+        given = {name: each.reveal() if isinstance(each, Secret) else each for name, each in self.options.items()}
+        own = {name.replace("_", "."): value for name, value in more.items()}
+        quiet = {"log_level": 0, "client.id": "penstock", "socket.keepalive.enable": True}
+        return {**quiet, **own, **given, "bootstrap.servers": self.bootstrap_servers}
+
+
+@dataclass(frozen=True)
+class TopicInfo:
+    """A topic as the cluster has it now."""
+
+    id: str
+    partitions: tuple[int, ...]
+
+
+def failure(error: KafkaError, what: str) -> ConnectorError:
+    """What an error of the client means for the pipeline. Its own `retriable()` knows only part of it."""
+    code, text = error.code(), f"{what}: {error.str()} ({error.name()})"
+    if code in _CREDENTIALS:
+        return ConfigError(
+            f"the brokers refused the credentials: {text}",
+            code="PEN-1016",
+            hint="check `sasl.mechanism`, `sasl.username` and `sasl.password` (or the token's settings) in `options`",
+        )
+    if code == KafkaError._SSL:
+        return ConfigError(
+            f"the TLS connection failed: {text}",
+            code="PEN-1016",
+            hint="check `ssl.ca.location`, the host name that the certificate is for, and the client's certificate",
+        )
+    if code in _RIGHTS:
+        return FatalError(f"the user may not do this: {text}", hint="grant the missing rights (ACLs) to the user")
+    if code in (KafkaError._INVALID_ARG, KafkaError._CONFLICT, KafkaError._NOT_IMPLEMENTED):
+        return ConfigError(text, code="PEN-1016", hint="correct `options`")
+    if code in _UNKNOWN_TOPIC:
+        return FatalError(text, code="PEN-5010", hint="was the topic deleted?")
+    if code in _FATAL:
+        return FatalError(text)
+    timed_out = code in (KafkaError._TIMED_OUT, KafkaError.REQUEST_TIMED_OUT, KafkaError._MSG_TIMED_OUT)
+    return RetryableError(text, code="PEN-2003" if timed_out else "PEN-2001")
+
+
+def lost(what: str) -> FatalError:
+    """Records that the position counts on are not there any more."""
+    return FatalError(
+        f"{what}; records that were not read yet cannot be read any more",
+        code="PEN-5011",
+        hint='set on_lost = "earliest" to go on with the first records that are there, or start over with '
+        "`penstock offsets reset FILE`",
+    )
+
+
+@contextmanager
+def errors(what: str) -> Iterator[None]:
+    """Turn the client's exceptions into ours."""
+    try:
+        yield
+    except KafkaException as error:
+        raise failure(error.args[0], what) from None
+
+
+class Cluster:
+    """Questions about topics and offsets; one client, not fork-safe: made in the process that asks."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
+        self._told: list[KafkaError] = []
+        with errors("the client cannot be made"):
+            self._client = AdminClient({**config.settings(), "error_cb": self._told.append})
+
+    def connect(self) -> None:
+        """The first question: tells wrong credentials from a cluster that is not there."""
+        until = time.monotonic() + ANSWER_SECS
+        while True:
+            try:
+                self._client.list_topics(timeout=1.0)
+                return
+            except KafkaException as error:
+                self._client.poll(0)
+                for each in self._told:
+                    if isinstance(found := failure(each, "cannot connect"), ConfigError):
+                        raise found from None
+                if time.monotonic() > until:
+                    told = "; ".join(dict.fromkeys(each.str() for each in self._told)) or error.args[0].str()
+                    raise FatalError(
+                        f"no broker of {self._config.bootstrap_servers} answers: {told}",
+                        code="PEN-5001",
+                        hint="is it running, and is the address reachable from here?",
+                    ) from None
+
+    def names(self) -> list[str]:
+        """All topics."""
+        with errors("cannot list the topics"):
+            return sorted(self._client.list_topics(timeout=ANSWER_SECS).topics)
+
+    def describe(self, names: Sequence[str]) -> dict[str, TopicInfo]:
+        """Id and partitions of the topics that exist. A topic that was made again has another id."""
+        if not names:
+            return {}
+        with errors("cannot describe the topics"):
+            asked = self._client.describe_topics(TopicCollection(list(names)), request_timeout=ANSWER_SECS)
+        found = {}
+        for name, future in asked.items():
+            try:
+                answer = future.result()
+            except KafkaException as error:
+                if error.args[0].code() in _UNKNOWN_TOPIC:
+                    continue
+                raise failure(error.args[0], f"cannot describe the topic {name!r}") from None
+            # Without a leader for now, a partition is still there.
+            found[name] = TopicInfo(str(answer.topic_id), tuple(sorted(each.id for each in answer.partitions)))
+        return found
+
+    def edges(self, places: Iterable[Place], committed: bool = True) -> tuple[dict[Place, int], dict[Place, int]]:
+        """
+        First offset and end of each partition; one that has no leader for now is in neither.
+
+        `committed`: the end is the last stable offset, before which nothing is undecided; else the high watermark.
+        """
+        places = list(places)
+        first = self._ask(places, OffsetSpec.earliest(), committed)
+        end = self._ask(places, OffsetSpec.latest(), committed)
+        firsts, ends = _answers(first), _answers(end)
+        both = firsts.keys() & ends.keys()
+        return {place: firsts[place] for place in both}, {place: ends[place] for place in both}
+
+    def at(self, places: Iterable[Place], timestamp_ms: int) -> dict[Place, int]:
+        """The first offset of each partition that is not older than a time; -1: there is none."""
+        return _answers(self._ask(list(places), OffsetSpec.for_timestamp(timestamp_ms), True))
+
+    def _ask(self, places: Sequence[Place], what: OffsetSpec, committed: bool) -> dict[Place, Future[Any]]:
+        if not places:
+            return {}
+        isolation = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
+        with errors("cannot ask for offsets"):
+            asked = self._client.list_offsets(
+                {TopicPartition(*place): what for place in places},
+                isolation_level=isolation,
+                request_timeout=ANSWER_SECS,
+            )
+        return {(each.topic, each.partition): future for each, future in asked.items()}
+
+    @property
+    def client(self) -> AdminClient:
+        return self._client
+
+
+_NO_LEADER = (
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.FENCED_LEADER_EPOCH,
+    KafkaError.UNKNOWN_LEADER_EPOCH,
+    KafkaError.OFFSET_NOT_AVAILABLE,
+    KafkaError.KAFKA_STORAGE_ERROR,
+    *_UNKNOWN_TOPIC,  # of a partition that not every broker knows of yet
+)
+
+
+def _answers(asked: Mapping[Place, Future[Any]]) -> dict[Place, int]:
+    wait(asked.values(), ANSWER_SECS + 5)
+    found = {}
+    for place, future in asked.items():
+        try:
+            found[place] = int(future.result(0).offset)
+        except KafkaException as error:
+            if error.args[0].code() not in _NO_LEADER:
+                raise failure(error.args[0], f"cannot ask for the offsets of {place[0]!r}") from None
+        except TimeoutError:
+            raise RetryableError("no answer about offsets", code="PEN-2003") from None
+    return found
+
+
+READING = {
+    "group.id": "penstock",  # the client wants one; nothing is committed to it
+    "enable.auto.commit": False,
+    "enable.auto.offset.store": False,
+    "auto.offset.reset": "error",
+    "enable.partition.eof": True,
+    "fetch.queue.backoff.ms": 5,  # by default a reader waits a second each time its queue was full
+    "fetch.wait.max.ms": 10,  # after a control record the end comes only with the next fetch
+    "queued.min.messages": 100_000,
+    "queued.max.messages.kbytes": 65_536,
+    "fetch.message.max.bytes": 8 << 20,
+    "check.crcs": True,
+}
+"""Settings of every reader of a range."""
+
+
+def consumer(config: ClusterConfig, committed: bool = True, **more: Any) -> Consumer:
+    """A reader that is assigned partitions and offsets, and commits nothing by itself."""
+    own = {name.replace("_", "."): value for name, value in more.items()}
+    isolation = "read_committed" if committed else "read_uncommitted"
+    with errors("the consumer cannot be made"):
+        return Consumer({**READING, **config.settings(), **own, "isolation.level": isolation})

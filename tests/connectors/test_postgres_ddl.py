@@ -45,6 +45,11 @@ ALTERED = {
         "ALTER TABLE {t} RENAME COLUMN aside TO other",
     ],
     "counted_up": ["ALTER TABLE {t} ALTER COLUMN amount TYPE int4 USING amount + 1"],
+    "key_counted_up": ["ALTER TABLE {t} ALTER COLUMN id TYPE int8 USING id + 10"],
+    "key_made_text": [
+        "ALTER TABLE {t} ALTER COLUMN id TYPE char(4) USING 'k' || id",
+        "ALTER TABLE {t} ALTER COLUMN id TYPE int8 USING (substr(id, 2)::int8 + 20)",
+    ],
     "cut": ["ALTER TABLE {t} ALTER COLUMN note TYPE varchar(3) USING left(note, 3)"],
     "rounded": ["ALTER TABLE {t} ALTER COLUMN at TYPE timestamp(0)"],
     "made_longer": ["ALTER TABLE {t} ALTER COLUMN note TYPE varchar(40)"],

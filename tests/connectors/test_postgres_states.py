@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import psycopg
@@ -178,10 +179,28 @@ def test_a_shape_names_the_reason_why_rows_must_be_copied_again(change, reason):
 
 
 @pytest.mark.parametrize(
+    ("change", "rekeyed"),
+    [
+        ({}, False),
+        ({"file": "11"}, False),
+        ({"keyed": "t1.d2"}, False),
+        ({"file": "11", "keyed": "t1.d2"}, True),
+        ({"keyed": "t2.d1"}, True),
+        ({"file": "11", "defined": "d2"}, False),
+    ],
+)
+def test_a_shape_says_whether_rows_may_have_other_keys(change, rekeyed):
+    now = CurrentShape(**{**NOW, "keyed": "t1.d1", **change})
+    assert now.rekeyed_since(replace(OLD, keyed="t1.d1")) is rekeyed
+    assert now.rekeyed_since(OLD) is (now.file != OLD.file and now.defined != OLD.defined)
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "b80b98f1aad68e296f8f7f4b5ebe8e29:16389:b458655a:3af00f79:16385.2.194af90b:5ebe2294",
         "b80b3769:16429:2ca65f58:3af00f79::inserts",
+        "b80b3769:16429:2ca65f58:3af00f79:::0cc175b9.92eb5ffe",
         "b80b3769--------:16429:2ca65f58:3af00f79",
         "b80b3769:16429:2ca65f58",
     ],

@@ -199,7 +199,7 @@ class _Look:
     rows: Sequence[tuple[Any, ...]]
     chosen: Mapping[int, tuple[Any, ...]]
     columns: Mapping[int, Sequence[tuple[Any, ...]]]
-    shapes: Mapping[int, tuple[str, Sequence[int]]]
+    shapes: Mapping[int, tuple[str, Sequence[int], Mapping[str, str]]]
     members: Mapping[int, Mapping[int, tuple[str, ...]]]
     publications: Mapping[str, Publication]
     utf8: bool
@@ -213,7 +213,7 @@ class _Look:
         columns: dict[int, list[tuple[Any, ...]]] = {oid: [] for oid in found}
         for row in connection.execute(_COLUMNS, [list(found)]).fetchall():
             columns[row[0]].append(row[1:])
-        shapes = {oid: (text, numbers) for oid, text, numbers in connection.execute(_SHAPES, [list(found)]).fetchall()}
+        shapes = {oid: shape for oid, *shape in connection.execute(_SHAPES, [list(found)]).fetchall()}
         members = _members(connection, {each[1] for some in columns.values() for each in some})
         encoding = connection.execute("SELECT current_setting('server_encoding') = 'UTF8'").fetchone()
         held = find_publications(connection, publications(config))
@@ -266,7 +266,7 @@ class _Look:
         insert_only: bool,
         config: PostgresLogConfig,
     ) -> CurrentShape:
-        text, defaults = self.shapes.get(oid, ("", []))
+        text, defaults, defined_in = self.shapes.get(oid, ("", [], {}))
         found = Shape.parse(text)
         as_texts = [column.name for column in columns if column.as_text]
         members = {kind: parts for c in columns for kind, parts in self.members.get(c.type_oid, {}).items()}
@@ -278,6 +278,12 @@ class _Look:
             digest(repr((index, as_texts) if as_texts else index)),
             tuple(TypeMark(kind, len(parts), digest(*parts)) for kind, parts in sorted(members.items())),
             (*left_out, *([INSERTS] if insert_only else [])),
+            ".".join(
+                (
+                    digest(*(str(column.type_oid) for name in index for column in columns if column.name == name)),
+                    digest(*(defined_in[name] for name in index)),
+                )
+            ),
             frozenset(defaults),
             members,
             frozenset(digest(column.name) for column in columns),
@@ -407,7 +413,8 @@ _SHAPES = f"""
            || ':' || coalesce((SELECT f.relfilenode FROM {_PARTS.format(of="a.attrelid")} part
                        JOIN pg_class f ON f.oid = part.oid WHERE f.relfilenode > 0 ORDER BY f.oid LIMIT 1), 0)
            || ':' || left(md5(string_agg(a.xmin::text, ' ' ORDER BY a.attnum)), 8),
-           coalesce(array_agg(a.attnum::int) FILTER (WHERE a.atthasdef OR a.atthasmissing), '{{}}')
+           coalesce(array_agg(a.attnum::int) FILTER (WHERE a.atthasdef OR a.atthasmissing), '{{}}'),
+           coalesce(jsonb_object_agg(a.attname, a.xmin::text) FILTER (WHERE NOT a.attisdropped), '{{}}')
       FROM pg_attribute a WHERE a.attrelid = ANY(%s::oid[]) AND a.attnum > 0
      GROUP BY a.attrelid"""
 

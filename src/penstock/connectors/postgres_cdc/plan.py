@@ -457,7 +457,8 @@ def _is_unbroken(table: Table, progress: TableProgress, unpassed: bool) -> bool:
     followed = progress.refresh if unpassed else isinstance(progress, Following) or progress.refresh
     followed = followed and (table.insert_only or not (progress.shape and progress.shape.insert_only))
     same = progress.oid == table.oid and progress.key == table.key and not _has_lost_changes(table, progress)
-    return same and followed
+    rekeyed = progress.shape is not None and table.shape.rekeyed_since(progress.shape)
+    return same and followed and not rekeyed
 
 
 def _not_left_out(position: LogPosition, tables: Mapping[str, Table]) -> dict[str, Table]:

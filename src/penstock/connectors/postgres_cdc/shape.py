@@ -5,7 +5,7 @@ Some DDL changes rows without a trace in the log: a new column with a default, a
 position keeps the shape of each table, and planning compares it with the catalog: `Shape.differs_from` gives the reason
 why the table must be copied again, if there is one.
 
-A shape is stored as one line, for example `c4ca1f0e9e3b77aa:16402:5d41402a:7215ee9c:16500.2.0cc175b9:92eb5ffe,inserts`:
+A shape is stored as one line, for example `c4ca1f0e9e3b77aa:16402:5d41402a:7215ee9c:16500.2.0cc175b9:92eb5ffe,inserts:0cc175b9.92eb5ffe`:
 
     columns    eight digits for each column there ever was: four of its name, four of its type; `-` once it is dropped
     file       the data file of the table, or of its oldest partition
@@ -13,8 +13,9 @@ A shape is stored as one line, for example `c4ca1f0e9e3b77aa:16402:5d41402a:7215
     key        a digest of its key, and of the columns that are captured as text
     types      the enums and composites in its values: oid, number of members, digest of the members
     left_out   digests of the excluded columns, and `inserts` if only inserts are captured
+    keyed      two digests of the columns of the key: of their types, and of the transactions that last defined them
 
-Shapes of early versions end after the fourth part; they say nothing about the last two.
+Shapes of early versions end after the fourth or the sixth part; they say nothing about the others.
 """
 
 from __future__ import annotations
@@ -82,16 +83,17 @@ class Shape:
     key: str | None
     types: tuple[TypeMark, ...] | None = None
     left_out: tuple[str, ...] | None = None
+    keyed: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Shape:
         """The shape that `str` wrote, of this version or an earlier one."""
         columns, *rest = text.split(":")
         marks = tuple(ColumnMark(name, kind) for name, kind in re.findall("(....)(....)", columns))
-        file, defined, key, types, left_out = (*rest, *[None] * (5 - len(rest)))[:5]
+        file, defined, key, types, left_out, keyed = (*rest, *[None] * (6 - len(rest)))[:6]
         parsed = None if types is None else tuple(_type_mark(each) for each in types.split(",") if each)
         names = None if left_out is None else tuple(each for each in left_out.split(",") if each)
-        return cls(marks, file or "", defined or "", key, parsed, names)
+        return cls(marks, file or "", defined or "", key, parsed, names, keyed)
 
     def __str__(self) -> str:
         parts = ["".join(mark.name + mark.kind for mark in self.columns), self.file, self.defined]
@@ -101,6 +103,8 @@ class Shape:
             parts.append(",".join(f"{each.oid}.{each.count}.{each.members}" for each in self.types))
         if self.left_out is not None:
             parts.append(",".join(self.left_out))
+        if self.keyed is not None:
+            parts.append(self.keyed)
         return ":".join(parts)
 
     @property
@@ -146,6 +150,19 @@ class CurrentShape(Shape):
                 return Reason.INSERT_ONLY_CHANGED
         return Reason.KEY_CHANGED if self.key != old.key else None
 
+    def rekeyed_since(self, old: Shape) -> bool:
+        """
+        True if rows may have other keys than in the old shape, so that a copy would not overwrite the rows of the target.
+
+        Say `ALTER TABLE t ALTER id TYPE bigint USING id + 10`: nobody can see the expression, only that the column was
+        defined again and that the table was rewritten.
+        """
+        rewritten = self.file != old.file
+        if old.keyed is None or self.keyed is None:
+            return rewritten and self.defined != old.defined
+        (kinds, defined), (old_kinds, old_defined) = self.keyed.split("."), old.keyed.split(".")
+        return kinds != old_kinds or (rewritten and defined != old_defined)
+
     def _respelled(self, types: Iterable[TypeMark]) -> bool:
         """True if a value of one of these types has another text now: a label was renamed (not added), or an attribute came."""
         return any(
@@ -159,11 +176,11 @@ class CurrentShape(Shape):
             ColumnMark(before.name if now.name == _DROPPED else now.name, now.kind)
             for before, now in zip_longest(old.columns, self.columns, fillvalue=nothing)
         )
-        return Shape(columns, self.file, self.defined, self.key, self.types, self.left_out)
+        return Shape(columns, self.file, self.defined, self.key, self.types, self.left_out, self.keyed)
 
     def stored(self) -> Shape:
         """The parts that are kept in the position."""
-        return Shape(self.columns, self.file, self.defined, self.key, self.types, self.left_out)
+        return Shape(self.columns, self.file, self.defined, self.key, self.types, self.left_out, self.keyed)
 
 
 def _type_mark(text: str) -> TypeMark:

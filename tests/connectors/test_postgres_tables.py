@@ -519,6 +519,21 @@ class TestCommandLine:
         assert "→ GRANT SELECT" in out
         assert "try 2 in 0:00:0" in out
 
+    def test_a_drain_reads_what_was_committed_before_it_also_while_a_failed_table_is_tried_again(
+        self, database, file, tmp_path, monkeypatch
+    ):
+        """The failed table is due when the drain begins, so that its first range is a copy and not log."""
+        due = []
+        monkeypatch.setattr(tables.Failed, "is_due", lambda failed, now: bool(due and due.pop()))
+        file.write_text(PIPELINE.format(dsn=_as_reader(database), slot=database.name))
+        database.run("REVOKE SELECT ON orders FROM reader")
+        drain(file)
+        database.run("INSERT INTO items VALUES (900)")
+        due.append(True)
+        drain(file)
+        assert not due
+        assert 900 in DeltaTable(str(tmp_path / "lake/public.items")).to_pyarrow_table().column("id").to_pylist()
+
 
 def drain(file):
     supervisor.run(Pipeline.from_toml(file), engine=ForkEngine(2), drain=True)

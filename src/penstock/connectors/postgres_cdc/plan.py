@@ -59,6 +59,8 @@ class Planner:
         self._run = f"{time.time_ns():x}"
         self.planned_at = 0.0
         """When the end of the log was asked for last; splits need tables that were looked at later."""
+        self.flushed = 0
+        """Where the log ended when a range was planned last."""
         self.slot_waits_for: OpenTransaction | None = None
         """While the slot cannot be made: the transaction that the server waits for."""
 
@@ -211,7 +213,7 @@ class Planner:
 
     def _next(self, connection: psycopg.Connection[Any], start: LogPosition, limit: ReadLimit) -> LogPosition:
         here = slots.server(connection)
-        self.planned_at = time.monotonic()
+        self.planned_at, self.flushed = time.monotonic(), here.flushed
         try:
             found = self._session.verify_range(connection, here, start.lsn, start.system, start.timeline)
         except failures.SlotLost:

@@ -67,6 +67,8 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
         self._began: LogPosition | None = None
         self._planned: tuple[tuple[LogPosition, ReadLimit], LogPosition] | None = None
         self._at: LogPosition | None = None
+        self._all: tuple[LogPosition, int] | None = None
+        """The last end that was asked for without a bound, and where the log ended then: a drain goes on to there."""
 
     def open(self, context: SourceContext = SourceContext()) -> None:
         """Connect, and verify that this server can be captured from; makes nothing. A task connects when it reads."""
@@ -137,9 +139,13 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
         asked = (start, limit)
         planned = self._planned[1] if self._planned is not None and self._planned[0] == asked else None
         end = self._planner.next_end(start, limit, planned)
+        if limit.until is None:
+            self._all = (end, self._planner.flushed)
         if end == start:
             return start
-        end = _bounded(end, limit)
+        # The range at which the drain began may have been one of copies, which holds no log.
+        ended = self._all[1] if self._all is not None and self._all[0] == limit.until else 0
+        end = _bounded(end, limit, ended)
         self._planned = (asked, end)
         return end
 
@@ -198,12 +204,12 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
         self.session.ask(lambda connection: slots.acknowledge(connection, self.config.slot, end.lsn))
 
 
-def _bounded(end: LogPosition, limit: ReadLimit) -> LogPosition:
+def _bounded(end: LogPosition, limit: ReadLimit, ended: int) -> LogPosition:
     """
-    The end, not past `limit.until`. While tables are copied there is no bound; then the log is read as far as they need.
+    The end, not past `limit.until` or where the log `ended` then. While tables are copied there is no bound; then the log is read as far as they need.
 
     `until` may be from a slot that was lost since: `settled` is not, and is never before the start of the range.
     """
     if not isinstance(limit.until, LogPosition) or end.copying:
         return end
-    return end.model_copy(update={"lsn": min(end.lsn, max(limit.until.lsn, end.settled))})
+    return end.model_copy(update={"lsn": min(end.lsn, max(limit.until.lsn, ended, end.settled))})

@@ -364,6 +364,23 @@ def test_types_that_delta_cannot_hold_are_refused_by_name(sink, kind):
         stage(sink, epoch(1), pa.record_batch({"id": pa.array([1]), "odd": pa.nulls(1, kind)}))
 
 
+def nested(levels):
+    """A column that is nested so deep that its row has this many levels."""
+    kind, value = pa.int64(), 1
+    for _ in range(levels - 1):
+        kind, value = pa.struct([("a", kind)]), {"a": value}
+    return pa.record_batch({"id": pa.array([1], pa.int64()), "deep": pa.array([value], kind)})
+
+
+def test_the_deepest_column_that_is_taken_can_be_read_and_the_next_is_refused(sink, target):
+    """One of 43 levels, added to a table, would make all of it unreadable."""
+    commit(sink, 1, rows(0))
+    commit(sink, 2, nested(42))
+    assert read(target).num_rows == 11
+    with pytest.raises(SchemaError, match="PEN-4002 .*nested more than 42 levels"):
+        stage(sink, epoch(3), nested(43))
+
+
 def test_statistics_let_readers_skip_files_and_never_rows(sink, target):
     """A filter at each bound finds the rows that a full scan finds."""
     at = [datetime.datetime(2026, 1, 1, 0, 0, 0, micros) for micros in (1, 999_999, 500)]

@@ -26,7 +26,6 @@ from penstock.formats.inference import (
     without,
 )
 from penstock.formats.json_parse import (
-    MAX_DEPTH,
     Screened,
     Unexpected,
     has_whole_lists,
@@ -44,8 +43,8 @@ _FEW_ROWS = 512
 
 
 class JsonConfig(Config):
-    max_depth: int = Field(default=64, ge=1, le=MAX_DEPTH)
-    """A payload that is nested deeper is a failure; the object itself is the first level."""
+    max_depth: int = Field(default=42, ge=1, le=42)
+    """A payload that is nested deeper is a failure; the object itself is the first level. No lake holds more than 42 levels."""
 
     max_columns: int = Field(default=10_000, ge=1)
     """Columns and fields of structs that payloads may bring along, in all; a payload with more is a failure."""

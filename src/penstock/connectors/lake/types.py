@@ -28,6 +28,9 @@ COMMON: tuple[Rule, ...] = (
 )
 """What every lake format has in common."""
 
+MAX_DEPTH = 42
+"""Levels of structs, lists and maps, the row included: Delta's readers give up on metadata that is nested deeper."""
+
 
 @dataclass(frozen=True)
 class LakeTypes:
@@ -44,7 +47,12 @@ class LakeTypes:
         Columns of type null are left out until a value shows their type.
         """
         kept = [each for each in schema if not types.is_null(each.type)]
-        return pa.schema([pa.field(each.name, self.type(topic, each.name, each.type)) for each in kept])
+        return pa.schema(
+            [
+                pa.field(each.name, self.type(topic, each.name, each.type, 1 + types.is_nested(each.type)))
+                for each in kept
+            ]
+        )
 
     def batch(self, topic: Topic, batch: pa.RecordBatch, without: Collection[str] = ()) -> pa.RecordBatch:
         """The rows in types of the lake, without loss, and without some columns and those of type null."""
@@ -63,11 +71,17 @@ class LakeTypes:
             raise DataError(f"a value of {topic} does not fit its column in {self.lake}: {reason_of(error)}") from error
         return pa.RecordBatch.from_arrays(columns, schema=schema)  # types are equal whatever their parts are called
 
-    def type(self, topic: Topic, name: str, kind: pa.DataType) -> pa.DataType:
+    def type(self, topic: Topic, name: str, kind: pa.DataType, depth: int = 1) -> pa.DataType:
         """The type that holds every value of `kind`."""
+        if depth > MAX_DEPTH:
+            raise SchemaError(
+                f"the column {name.partition('.')[0]!r} of {topic} is nested more than {MAX_DEPTH} levels deep",
+                code="PEN-4002",
+                hint="readers could not open such a table: keep the part that is nested so deep as text",
+            )
 
         def inner(kind: pa.DataType, part: str = "") -> pa.DataType:
-            return self.type(topic, f"{name}.{part}" if part else name, kind)
+            return self.type(topic, f"{name}.{part}" if part else name, kind, depth + types.is_nested(kind))
 
         if isinstance(kind, pa.BaseExtensionType):
             return inner(kind.storage_type)

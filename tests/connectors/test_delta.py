@@ -377,7 +377,7 @@ def test_the_deepest_column_that_is_taken_can_be_read_and_the_next_is_refused(si
     commit(sink, 1, rows(0))
     commit(sink, 2, nested(42))
     assert read(target).num_rows == 11
-    with pytest.raises(SchemaError, match="PEN-4002 .*nested more than 42 levels"):
+    with pytest.raises(SchemaError, match=r"PEN-4002 .*nested more than 42 levels"):
         stage(sink, epoch(3), nested(43))
 
 

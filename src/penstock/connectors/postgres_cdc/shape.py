@@ -5,7 +5,8 @@ Some DDL changes rows without a trace in the log: a new column with a default, a
 position keeps the shape of each table, and planning compares it with the catalog: `Shape.differs_from` gives the reason
 why the table must be copied again, if there is one.
 
-A shape is stored as one line, for example `c4ca1f0e9e3b77aa:16402:5d41402a:7215ee9c:16500.2.0cc175b9:92eb5ffe,inserts:0cc175b9.92eb5ffe`:
+A shape is stored as one line, for example
+`c4ca1f0e9e3b77aa:16402:5d41402a:7215ee9c:16500.2.0cc175b9:92eb5ffe,inserts:0cc175b9.92eb5ffe`:
 
     columns    eight digits for each column there ever was: four of its name, four of its type; `-` once it is dropped
     file       the data file of the table, or of its oldest partition

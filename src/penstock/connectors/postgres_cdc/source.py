@@ -206,7 +206,8 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
 
 def _bounded(end: LogPosition, limit: ReadLimit, ended: int) -> LogPosition:
     """
-    The end, not past `limit.until` or where the log `ended` then. While tables are copied there is no bound; then the log is read as far as they need.
+    The end, not past `limit.until` or where the log `ended` then. While tables are copied there is no bound; then the log is
+    read as far as they need.
 
     `until` may be from a slot that was lost since: `settled` is not, and is never before the start of the range.
     """

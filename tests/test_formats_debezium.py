@@ -112,6 +112,29 @@ def test_only_payloads_that_are_no_envelopes_fall_out():
     assert rules[2].startswith("json.")
 
 
+def test_a_row_with_a_column_that_describes_changes_here_falls_out_alone():
+    payloads = texts([CHANGES[1], envelope("c", after={"id": 3, "_op": "x"}), envelope("c", after={"id": 4})])
+    decoded = debezium(key=["id"]).decode(payloads)
+    assert decoded.rows.column("id").to_pylist() == [2, 4]
+    assert decoded.rows.column("_op").to_pylist() == ["c", "c"]
+    assert decoded.failures.rules == ("debezium.reserved",)
+    again = debezium(key=["id"]).decode(payloads, decoded.rows.schema)
+    assert again.rows.equals(decoded.rows)
+
+
+@pytest.mark.parametrize("odd", [{"other": 2}, {"id": 2, "more": 3}])
+def test_a_message_with_another_key_falls_out_and_leaves_the_key_of_the_others(odd):
+    payloads, keys = texts([envelope("c", after={"id": at}) for at in (1, 2, 3)]), texts([{"id": 1}, odd, {"id": 3}])
+    decoded = debezium().decode_with_keys(payloads, keys)
+    assert list(key_of(decoded.rows.schema)) == ["id"]
+    assert decoded.rows.column("id").to_pylist() == [1, 3]
+    assert decoded.failures.rules == ("debezium.key",)
+    first = debezium().decode_with_keys(payloads.slice(1), keys.slice(1), decoded.rows.schema)
+    assert first.rows.column("id").to_pylist() == [3], "the key of the epochs before counts"
+    chosen = debezium(key=["id"]).decode_with_keys(payloads, keys)
+    assert chosen.rows.column("id").to_pylist() == [1, 2, 3], "a key that is set does not look at those of the messages"
+
+
 def test_a_delete_whose_row_has_another_type_falls_out_alone():
     payloads = texts(
         [envelope("c", after={"id": 1}), envelope("d", before={"id": "x"}, lsn=2), envelope("d", before={"id": 1})]

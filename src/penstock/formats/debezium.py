@@ -21,7 +21,7 @@ from penstock.formats.avro import Avro, AvroConfig
 from penstock.formats.envelope import Envelopes, bare, can_meet
 from penstock.formats.json import Json, JsonConfig
 from penstock.formats.pieces import record_batch
-from penstock.schema import with_key
+from penstock.schema import key_of, with_key
 
 UNAVAILABLE = "__debezium_unavailable_value"
 """What replaces a large value that the change left as it was."""
@@ -94,8 +94,8 @@ class Debezium(Format[DebeziumConfig]):
         is_null = payloads.is_null().to_numpy(zero_copy_only=False)
         envelopes = Envelopes(found.rows, is_null[found.positions], None if known is None else _own_known(known))
         key = self._key_rows(keys.take(pa.array(found.positions)))
-        names = self.options.key or tuple(key.schema.names)
-        rows, bad = envelopes.rows(key, names)
+        names = self.options.key or self._names_of_key(known, key)
+        rows, bad = envelopes.rows(key, names, same_keys=not self.options.key)
         is_good = np.ones(len(found.positions), bool)
         is_good[list(bad)] = False
         failed: Failed = {int(found.positions[at]): why for at, why in bad.items()}
@@ -162,6 +162,16 @@ class Debezium(Format[DebeziumConfig]):
 
     def _keyed(self, schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
         return with_key(schema, names) if names and set(names) <= set(schema.names) else schema
+
+    def _names_of_key(self, known: pa.Schema | None, found: pa.RecordBatch) -> tuple[str, ...]:
+        """The key of the epochs before; else the fields of the first key that can be read."""
+        if known is not None and key_of(known):
+            return tuple(key_of(known))
+        for row in found.to_pylist() if len(found.schema.names) > 1 else ():
+            named = tuple(name for name, value in row.items() if value is not None)
+            if named:
+                return named
+        return tuple(found.schema.names)
 
     def _key_rows(self, keys: pa.Array) -> pa.RecordBatch:
         """The fields of the messages' keys, null for a key that is missing or cannot be read."""

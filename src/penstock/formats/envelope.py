@@ -26,6 +26,8 @@ _PLACEHOLDERS = [PLACEHOLDER.decode(), base64.b64encode(PLACEHOLDER).decode()]
 MAX_SCHEMAS = 32
 """Schema parts of a batch that are taken off together; payloads with others are read one by one."""
 
+_RESERVED = frozenset(field.name for field in CHANGE_FIELDS)
+
 _POSITIONS = (
     ("position",),
     ("lsn",),
@@ -104,8 +106,11 @@ class Envelopes:
         self.before, self.after = self._image("before"), self._image("after")
         self.is_delete = self._is_op(Op.DELETE) | is_tombstone
 
-    def rows(self, key: pa.RecordBatch, names: Sequence[str]) -> tuple[pa.RecordBatch, Failed]:
-        """Rows of all envelopes, and those that are none; the values of those mean nothing."""
+    def rows(self, key: pa.RecordBatch, names: Sequence[str], *, same_keys: bool) -> tuple[pa.RecordBatch, Failed]:
+        """Rows of all envelopes, and those that are none; the values of those mean nothing. `same_keys`: other keys are bad."""
+        if same_keys:
+            self._refuse_other_keys(key, names)
+        key = key.select([each for each in names if each in key.schema.names])
         own = self._own()
         columns = self._with_keys(own, key)
         self._check(columns, names, key)
@@ -129,8 +134,25 @@ class Envelopes:
     def _image(self, name: str) -> pa.StructArray:
         column = self._column(name)
         if types.is_struct(column.type):
-            return column
+            return self._without_reserved(column)
         return pa.Array.from_buffers(pa.struct([]), self.count, [pa.py_buffer(bytes(self.count // 8 + 1))])
+
+    def _without_reserved(self, image: pa.StructArray) -> pa.StructArray:
+        """The row without columns that have the name of one of ours; a row with a value there has no place for it."""
+        fields = list(zip(image.type, image.flatten(), strict=True))
+        reserved = [(field, values) for field, values in fields if field.name in _RESERVED]
+        for field, values in reserved:
+            is_there = values.is_valid().to_numpy(zero_copy_only=False)
+            self._fail(
+                is_there, "debezium.reserved", f"the row has a column {field.name}, which describes the change here"
+            )
+        if not reserved:
+            return image
+        kept = [each for each in fields if each[0].name not in _RESERVED]
+        mask = image.is_null() if image.null_count else None
+        return pa.StructArray.from_arrays(
+            [values for _, values in kept], fields=[field for field, _ in kept], mask=mask
+        )
 
     def _is_op(self, *ops: Op) -> Mask:
         found: Mask = pc.fill_null(pc.is_in(self.ops, pa.array(ops, pa.string())), False).to_numpy(zero_copy_only=False)
@@ -163,6 +185,18 @@ class Envelopes:
                 is_missing = pc.and_(columns[name].is_null(), choice)
                 columns[name] = _chosen(is_missing, values, columns[name])
         return columns
+
+    def _refuse_other_keys(self, key: pa.RecordBatch, names: Sequence[str]) -> None:
+        """A message whose own key has other fields is another table's, or was keyed by hand."""
+        valid = {
+            field.name: values.is_valid().to_numpy(zero_copy_only=False)
+            for field, values in zip(key.schema, key.columns, strict=True)
+        }
+        nobody = np.zeros(self.count, bool)
+        more = np.logical_or.reduce([nobody, *(found for name, found in valid.items() if name not in names)])
+        some = np.logical_or.reduce([nobody, *valid.values()])
+        whole = np.logical_and.reduce([~nobody, *(valid.get(name, nobody) for name in names)])
+        self._fail(more | (some & ~whole), "debezium.key", f"its key has other fields than {', '.join(names)}")
 
     def _check(self, columns: dict[str, pa.Array], names: Sequence[str], key: pa.RecordBatch) -> None:
         real = ~self.is_tombstone

@@ -16,6 +16,9 @@ from urllib.parse import quote
 from penstock.connectors.lake.targets import HIDDEN
 from penstock.sink import Epoch, Topic
 
+OTHERS = "deletion_vector_"
+"""Files whose names cannot begin with that of the try, since a format gives them theirs, begin so."""
+
 
 def begin(root: Path, epoch: Epoch, stem: str, topic: Topic) -> str:
     """Begin a list of a topic's files; gives the name under which it is dropped."""
@@ -56,7 +59,7 @@ def sweep(root: Path, epoch: Epoch, keep: Callable[[Topic, Path], bool], stem: s
         with contextlib.suppress(FileNotFoundError):  # a twin of this process sweeps as well
             topic, *places = listed.read_text().splitlines() or [""]  # empty: its task died before it began a file
             for place in map(Path, places):
-                if place.name.startswith(epoch.stem()) and not keep(topic, place):
+                if place.name.startswith((epoch.stem(), OTHERS)) and not keep(topic, place):
                     place.unlink(missing_ok=True)
             listed.unlink()
     _remove_if_empty(directory)

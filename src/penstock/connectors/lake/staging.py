@@ -197,6 +197,15 @@ class Stage:
             for values, rows in self.spec.layout.split(topic, batch):
                 self._write(topic, values, rows)
 
+    def put(self, topic: Topic, name: str, data: bytes) -> None:
+        """Write a file of another kind, whole. It is swept and made durable with the others, and not part of the receipt."""
+        target = self.targets.claim(topic)
+        with durable.disk_errors(target):
+            self._begin_list(topic)
+            lists.note(self.targets.root, self.epoch.pipeline, self._staged[topic].listed, target / name)
+            (target / name).write_bytes(data)
+        self._places.append(target / name)
+
     def flush(self) -> None:
         with durable.disk_errors(self.targets.root):
             for each in self._open.values():
@@ -234,7 +243,7 @@ class Stage:
     def staged(self) -> dict[Topic, StagedTopic]:
         """The files of each topic that were ended, for the receipt."""
         return {
-            topic: staged.model_copy(update={"columns": pack_schema(self._schemas[topic])})
+            topic: staged.model_copy(update={"columns": pack_schema(self._schemas.get(topic, pa.schema([])))})
             for topic, staged in self._staged.items()
         }
 
@@ -244,6 +253,9 @@ class Stage:
             raise SchemaError(f"two columns of {topic} have the same name: {', '.join(schema.names)}", code="PEN-4002")
         self.spec.layout.check(topic, schema)
         self._schemas[topic] = follow(topic, self._schemas.get(topic, schema), schema, sink_widens=self.spec.widens)
+        self._begin_list(topic)
+
+    def _begin_list(self, topic: Topic) -> None:
         if topic not in self._staged:
             durable.make_directory(self.targets.claim(topic))
             with durable.disk_errors(self.targets.root):

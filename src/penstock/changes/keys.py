@@ -150,7 +150,7 @@ class Keys:
             there = there[self._hashes[at[there]] == hashes[there]]
             left, hashes, at = left[there], hashes[there], at[there]
             place = self._order[at]
-            same = _same(self._keys.take(pa.array(place)), rows.take(pa.array(left)))
+            same = same_keys(self._keys.take(pa.array(place)), rows.take(pa.array(left)))
             found[left[same]] = place[same]
             left, hashes, at = left[~same], hashes[~same], at[~same] + 1
         return found
@@ -197,8 +197,8 @@ def hashes_of(keys: pa.Table) -> Words:
     return hashes
 
 
-def _same(one: pa.Table, other: pa.Table) -> Mask:
-    """Which rows are the same in both."""
+def same_keys(one: pa.Table, other: pa.Table) -> Mask:
+    """Which rows of canonical keys are the same in both."""
     same = np.ones(one.num_rows, bool)
     for left, right in zip(one.columns, other.columns, strict=True):
         left, right = plain(left), plain(right)

@@ -10,8 +10,9 @@ that the plan saw.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from urllib.parse import quote
 
@@ -24,7 +25,10 @@ from penstock.changes.keys import Keys
 from penstock.changes.streamed import collapse_parts, shares
 from penstock.connectors.delta.columns import MARK, stored_columns
 from penstock.connectors.delta.config import DeltaConfig
+from penstock.connectors.delta.entries import Marked, wants_vectors
 from penstock.connectors.delta.files import Log, StagedChanges, TableFile, as_stored
+from penstock.connectors.delta.index import Index, Wanted
+from penstock.connectors.delta.marking import Dead, Marking
 from penstock.connectors.delta.rewrite import Rewrite, Rewriter, TableShape, keys_of, touched
 from penstock.connectors.delta.table import Table
 from penstock.connectors.lake.commit import Commit
@@ -41,6 +45,9 @@ NO_TABLE = -1
 
 PIECE_BYTES = 32 << 20
 """About how much of the table one piece of work rewrites."""
+
+PURGE_ROWS = 1_000_000
+"""Most rows of files that one epoch writes again because of their deleted rows, so that it takes a second or two."""
 
 SHARE_ROWS = 2_000_000
 """About how many changes one piece of work collapses and writes. Each reads the keys of all changes."""
@@ -65,6 +72,8 @@ class Upsert(BaseModel):
     """Columns that the topic no longer has."""
     key: tuple[str, ...]
     soft_delete: bool = False
+    index: str | None = None
+    """The id of a table whose old rows are marked as deleted; None: files are rewritten."""
 
 
 class DeltaWork(Work):
@@ -72,8 +81,10 @@ class DeltaWork(Work):
     files: tuple[TableFile, ...] = ()
     """Files of the table that may hold a key of the changes."""
     share: int | None = None
-    """Write this share of the new rows; None: rewrite the files."""
+    """Write this share of the new rows; None: remove old rows from the files."""
     shares: int = 1
+    purges: bool = False
+    """Rewrite the files also where rows could be marked as deleted."""
 
 
 class DeltaApplied(Applied):
@@ -82,12 +93,34 @@ class DeltaApplied(Applied):
     """The changes empty the table first: all files of the version go."""
     adds: tuple[StagedFile, ...] = ()
     removes: tuple[StagedFile, ...] = ()
+    marked: tuple[Marked, ...] = ()
     listed: tuple[str, ...] = ()
     """The lists that name the new files, to be dropped after the commit."""
 
     def names(self) -> set[str]:
         """The names of all new files."""
-        return {file.path.rpartition("/")[2] for file in self.adds}
+        vectors = {each.vector.file for each in self.marked if each.vector.file is not None}
+        return {path.rpartition("/")[2] for path in (*(file.path for file in self.adds), *vectors)}
+
+
+@dataclass
+class Known:
+    """The index of a table and its deletion vectors, as far as they were read."""
+
+    dead: Dead = field(default_factory=Dead)
+    _index: Index | None = None
+
+    def index(self, wanted: Index) -> Index:
+        """The index of this table by this key; another one is forgotten."""
+        if self._index is None or not self._index.is_like(wanted):
+            self._index = wanted
+        return self._index
+
+    def keep_only(self, files: Sequence[TableFile]) -> None:
+        """Forget what belongs to other files."""
+        self.dead.keep_only({file.vector for file in files})
+        if self._index is not None:
+            self._index.keep_only(files)
 
 
 @dataclass(frozen=True)
@@ -97,6 +130,8 @@ class Applying:
     upsert: Upsert
     path: Path
     """The topic's target."""
+    known: Known = field(default_factory=lambda: Known())
+    """What the driver remembers of the table from epoch to epoch."""
 
     @classmethod
     def of(
@@ -108,6 +143,7 @@ class Applying:
         table: Table | None,
         schema: pa.Schema,
         now: pa.Schema | None,
+        known: Known,
     ) -> Applying:
         """The upsert of a staged epoch into the loaded table, which has the columns `schema`; the source's are `now`."""
         upsert = Upsert(
@@ -120,8 +156,9 @@ class Applying:
             gone=tuple(gone_columns(sent_columns(config, commit, table), now)),
             key=tuple(one_key(topic, [key_of(each) for each in commit.schemas()])),
             soft_delete=config.soft_delete,
+            index=index_of(config, table) if table is not None else None,
         )
-        return cls(upsert, path)
+        return cls(upsert, path, known)
 
     @cached_property
     def shape(self) -> TableShape:
@@ -152,9 +189,17 @@ class Applying:
     def _own(self) -> pa.Schema:
         return pa.schema([each for each in self.shape.schema if each.name != self.shape.mark])
 
+    def marking(self, changes: Collapsed) -> Marking | None:
+        """What marks old rows as deleted; None if files are rewritten."""
+        if self.upsert.index is None:
+            return None
+        keys = touched(self.shape, changes)
+        index = self.known.index(Index(self.path, self.upsert.index, keys.schema, changes.equality))
+        return Marking(index, Wanted.of(keys, changes.equality), self.known.dead)
+
     def all_at_once(self, changes: Collapsed, log: Log, begin: Callable[[], Stage]) -> Rewrite:
         """Do all of it here."""
-        rewriter = Rewriter(self.shape, changes, begin)
+        rewriter = Rewriter(self.shape, changes, begin, marking=self.marking(changes))
         with rewriter.writing() as result:
             if changes.truncated and self.shape.mark is None:
                 result.removes = [file.removed() for file in log.files()]
@@ -171,16 +216,20 @@ class Applying:
         changes = self.keys_only
         return [] if changes.truncated and self.shape.mark is None else self.candidates(log, changes)
 
-    def plan(self, log: Log | None, small_rows: int) -> list[DeltaWork]:
+    def plan(self, log: Log | None, small_rows: int, purge_percent: float = 100) -> list[DeltaWork]:
         """The pieces of work; none if there is so little to do that the driver does it in the commit."""
         parts = self.parts()
         count = sum(sum(part.sizes) for part in parts)
-        if count + (log.rows() if log else 0) <= small_rows:
+        purged = _purged(log.files(), purge_percent) if log is not None and self.upsert.index is not None else []
+        if not purged and count + (log.rows() if log else 0) <= small_rows:
             return []
         files = self._files_to_rewrite(log) if log is not None and log.rows() else []
-        if count + sum(file.rows for file in files) <= small_rows:
+        purged = purged if files or not self.keys_only.truncated else []
+        if not purged and count + sum(file.rows for file in files) <= small_rows:
             return []
         pieces = shares(parts, self.upsert.key, self._own, -(-count // SHARE_ROWS))
+        if not purged and pieces and count + self._rows_to_read(files) <= small_rows:
+            return []
         staged = sum(part.path.stat().st_size for part in parts)
         new_rows = [
             DeltaWork(
@@ -194,13 +243,32 @@ class Applying:
             )
             for share in range(pieces or 1)
         ]
-        rewrites = [
-            DeltaWork(
-                topic=self.upsert.topic, bytes=2 * sum(file.bytes for file in group), upsert=self.upsert, files=group
-            )
-            for group in _groups(files)
+        return [*self._removals(files, purged), *new_rows]
+
+    def _removals(self, files: Sequence[TableFile], purged: Sequence[TableFile]) -> list[DeltaWork]:
+        """The work that removes old rows."""
+
+        def work(group: Sequence[TableFile], size: int, purges: bool = False) -> DeltaWork:
+            return DeltaWork(topic=self.upsert.topic, bytes=size, upsert=self.upsert, files=tuple(group), purges=purges)
+
+        marking = self.marking(self.keys_only) if not self.keys_only.truncated else None
+        ready: list[TableFile] = []
+        if marking is not None:
+            files = [file for file in files if file not in purged]
+            ready = [file for file in files if marking.index.has(file)]
+        rest = [file for file in files if file not in ready]
+        return [
+            *([work(ready, 0)] if ready else []),
+            *(work(group, 2 * sum(file.bytes for file in group)) for group in _groups(rest)),
+            *(work(group, 2 * sum(file.bytes for file in group), purges=True) for group in _groups(purged)),
         ]
-        return [*rewrites, *new_rows]
+
+    def _rows_to_read(self, files: Sequence[TableFile]) -> int:
+        """Rows of the files that have to be read to remove some of them."""
+        marking = self.marking(self.keys_only)
+        if marking is None or self.shape.mark is not None or self.keys_only.truncated:
+            return sum(file.rows for file in files)
+        return sum(file.rows for file in files if not marking.index.has(file))
 
     def do(self, work: DeltaWork, begin: Callable[[], Stage]) -> DeltaApplied:
         """One piece of work."""
@@ -214,13 +282,19 @@ class Applying:
 
     def _do(self, work: DeltaWork, begin: Callable[[], Stage]) -> DeltaApplied:
         if work.share is None:
-            rewriter = Rewriter(self.shape, self.keys_only, begin, self.keys)
+            changes = self.keys_only
+            marking = None if work.purges else self.marking(changes)
+            rewriter = Rewriter(self.shape, changes, begin, self.keys, marking)
             with rewriter.writing() as result:
-                rewriter.drop_rows(work.files)
+                if work.purges:
+                    for file in work.files:
+                        rewriter.rewrite(file)
+                else:
+                    rewriter.drop_rows(work.files)
             clears = False
         else:
             changes = self.whole(work.share, work.shares)
-            rewriter = Rewriter(self.shape, changes, begin)
+            rewriter = Rewriter(self.shape, changes, begin, marking=self.marking(changes))
             with rewriter.writing() as result:
                 rewriter.look_up(work.files)
                 rewriter.add_rows()
@@ -231,6 +305,7 @@ class Applying:
             clears=clears,
             adds=tuple(result.adds),
             removes=tuple(result.removes),
+            marked=tuple(result.marked),
             listed=tuple(result.listed),
         )
 
@@ -242,9 +317,23 @@ def sent_columns(config: DeltaConfig, commit: Commit, table: Table | None) -> li
     return sorted(now.union(marker.columns if marker else ()))
 
 
+def index_of(config: DeltaConfig, table: Table) -> str | None:
+    """The id of a table whose old rows are marked as deleted; None: files are rewritten."""
+    marks = config.apply != "rewrite" and wants_vectors(table.delta)
+    return str(table.delta.metadata().id) if marks else None
+
+
 def changes_of(target: Path, pipeline: str) -> Path:
     """Where the changes of a pipeline are until they are applied."""
     return target / HIDDEN / quote(pipeline, safe="") / "changes"
+
+
+def _purged(files: Sequence[TableFile], percent: float) -> list[TableFile]:
+    """Files with so many deleted rows that they are written again: the worst first, and not too many in one epoch."""
+    due = [file for file in files if file.dead_rows * 100 >= file.rows * percent and file.dead_rows]
+    due.sort(key=lambda file: file.dead_rows / file.rows, reverse=True)
+    sizes = accumulate(file.rows for file in due)
+    return [file for file, size in zip(due, sizes, strict=True) if size <= max(PURGE_ROWS, due[0].rows)]
 
 
 def _groups(files: Sequence[TableFile]) -> list[tuple[TableFile, ...]]:

@@ -14,11 +14,12 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError, DeltaProtocolError, TableNotFoundError
 
 from penstock import durable
-from penstock.connectors.delta.apply import NO_TABLE, Applying, DeltaWork, changes_of, sent_columns
+from penstock.connectors.delta.apply import NO_TABLE, Applying, DeltaWork, Known, changes_of, sent_columns
 from penstock.connectors.delta.columns import delta_schema
+from penstock.connectors.delta.entries import wants_vectors
 from penstock.connectors.delta.evolve import Evolution
 from penstock.connectors.delta.files import Log
-from penstock.connectors.delta.table import Table, claim, delta_errors, unknown_feature
+from penstock.connectors.delta.table import Table, claim, delta_errors, enable_vectors, unknown_feature
 from penstock.connectors.delta.upkeep import Upkeep
 from penstock.connectors.lake import lists
 from penstock.connectors.lake.commit import Commit, LakeTarget
@@ -43,6 +44,7 @@ class DeltaTarget(LakeTarget[Table]):
         self.evolution = Evolution(sink, topic, self.path)
         self._upkeep = Upkeep(self)
         self._table: Table | None = None
+        self._known = Known()
 
     @property
     def name(self) -> str:
@@ -87,6 +89,9 @@ class DeltaTarget(LakeTarget[Table]):
                 return False
             renewed = self.evolution.renewed(loaded, commit)
             is_ready = loaded.may_hold(commit.schemas()) if renewed else self.evolution.evolve(loaded, commit.schemas())
+            if is_ready and self._lacks_vectors(loaded):
+                enable_vectors(loaded)
+                return False
             if is_ready and commit.applied:
                 self._commit_applied(commit, loaded)
             elif is_ready and self.config.upserts:
@@ -119,6 +124,10 @@ class DeltaTarget(LakeTarget[Table]):
         table = self.load()
         if self.is_done(commit.epoch, table) or self.lost(commit) is not None or any(p.renews for p in commit.parts):
             return []
+        if table is not None and self._lacks_vectors(table):
+            with contextlib.suppress(*self.conflicts):  # the commit looks again
+                enable_vectors(table)
+            table = self.load()
         if table is None:
             schema = self.evolution.joined(commit.schemas())
         elif any(self.evolution.lacking(table, commit.schemas())):
@@ -126,11 +135,15 @@ class DeltaTarget(LakeTarget[Table]):
         else:
             schema = delta_schema(self.topic, table.columns())
         log = Log(table) if table is not None else None
-        return self._applying(commit, table, schema).plan(log, self.sink.small_rows)
+        return self._applying(commit, table, schema).plan(log, self.sink.small_rows, self.config.purge_percent)
 
     def _applying(self, commit: Commit, table: Table | None, schema: pa.Schema) -> Applying:
         now = self.sink.context.topic(self.topic).source_schema
-        return Applying.of(self.config, self.topic, self.path, commit, table, schema, now)
+        return Applying.of(self.config, self.topic, self.path, commit, table, schema, now, self._known)
+
+    def _lacks_vectors(self, table: Table) -> bool:
+        """True if the table lacks deletion vectors and the options ask for them."""
+        return self.config.upserts and self.config.apply == "vectors" and not wants_vectors(table.delta)
 
     def _upsert(self, commit: Commit, table: Table, renewed: pa.Schema | None) -> None:
         """Do all the work here, and commit; `renewed` are the new columns of a cleared table."""
@@ -139,8 +152,11 @@ class DeltaTarget(LakeTarget[Table]):
         if renewed and not changes.truncated:  # the part that clears has failed, and the source starts it again
             table.commit(commit.epoch, commit.end, [], columns=sent)
             return
+        self._known.keep_only(log.files())
         files = applying.all_at_once(changes, log, partial(self._upkeep.begin, commit.epoch))
-        table.commit(commit.epoch, commit.end, files.adds, files.removes, columns=sent, schema=renewed)
+        table.commit(
+            commit.epoch, commit.end, files.adds, files.removes, columns=sent, schema=renewed, marked=files.marked
+        )
         lists.drop(self.root, commit.epoch.pipeline, files.listed)
 
     def _refuse_stale(self, commit: Commit, table: Table | None) -> None:
@@ -156,9 +172,11 @@ class DeltaTarget(LakeTarget[Table]):
     def _commit_applied(self, commit: Commit, table: Table) -> None:
         adds = [file for each in commit.applied for file in each.adds]
         removes = [file for each in commit.applied for file in each.removes]
+        marked = [each for part in commit.applied for each in part.marked]
         if any(each.clears for each in commit.applied):
-            removes = [file.removed() for file in Log(table).files()]
-        table.commit(commit.epoch, commit.end, adds, removes, columns=sent_columns(self.config, commit, table))
+            removes, marked = [file.removed() for file in Log(table).files()], []
+        sent = sent_columns(self.config, commit, table)
+        table.commit(commit.epoch, commit.end, adds, removes, columns=sent, marked=marked)
         # Only now: if a twin has committed, the files of this try are left over.
         lists.drop(self.root, commit.epoch.pipeline, [name for each in commit.applied for name in each.listed])
 
@@ -189,4 +207,7 @@ class DeltaTarget(LakeTarget[Table]):
 
     def live_files(self, pipeline: str) -> set[str]:
         table = self.load()
-        return {os.path.basename(uri) for uri in table.delta.file_uris()} if table else set()
+        if table is None:
+            return set()
+        vectors = table.entries.vector_files() if self.config.upserts and table.has_vectors() else ()
+        return {os.path.basename(name) for name in (*table.delta.file_uris(), *vectors)}

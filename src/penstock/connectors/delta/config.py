@@ -24,6 +24,15 @@ class DeltaConfig(LakeConfig):
     """For `upsert`: keep deleted rows and mark them in the column `_deleted`. A row that comes again is unmarked. A
     truncate marks, and so rewrites, the whole table."""
 
+    apply: Literal["rewrite", "vectors", "auto"] = "rewrite"
+    """For `upsert`, how old rows go. `rewrite` writes each file that holds one again, without it. `vectors` marks them as
+    deleted in deletion vectors, which costs the same however large the table is; it puts the feature on the table, and readers
+    must know it (Spark, DuckDB, polars and the client's `QueryBuilder` do; its `to_pyarrow_table` refuses, and its `count()`
+    counts deleted rows). `auto` gives vectors to tables that it creates, and leaves other tables as they are."""
+
+    purge_percent: float = Field(default=2.0, gt=0, le=100)
+    """For deletion vectors: a file is written again without its deleted rows once they are this share of it."""
+
     partition_by: tuple[str, ...] = ()
     """Partition columns of tables that are created; an existing table must have the same."""
 
@@ -43,6 +52,11 @@ class DeltaConfig(LakeConfig):
     @property
     def upserts(self) -> bool:
         return self.mode == "upsert"
+
+    @property
+    def makes_vectors(self) -> bool:
+        """True if tables that the sink creates have deletion vectors."""
+        return self.upserts and self.apply != "rewrite"
 
     @property
     def client_options(self) -> dict[str, str] | None:

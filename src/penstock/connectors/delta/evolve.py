@@ -51,6 +51,7 @@ class Evolution:
             self.joined(schemas),
             mode="ignore",
             partition_by=list(self._config.partition_by),
+            configuration={"delta.enableDeletionVectors": "true"} if self._config.makes_vectors else None,
             storage_options=self._config.client_options,
         )
         durable.fsync(self._path / "_delta_log" / f"{0:020d}.json", self._path / "_delta_log")

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from penstock.changes import own_columns
 from penstock.changes.keys import Equality, Ints, Mask
 from penstock.connectors.delta.table import Table
+from penstock.connectors.delta.vectors import Vector, positions_of
 from penstock.connectors.lake.partitions import partition_text
 from penstock.connectors.lake.staging import StagedFile
 from penstock.errors import FatalError, StagingLost
@@ -46,6 +47,8 @@ class TableFile(BaseModel):
     bytes: int
     records: int | None
     partition: dict[str, str | None] = {}
+    vector: Vector | None = None
+    """Its deleted rows."""
 
     @property
     def path(self) -> str:
@@ -53,7 +56,12 @@ class TableFile(BaseModel):
 
     @property
     def rows(self) -> int:
+        """All rows, the deleted ones too."""
         return self.records if self.records is not None else SMALL_FILE_ROWS + 1
+
+    @property
+    def dead_rows(self) -> int:
+        return self.vector.count if self.vector is not None else 0
 
     def removed(self) -> StagedFile:
         """The file as a commit names it that removes it."""
@@ -66,22 +74,59 @@ class TableFile(BaseModel):
         return StagedFile(path=self.path, rows=self.rows, bytes=self.bytes, partition=self.partition)
 
     def read(
-        self, table: Path, schema: pa.Schema, names: Sequence[str] | None = None, only: Sequence[int] | None = None
+        self,
+        table: Path,
+        schema: pa.Schema,
+        names: Sequence[str] | None = None,
+        only: Sequence[int] | None = None,
+        whole: bool = False,
     ) -> Iterator[pa.Table]:
         """
         The rows as the table has them, some row groups at a time; read twice, the pieces are the same.
 
-        `names` restricts the columns, `only` the pieces.
+        `names` restricts the columns, `only` the pieces. `whole` gives the deleted rows too.
         """
+        dead = np.empty(0, np.int64) if whole else self.dead(table)
+        for first, rows in self._pieces(table, schema, names, lambda place, *_: only is None or place in only):
+            begin, end = np.searchsorted(dead, (first, first + rows.num_rows))
+            if begin < end:
+                alive = np.ones(rows.num_rows, bool)
+                alive[dead[begin:end] - first] = False
+                rows = rows.filter(pa.array(alive))
+            yield rows
+
+    def take(self, table: Path, schema: pa.Schema, names: Sequence[str] | None, positions: Ints) -> Iterator[pa.Table]:
+        """The rows at some positions, in their order; pieces without one are not read."""
+
+        def is_hit(_: int, first: int, end: int) -> bool:
+            begin, after = np.searchsorted(positions, (first, end))
+            return bool(begin < after)
+
+        for first, rows in self._pieces(table, schema, names, is_hit):
+            begin, after = np.searchsorted(positions, (first, first + rows.num_rows))
+            yield rows.take(pa.array(positions[begin:after] - first))
+
+    def dead(self, table: Path) -> Ints:
+        """The positions of its deleted rows, in their order."""
+        if self.vector is None:
+            return np.empty(0, np.int64)
+        return positions_of(self.vector.rows(lambda file: (table / file).read_bytes()))
+
+    def _pieces(
+        self, table: Path, schema: pa.Schema, names: Sequence[str] | None, is_wanted: Callable[[int, int, int], bool]
+    ) -> Iterator[tuple[int, pa.Table]]:
+        """All rows of some pieces, each with its first position; `is_wanted` is asked with their place, begin and end."""
         wanted = schema if names is None else pa.schema([schema.field(name) for name in names])
         with pq.ParquetFile(table / self.path, coerce_int96_timestamp_unit="us") as parquet:
             there = [each.name for each in wanted if each.name in parquet.schema_arrow.names]
+            first = 0
             for place, groups in enumerate(_runs(parquet.metadata)):
-                if only is None or place in only:
+                count = sum(parquet.metadata.row_group(i).num_rows for i in groups)
+                if is_wanted(place, first, first + count):
                     rows = parquet.read_row_groups(groups, columns=there)
-                    count = sum(parquet.metadata.row_group(i).num_rows for i in groups)
                     columns = [self._column(each, rows, count) for each in wanted]
-                    yield pa.Table.from_arrays(columns, schema=wanted)
+                    yield first, pa.Table.from_arrays(columns, schema=wanted)
+                first += count
 
     def _column(self, wanted: pa.Field, rows: pa.Table, count: int) -> pa.ChunkedArray | pa.Array:
         if self.partition.get(wanted.name) is not None:
@@ -97,6 +142,7 @@ class Log:
     def __init__(self, table: Table) -> None:
         self._actions = pa.table(table.delta.get_add_actions(flatten=True))
         self._partition_by = table.partition_by()
+        self._entries = table.entries if table.has_vectors() else None
 
     def files(self, rows: Iterable[int] | None = None) -> list[TableFile]:
         """All files, or those in some rows of the log."""
@@ -107,7 +153,11 @@ class Log:
         described = [actions.column(name).to_pylist() for name in ("path", "size_bytes", "num_records")]
         return [
             TableFile(
-                logged=path, bytes=size, records=records, partition=dict(zip(self._partition_by, each, strict=True))
+                logged=path,
+                bytes=size,
+                records=records,
+                partition=dict(zip(self._partition_by, each, strict=True)),
+                vector=self._entries.vector(unquote(path)) if self._entries is not None else None,
             )
             for path, size, records, *each in zip(*described, *partitions, strict=True)
         ]

@@ -18,7 +18,9 @@ import pyarrow.compute as pc
 from penstock.changes.collapse import Collapsed
 from penstock.changes.keys import Keys, Mask
 from penstock.connectors.delta import files as table_files
+from penstock.connectors.delta.entries import Marked
 from penstock.connectors.delta.files import TableFile
+from penstock.connectors.delta.marking import Found, Marking
 from penstock.connectors.lake import staging
 from penstock.connectors.lake.staging import ROW_GROUP_ROWS, Stage, StagedFile
 from penstock.connectors.lake.targets import HIDDEN
@@ -35,6 +37,8 @@ class Rewrite:
 
     adds: list[StagedFile] = field(default_factory=list)
     removes: list[StagedFile] = field(default_factory=list)
+    marked: list[Marked] = field(default_factory=list)
+    """Files that stay, with other deletion vectors."""
     listed: list[str] = field(default_factory=list)
     """The lists that name the new files, to be dropped after the commit."""
 
@@ -68,12 +72,18 @@ class Rewriter:
     """
 
     def __init__(
-        self, shape: TableShape, changes: Collapsed, begin: Callable[[], Stage], keys: Keys | None = None
+        self,
+        shape: TableShape,
+        changes: Collapsed,
+        begin: Callable[[], Stage],
+        keys: Keys | None = None,
+        marking: Marking | None = None,
     ) -> None:
         self._shape = shape
         self._changes = changes
         self._begin = begin
         self._keys = keys
+        self._marking = marking
         self._kept = _Kept(changes, shape)
         self._result = Rewrite()
         self._stages: list[Stage] = []
@@ -83,6 +93,8 @@ class Rewriter:
         """The result is complete and durable when the block ends; if it fails, files are closed."""
         try:
             yield self._result
+            if self._marking is not None and self._marking.marks:
+                self._result.marked += self._marking.write(self._shape.topic, self._stage(0))
             self._result.take(self._stages)
         except BaseException:
             for stage in self._stages:
@@ -90,35 +102,61 @@ class Rewriter:
             raise
 
     def drop_rows(self, files: Iterable[TableFile]) -> None:
-        """Rewrite the files that hold a key of the changes, without those rows; with a mark, deleted rows stay, marked."""
+        """Remove the rows whose key the changes touch: mark them as deleted where that is possible, or rewrite their file."""
+        marking = self._marking if not self._changes.truncated else None
+        for file in files:
+            if marking is None:
+                self.rewrite(file, only_if_touched=not self._changes.truncated)
+            elif len(found := marking.find(file)):
+                if marking.may_mark(file) and len(found) < file.rows - file.dead_rows:
+                    self._mark(marking, file, found)
+                else:
+                    self.rewrite(file)
+
+    def rewrite(self, file: TableFile, only_if_touched: bool = False) -> None:
+        """Write the rows of a file again, without those that the changes touch; with a mark, deleted rows stay, marked."""
         shape, changes = self._shape, self._changes
         small, large = self._stage(0), self._stage(1)
-        names = list(changes.key)
-        for file in files:
-            places = [self._touched.find(rows) for rows in file.read(shape.path, shape.schema, names)]
-            if not changes.truncated and not any((place >= 0).any() for place in places):
-                continue
-            self._result.removes.append(file.removed())
-            stage = small if file.rows <= table_files.SMALL_FILE_ROWS else large
-            for rows, place in zip(file.read(shape.path, shape.schema), places, strict=True):
-                self._kept.collect(rows, place >= 0)
-                if shape.mark is not None:  # among the keys, rows to write come first, then the deleted ones
-                    deleted = np.full(len(place), True) if changes.truncated else place >= changes.upserts.num_rows
-                    rows = _marked(rows, shape.mark, deleted)
-                    place = np.where(place < changes.upserts.num_rows, place, -1)
-                write(stage, shape.topic, rows.filter(pa.array(place < 0)))
-            if stage is large:
-                stage.end(shape.topic)
+        places = [self._touched.find(rows) for rows in file.read(shape.path, shape.schema, list(changes.key))]
+        if only_if_touched and not any((place >= 0).any() for place in places):
+            return
+        self._result.removes.append(file.removed())
+        stage = small if file.rows <= table_files.SMALL_FILE_ROWS else large
+        for rows, place in zip(file.read(shape.path, shape.schema), places, strict=True):
+            self._kept.collect(rows, place >= 0)
+            if shape.mark is not None:  # among the keys, rows to write come first, then the deleted ones
+                deleted = np.full(len(place), True) if changes.truncated else place >= changes.upserts.num_rows
+                rows = _marked(rows, shape.mark, deleted)
+                place = np.where(place < changes.upserts.num_rows, place, -1)
+            write(stage, shape.topic, rows.filter(pa.array(place < 0)))
+        if stage is large:
+            stage.end(shape.topic)
+
+    def _mark(self, marking: Marking, file: TableFile, found: Found) -> None:
+        shape = self._shape
+        marking.mark(file, found)
+        if self._changes.kept:
+            for rows in file.take(shape.path, shape.schema, self._kept.names, found.positions):
+                self._kept.collect(rows, np.ones(rows.num_rows, bool))
+        deleted = found.positions[found.places >= self._changes.upserts.num_rows]
+        if shape.mark is not None and len(deleted):  # such a row stays, as a new row
+            for rows in file.take(shape.path, shape.schema, None, deleted):
+                write(self._stage(0), shape.topic, _marked(rows, shape.mark, np.ones(rows.num_rows, bool)))
 
     def look_up(self, files: Iterable[TableFile]) -> None:
         """Collect the stored values that changes leave as they are, without rewriting anything."""
         shape, changes = self._shape, self._changes
         names = list(changes.key)
         for file in files if changes.kept else ():
+            if self._marking is not None:
+                found = self._marking.find(file)
+                for rows in file.take(shape.path, shape.schema, self._kept.names, found.positions):
+                    self._kept.collect(rows, np.ones(rows.num_rows, bool))
+                continue
             hits = [self._touched.find(rows) >= 0 for rows in file.read(shape.path, shape.schema, names)]
             pieces = [place for place, hit in enumerate(hits) if hit.any()]
-            found = file.read(shape.path, shape.schema, [*names, *changes.kept], pieces) if pieces else ()
-            for place, rows in zip(pieces, found, strict=True):
+            found_rows = file.read(shape.path, shape.schema, [*names, *changes.kept], pieces) if pieces else ()
+            for place, rows in zip(pieces, found_rows, strict=True):
                 self._kept.collect(rows, hits[place])
 
     def add_rows(self) -> None:
@@ -186,20 +224,20 @@ class _Kept:
     """Stored rows from which unchanged values are taken. They may be many, so they are collected in a file."""
 
     def __init__(self, changes: Collapsed, shape: TableShape) -> None:
-        self._names = [*changes.key, *changes.kept] if changes.kept else []
-        if self._names:
+        self.names = [*changes.key, *changes.kept] if changes.kept else []
+        if self.names:
             # It has no name, and is gone when the last reader is.
             self._file = tempfile.TemporaryFile(dir=shape.path / HIDDEN)  # noqa: SIM115 - closed when all is collected
-            schema = pa.schema([shape.schema.field(name) for name in self._names])
+            schema = pa.schema([shape.schema.field(name) for name in self.names])
             self._writer = pa.ipc.new_file(self._file, schema)
 
     def collect(self, rows: pa.Table, hit: Mask) -> None:
-        if self._names and hit.any():
-            self._writer.write_table(rows.select(self._names).filter(pa.array(hit)))
+        if self.names and hit.any():
+            self._writer.write_table(rows.select(self.names).filter(pa.array(hit)))
 
     def rows(self) -> pa.Table | None:
         """The collected rows, mapped into memory."""
-        if not self._names:
+        if not self.names:
             return None
         self._writer.close()
         with self._file:

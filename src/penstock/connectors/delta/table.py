@@ -7,12 +7,11 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
-from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,6 +23,7 @@ from pyarrow import types
 from pydantic import ValidationError
 
 from penstock import durable, failpoints
+from penstock.connectors.delta.entries import VECTORS, Action, Entries, Marked, described, with_vectors
 from penstock.connectors.lake.staging import StagedFile
 from penstock.connectors.lake.targets import HIDDEN, Targets
 from penstock.errors import ConfigError, FatalError, SchemaError
@@ -34,12 +34,15 @@ _HOOKS = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=F
 
 _FEATURES = {
     *("appendOnly", "invariants", "checkConstraints", "changeDataFeed", "generatedColumns", "identityColumns"),
-    *("columnMapping", "timestampNtz", "deletionVectors", "v2Checkpoint", "variantType"),
+    *("columnMapping", "timestampNtz", VECTORS, "v2Checkpoint", "variantType"),
 }
 """Table features that the client can commit to. Rules that some of them add are checked one by one."""
 
-_NO_REWRITE = ("delta.appendOnly", "delta.enableChangeDataFeed", "delta.enableDeletionVectors")
+_NO_REWRITE = ("delta.appendOnly", "delta.enableChangeDataFeed")
 """Settings of tables whose files cannot simply be rewritten."""
+
+_CHECKPOINT_EVERY = 100
+"""Entries from one checkpoint to the next where a table does not say it; the client's own default."""
 
 _NO_RETRIES = 0
 """A retry by the client would commit on top of a version whose marker was not read."""
@@ -65,6 +68,7 @@ class Table:
     def __post_init__(self) -> None:
         self._synced = self.delta.version() - 1
         self._seen = self._newest()
+        self._entries = Entries(self.path / "_delta_log")
 
     def is_the_same(self) -> bool:
         """False if the table was dropped, or dropped and created again: the client would go on with the old one."""
@@ -120,6 +124,7 @@ class Table:
         removed: Sequence[StagedFile] = (),
         columns: Sequence[str] = (),
         schema: pa.Schema | None = None,
+        marked: Sequence[Marked] = (),
     ) -> None:
         """Make the version after the one that is loaded, or raise `CommitFailedError`; a new `schema` drops all old files."""
         version = self.delta.version() + 1
@@ -135,23 +140,19 @@ class Table:
         )
         if not self.markers:
             durable.fsync(hidden, hidden.parent)  # the process that made them may have died before its fsync
-        now = int(time.time() * 1000)
+        info = {"penstock": {"pipeline": epoch.pipeline, "epoch": epoch.number}}
         failpoints.hit("commit.before")
-        self.delta.create_write_transaction(
-            [
-                *(AddAction(f.path, f.bytes, f.partition, now, True, f.stats or "") for f in files),
-                *(RemoveAction(f.path, True, now, f.bytes, f.partition) for f in (removed if schema is None else ())),
-            ],
-            "append" if schema is None else "overwrite",
-            self.delta.schema() if schema is None else DeltaSchema.from_arrow(schema),
-            self.partition_by(),
-            commit_properties=CommitProperties(
-                custom_metadata={"penstock": {"pipeline": epoch.pipeline, "epoch": epoch.number}},
-                max_commit_retries=_NO_RETRIES,
-                app_transactions=[Transaction(app, number) for app, number in transactions(epoch, sequence)],
-            ),
-            post_commithook_properties=_HOOKS,
-        )
+        markers = transactions(epoch, sequence)
+        if self.has_vectors() and (removed or marked or schema is not None):
+            actions = [{"txn": {"appId": name, "version": number}} for name, number in markers]
+            if schema is not None:
+                renewed = DeltaSchema.from_arrow(schema).to_json()
+                actions.append({"metaData": {**described(self.delta), "schemaString": renewed}})
+            gone = [file.path for file in removed] if schema is None else list(self.entries.adds)
+            actions += self.entries.changes(files, gone, marked)
+            self.publish(actions, {"operation": "MERGE", **info})
+        else:
+            _write(self.delta, files, removed, markers, info, schema)
         self.sync(version)
         self.markers[epoch.pipeline] = (sequence, sidecar)
         for old, names in self._sidecars(epoch.pipeline).items():
@@ -160,26 +161,34 @@ class Table:
 
     def replace(self, files: Sequence[StagedFile], removed: Sequence[StagedFile]) -> None:
         """Make the next version of the same rows in other files, or raise `CommitFailedError`."""
-        now = int(time.time() * 1000)
         version = self.delta.version() + 1
-        self.delta.create_write_transaction(
-            [
-                *(AddAction(f.path, f.bytes, f.partition, now, False, f.stats or "") for f in files),
-                *(RemoveAction(f.path, False, now, f.bytes, f.partition) for f in removed),
-            ],
-            "append",
-            self.delta.schema(),
-            self.partition_by(),
-            commit_properties=CommitProperties(
-                custom_metadata={"penstock": {"joined": len(removed)}}, max_commit_retries=_NO_RETRIES
-            ),
-            post_commithook_properties=_HOOKS,
-        )
+        info = {"penstock": {"joined": len(removed)}}
+        if self.has_vectors():
+            actions = self.entries.changes(files, [file.path for file in removed], [], data_change=False)
+            self.publish(actions, {"operation": "OPTIMIZE", **info})
+        else:
+            _write(self.delta, files, removed, (), info, data_change=False)
         self.sync(version)
 
-    def may_join(self) -> bool:
-        """False for tables with deletion vectors: some rows of their files are deleted."""
-        return "deletionVectors" not in (self.delta.protocol().writer_features or ())
+    def publish(self, actions: Iterable[Action], info: Action) -> None:
+        """Make the next version by an entry of our own, or raise `FileExistsError`."""
+        version = self.delta.version() + 1
+        self._entries.publish(version, actions, info)
+        self.refresh()
+        every = int(self.delta.metadata().configuration.get("delta.checkpointInterval", _CHECKPOINT_EVERY))
+        if version % every == 0:
+            with contextlib.suppress(DeltaError):  # a later one does it
+                self.delta.create_checkpoint()
+
+    @property
+    def entries(self) -> Entries:
+        """The log of the loaded version as we read it ourselves."""
+        self._entries.follow(self.delta.version())
+        return self._entries
+
+    def has_vectors(self) -> bool:
+        """True if rows of its files may be marked as deleted; entries of such a table are our own."""
+        return VECTORS in (self.delta.protocol().writer_features or ())
 
     def add_columns(self, columns: pa.Schema) -> None:
         self.delta.alter.add_columns(
@@ -212,31 +221,14 @@ class Table:
         The client has no call for it. The entry appears as the client's own do: whole, or not at all.
         """
         self.may_hold([columns])
-        metadata, schema = self.delta.metadata(), json.loads(self.delta.schema().to_json())
+        schema = json.loads(self.delta.schema().to_json())
         wider = {each["name"]: each["type"] for each in json.loads(DeltaSchema.from_arrow(columns).to_json())["fields"]}
         for each in schema["fields"]:
             each["type"] = wider.get(each["name"], each["type"])
-        now = int(time.time() * 1000)
-        change = {
-            "id": str(metadata.id),
-            "name": metadata.name,
-            "description": metadata.description,
-            "format": {"provider": "parquet", "options": {}},
-            "schemaString": json.dumps(schema),
-            "partitionColumns": metadata.partition_columns,
-            "createdTime": metadata.created_time,
-            "configuration": metadata.configuration,
-        }
-        info = {"timestamp": now, "operation": "CHANGE COLUMNS", "operationParameters": {"columns": json.dumps(wider)}}
-        entry = "".join(f"{json.dumps(each)}\n" for each in ({"commitInfo": info}, {"metaData": change}))
-        durable.make_directory(self.path / HIDDEN)
-        written = self.path / HIDDEN / f".{uuid4().hex}.json"
-        try:
-            durable.write_atomic(written, entry.encode())
-            os.link(written, self.path / "_delta_log" / f"{self.delta.version() + 1:020d}.json")
-        finally:
-            written.unlink(missing_ok=True)
-        self.refresh()
+        self.publish(
+            [{"metaData": {**described(self.delta), "schemaString": json.dumps(schema)}}],
+            {"operation": "CHANGE COLUMNS", "operationParameters": {"columns": json.dumps(wider)}},
+        )
         self.sync(self.delta.version())
 
     def sync(self, version: int) -> None:
@@ -271,7 +263,8 @@ class Table:
         ]
         if rewrites:
             rules += [key for key in _NO_REWRITE if metadata.configuration.get(key, "false") == "true"]
-            rules += [each for each in self.delta.protocol().writer_features or () if each == "deletionVectors"]
+            v2 = self.has_vectors() and metadata.configuration.get("delta.checkpointPolicy", "classic") != "classic"
+            rules += ["delta.checkpointPolicy"] if v2 else []
         if rules:
             raise SchemaError(
                 f"the Delta table {self.path} uses features that this sink cannot honour: {', '.join(rules)}",
@@ -293,6 +286,41 @@ class Table:
 
     def _newest(self) -> tuple[int, int] | None:
         return _identity(self.path / "_delta_log" / f"{self.delta.version():020d}.json")
+
+
+def _write(
+    delta: DeltaTable,
+    files: Sequence[StagedFile],
+    removed: Sequence[StagedFile],
+    markers: Iterable[tuple[str, int]],
+    info: dict[str, Any],
+    schema: pa.Schema | None = None,
+    data_change: bool = True,
+) -> None:
+    """Make the next version by the client."""
+    now = int(time.time() * 1000)
+    gone = removed if schema is None else ()
+    delta.create_write_transaction(
+        [
+            *(AddAction(f.path, f.bytes, f.partition, now, data_change, f.stats or "") for f in files),
+            *(RemoveAction(f.path, data_change, now, f.bytes, f.partition) for f in gone),
+        ],
+        "append" if schema is None else "overwrite",
+        delta.schema() if schema is None else DeltaSchema.from_arrow(schema),
+        list(delta.metadata().partition_columns),
+        commit_properties=CommitProperties(
+            custom_metadata=info,
+            max_commit_retries=_NO_RETRIES,
+            app_transactions=[Transaction(name, number) for name, number in markers],
+        ),
+        post_commithook_properties=_HOOKS,
+    )
+
+
+def enable_vectors(table: Table) -> None:
+    """Declare deletion vectors, in an entry of its own, or raise `FileExistsError`."""
+    protocol, metadata = with_vectors(table.delta)
+    table.publish([{"protocol": protocol}, {"metaData": metadata}], {"operation": "SET TBLPROPERTIES"})
 
 
 MISREAD = re.compile(r"%[0-9A-Fa-f]{2}|\\")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -84,10 +85,13 @@ class Upkeep:
             return
         try:
             table = target.load()
-            if joins and table is not None and table.may_join():
+            # Where only rows are added, files with deletion vectors of somebody else stay as they are.
+            if joins and table is not None and (config.upserts or not table.has_vectors()):
                 self._join(epoch, table)
             if removes and table is not None:
                 remove_dead_files(table)
+                if config.upserts and table.has_vectors():
+                    remove_dead_vectors(table)
         except (DeltaError, ConnectorError, OSError, pa.ArrowException) as error:
             logger.warning("%s: upkeep of its table is postponed: %s", target.topic, error)
             target.forget()
@@ -155,6 +159,36 @@ def remove_dead_files(table: Table) -> int:
             (table.path / path).unlink(missing_ok=True)
             removed += 1
     return removed
+
+
+def remove_dead_vectors(table: Table) -> int:
+    """
+    Remove files of deletion vectors that no version needs any more; gives how many.
+
+    The log forgets in time which vectors it has removed. So every such file is looked at, and those go that are older than
+    the table keeps files, that no file of the table names, and that were not removed lately.
+    """
+    entries, kept_secs = table.entries, retention_secs(table.delta.metadata().configuration)
+    since = time.time() - kept_secs
+    live = entries.vector_files() | {name for name, gone in entries.gone.items() if gone / 1000 > since}
+    dead = [
+        path
+        for path in table.path.glob("deletion_vector_*.bin")
+        if path.name not in live and path.stat().st_mtime < since
+    ]
+    for path in dead:
+        path.unlink(missing_ok=True)
+    return len(dead)
+
+
+def retention_secs(configuration: Mapping[str, str]) -> float:
+    """How long a table keeps files that it no longer uses; a week if it does not say it as `interval 3 days`."""
+    said = configuration.get("delta.deletedFileRetentionDuration", "")
+    match = re.fullmatch(r"(?:interval\s+)?(\d+)\s+(second|minute|hour|day|week)s?", said.strip().lower())
+    return int(match[1]) * _SECS[match[2]] if match else 7 * _SECS["day"]
+
+
+_SECS = {"second": 1, "minute": 60, "hour": 3600, "day": 86_400, "week": 604_800}
 
 
 def _groups(files: Sequence[TableFile]) -> Iterator[list[TableFile]]:

@@ -1,0 +1,263 @@
+"""
+A table's log, read and written without the client: its calls neither give nor take deletion vectors.
+
+Say that three rows of a file are deleted. One entry of the log removes the file with the vector that it had, none here, and
+adds the same file with the new one:
+
+    {"remove": {"path": "a.parquet", "dataChange": true, …}}
+    {"add": {"path": "a.parquet", "deletionVector": {"cardinality": 3, …}, "stats": "…\"tightBounds\":false}", …}}
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+from urllib.parse import unquote
+
+import pyarrow.parquet as pq
+from deltalake import DeltaTable
+from pydantic import BaseModel, ConfigDict
+
+from penstock import durable
+from penstock.connectors.delta.vectors import Vector
+from penstock.connectors.lake.staging import StagedFile
+from penstock.errors import FatalError
+
+Action: TypeAlias = dict[str, Any]
+
+_CHECKPOINT = re.compile(r"(\d{20})\.checkpoint(?:\.(\d{10})\.(\d{10}))?\.parquet")
+_TIGHT = re.compile(r'"tightBounds"\s*:\s*true')
+
+VECTORS = "deletionVectors"
+"""The feature of tables with deletion vectors."""
+
+_ENABLED = "delta.enableDeletionVectors"
+
+_IMPLIED = {
+    2: ("appendOnly", "invariants"),
+    3: ("checkConstraints",),
+    4: ("changeDataFeed", "generatedColumns"),
+    5: ("columnMapping",),
+    6: ("identityColumns",),
+}
+"""Features that a table has by its writer version. From version 7 on they are named."""
+
+
+class Marked(BaseModel):
+    """A file of the table whose rows get another deletion vector."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str
+    rows: int
+    """All rows of the file, the deleted ones too."""
+    vector: Vector
+
+
+@dataclass
+class Entries:
+    """What the log says about each file of the version that was followed to."""
+
+    log: Path
+    version: int = -1
+    adds: dict[str, Action] = field(default_factory=dict)
+    """Per path, decoded: the `add` of the file."""
+    gone: dict[str, int] = field(default_factory=dict)
+    """Per file of deletion vectors that an entry has removed: when, in milliseconds."""
+
+    def follow(self, version: int) -> None:
+        """Read on, up to a version."""
+        if version == self.version:
+            return
+        try:
+            if not 0 <= self.version < version:
+                raise FileNotFoundError
+            self._read_entries(self.version + 1, version)
+        except FileNotFoundError:  # the first time, or the log was cleaned up
+            self._load(version)
+        self.version = version
+
+    def vector(self, path: str) -> Vector | None:
+        return Vector.logged(self.adds[path].get("deletionVector"))
+
+    def vector_files(self) -> set[str]:
+        """The files that hold the vectors of the version."""
+        vectors = (Vector.logged(add.get("deletionVector")) for add in self.adds.values())
+        return {vector.file for vector in vectors if vector is not None and vector.file is not None}
+
+    def changes(
+        self, files: Sequence[StagedFile], removed: Iterable[str], marked: Sequence[Marked], data_change: bool = True
+    ) -> Iterator[Action]:
+        """The actions of an entry that adds files, removes others, and gives others another vector."""
+        now = int(time.time() * 1000)
+        yield from ({"remove": self._removed(path, now, data_change)} for path in removed)
+        for each in marked:
+            add = self.adds[each.path]
+            rows = {"stats": _loose(add.get("stats"), each.rows), "deletionVector": each.vector.as_logged()}
+            yield {"remove": self._removed(each.path, now, data_change)}
+            yield {"add": {**add, **rows, "dataChange": data_change}}
+        for file in files:
+            yield {
+                "add": {
+                    "path": quoted(file.path),
+                    "partitionValues": file.partition,
+                    "size": file.bytes,
+                    "modificationTime": now,
+                    "dataChange": data_change,
+                    "stats": file.stats or "",
+                }
+            }
+
+    def publish(self, version: int, actions: Iterable[Action], info: Action) -> None:
+        """Make the entry of a version, whole or not at all; raises `FileExistsError` if another writer was first."""
+        said = {"commitInfo": {"timestamp": int(time.time() * 1000), "operationParameters": {}, **info}}
+        lines = "".join(f"{json.dumps(each, separators=(',', ':'))}\n" for each in (said, *actions))
+        path = self.log / f"{version:020d}.json"
+        if not durable.publish_once(path, lines.encode()):
+            raise FileExistsError(f"{path} is there: another writer was first")
+
+    def _removed(self, path: str, now: int, data_change: bool) -> Action:
+        add = self.adds[path]
+        vector = {"deletionVector": add["deletionVector"]} if add.get("deletionVector") else {}
+        return {
+            "path": add["path"],
+            "deletionTimestamp": now,
+            "dataChange": data_change,
+            "extendedFileMetadata": True,
+            "partitionValues": add["partitionValues"],
+            "size": add["size"],
+            **vector,
+        }
+
+    def _load(self, version: int) -> None:
+        self.adds, self.gone = {}, {}
+        names = [path.name for path in self.log.iterdir()]
+        found: dict[int, list[str]] = {}
+        for match in filter(None, map(_CHECKPOINT.fullmatch, sorted(names))):
+            found.setdefault(int(match[1]), []).append(match[0])
+        whole = {at: parts for at, parts in found.items() if at <= version and _is_whole(parts)}
+        first = max(whole, default=-1)
+        for name in whole.get(first, ()):
+            self._take(_in_checkpoint(self.log / name))
+        try:
+            self._read_entries(first + 1, version)
+        except FileNotFoundError as error:
+            raise FatalError(
+                f"the log of {self.log.parent} cannot be read up to version {version}: {error}",
+                code="PEN-5001",
+                hint="checkpoints of the kind v2 are not read; set delta.checkpointPolicy = 'classic' and make a checkpoint",
+            ) from error
+
+    def _read_entries(self, first: int, last: int) -> None:
+        entries = [(self.log / f"{version:020d}.json").read_bytes() for version in range(first, last + 1)]
+        for entry in entries:
+            lines = [line for line in entry.splitlines() if b'"add"' in line[:16] or b'"remove"' in line[:16]]
+            self._take([json.loads(line) for line in lines])
+
+    def _take(self, actions: Sequence[Action]) -> None:
+        """Removes first: an entry may remove a file with one vector and add it with another."""
+        for action in actions:
+            if (remove := action.get("remove")) is not None:
+                path, vector = unquote(remove["path"]), Vector.logged(remove.get("deletionVector"))
+                if path in self.adds and self.vector(path) == vector:
+                    del self.adds[path]
+                if vector is not None and vector.file is not None:
+                    self.gone[vector.file] = remove.get("deletionTimestamp") or 0
+        for action in actions:
+            if (add := action.get("add")) is not None:
+                self.adds[unquote(add["path"])] = {name: value for name, value in add.items() if value is not None}
+
+
+def described(table: DeltaTable) -> Action:
+    """The metadata of a table as an entry of the log has it."""
+    metadata = table.metadata()
+    return {
+        "id": str(metadata.id),
+        "name": metadata.name,
+        "description": metadata.description,
+        "format": {"provider": "parquet", "options": {}},
+        "schemaString": table.schema().to_json(),
+        "partitionColumns": metadata.partition_columns,
+        "createdTime": metadata.created_time,
+        "configuration": metadata.configuration,
+    }
+
+
+def wants_vectors(table: DeltaTable) -> bool:
+    """True if rows are to be marked as deleted: the table may have vectors, and its owner says so."""
+    enabled = table.metadata().configuration.get(_ENABLED) == "true"
+    return enabled and VECTORS in (table.protocol().writer_features or ())
+
+
+def with_vectors(table: DeltaTable) -> tuple[Action, Action]:
+    """The protocol and the metadata of a table that has deletion vectors from now on."""
+    protocol, metadata = table.protocol(), described(table)
+    writer = set(protocol.writer_features or ())
+    reader = set(protocol.reader_features or ())
+    if protocol.min_writer_version < 7:
+        writer.update(name for at, names in _IMPLIED.items() if at <= protocol.min_writer_version for name in names)
+    if protocol.min_reader_version == 2:
+        reader.add("columnMapping")
+    named = {
+        "minReaderVersion": 3,
+        "minWriterVersion": 7,
+        "readerFeatures": sorted(reader | {VECTORS}),
+        "writerFeatures": sorted(writer | {VECTORS}),
+    }
+    return named, {**metadata, "configuration": {**metadata["configuration"], _ENABLED: "true"}}
+
+
+def quoted(path: str) -> str:
+    """A path as it is written into the log."""
+    return re.sub(
+        r"[^\w.\-~!$&'()+,/:;=@]",
+        lambda found: "".join(f"%{byte:02X}" for byte in found[0].encode()),
+        path,
+        flags=re.ASCII,
+    )
+
+
+def _loose(stats: str | None, rows: int) -> str:
+    """The statistics of a file with deleted rows: the bounds hold, but their values may be gone."""
+    if not stats:
+        return json.dumps({"numRecords": rows, "tightBounds": False})
+    if '"tightBounds"' in stats:
+        return _TIGHT.sub('"tightBounds":false', stats)
+    return f'{stats.rstrip()[:-1]},"tightBounds":false}}'
+
+
+def _is_whole(parts: Sequence[str]) -> bool:
+    match = _CHECKPOINT.fullmatch(parts[-1])
+    return match is not None and int(match[3] or 1) <= len(parts)
+
+
+def _in_checkpoint(path: Path) -> list[Action]:
+    """The actions of a checkpoint as entries have them: without nulls, and without columns that only checkpoints have."""
+    with pq.ParquetFile(path) as parquet:
+        there = [name for name in ("add", "remove") if name in parquet.schema_arrow.names]
+        found = parquet.read(columns=there).to_pylist()
+    return [
+        {
+            name: {
+                key: _plain(key, value)
+                for key, value in action[name].items()
+                if value is not None and key[-7:] != "_parsed"
+            }
+        }
+        for action in found
+        for name in there
+        if action[name] is not None
+    ]
+
+
+def _plain(name: str, value: Any) -> Any:
+    if name in ("partitionValues", "tags"):
+        return dict(value)  # Arrow gives a map as pairs
+    if isinstance(value, dict):
+        return {key: each for key, each in value.items() if each is not None}
+    return value

@@ -1,0 +1,166 @@
+"""
+Where each key of a table is: in which file, and in which row of it.
+
+A part of the index belongs to one file of the table, which never changes. It has the keys as numbers, sorted, and the row of
+each. A part is made from the file alone, so that it can always be made again; parts of large files are kept on disk. The
+index does not know which rows are deleted: the table's deletion vectors say that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from penstock import durable
+from penstock.changes.hashing import Words, is_word
+from penstock.changes.keys import Equality, Ints, hashes_of, same_keys
+from penstock.connectors.delta.files import TableFile
+from penstock.connectors.lake.targets import HIDDEN
+
+STORED_ROWS = 100_000
+"""Parts of files with this many rows are kept on disk. To make a smaller one again takes a few milliseconds."""
+
+_NUMBER, _ROW, _OF = "\0number", "\0row", b"penstock.part"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The keys of one file: their numbers, sorted, the row of each, and the keys themselves if a number is only a hash."""
+
+    rows: pa.Table
+
+    def find(self, keys: pa.Table, numbers: Words) -> tuple[Ints, Ints]:
+        """The rows of the file that have one of the keys, and the place of that key among them. Keys are canonical."""
+        own = self.rows.column(_NUMBER).chunk(0).to_numpy() if self.rows.num_rows else np.empty(0, np.uint64)
+        first, last = np.searchsorted(own, numbers, "left"), np.searchsorted(own, numbers, "right")
+        hits = np.flatnonzero(last > first)
+        counts = (last - first)[hits]
+        places = np.repeat(hits, counts)
+        at = np.repeat(first[hits], counts) + np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        names = [name for name in self.rows.column_names if name not in (_NUMBER, _ROW)]
+        if names and len(at):
+            same = same_keys(self.rows.select(names).take(pa.array(at)), keys.take(pa.array(places)))
+            at, places = at[same], places[same]
+        rows = self.rows.column(_ROW).chunk(0).to_numpy()[at] if len(at) else np.empty(0, np.int64)
+        order = np.argsort(rows)
+        return rows[order].astype(np.int64), places[order]
+
+
+@dataclass
+class Index:
+    """The index of one table by one key."""
+
+    table: Path
+    identity: str
+    """The table's own id."""
+    key: pa.Schema
+    equality: Equality
+    known: dict[str, Part] = field(default_factory=dict)
+    _is_tidy: bool = False
+
+    def is_like(self, other: Index) -> bool:
+        """True if both are of the same table and the same key."""
+        return (self.table, self.identity, self.key, self.equality) == (
+            other.table,
+            other.identity,
+            other.key,
+            other.equality,
+        )
+
+    def has(self, file: TableFile) -> bool:
+        """True if the file's part need not be made."""
+        name = self._name(file)
+        return name in self.known or (file.rows >= STORED_ROWS and (self._directory / name).exists())
+
+    def part(self, file: TableFile) -> Part:
+        name = self._name(file)
+        if name not in self.known:
+            self.known[name] = self._stored(name, file) or self._made(name, file)
+        return self.known[name]
+
+    def keep_only(self, files: Iterable[TableFile]) -> None:
+        """Drop the parts of files that are not among these."""
+        wanted = {self._name(file) for file in files}
+        if self._is_tidy and wanted.issuperset(self.known):
+            return
+        self._is_tidy = True
+        self.known = {name: part for name, part in self.known.items() if name in wanted}
+        with contextlib.suppress(FileNotFoundError):
+            for path in self._directory.iterdir():
+                if path.name not in wanted:
+                    path.unlink(missing_ok=True)
+
+    @property
+    def _directory(self) -> Path:
+        return self.table / HIDDEN / ".index"
+
+    def _name(self, file: TableFile) -> str:
+        """Names all that a part depends on: a part of another table or another key is never taken for this one."""
+        said = [
+            self.identity,
+            file.path,
+            file.bytes,
+            str(self.key.remove_metadata()),
+            sorted(self.equality.texts.items()),
+        ]
+        return hashlib.sha256(durable.canonical(said).encode()).hexdigest()[:32]
+
+    def _stored(self, name: str, file: TableFile) -> Part | None:
+        try:
+            rows = pa.ipc.open_file(pa.memory_map(str(self._directory / name))).read_all()
+        except (OSError, pa.ArrowInvalid):
+            return None
+        return (
+            Part(rows)
+            if rows.num_rows == file.rows and (rows.schema.metadata or {}).get(_OF) == name.encode()
+            else None
+        )
+
+    def _made(self, name: str, file: TableFile) -> Part:
+        pieces = list(file.read(self.table, self.key, whole=True))
+        keys = self.equality.canonical(pa.concat_tables([*pieces, self.key.empty_table()]))
+        numbers = hashes_of(keys)
+        order = np.argsort(numbers, kind="stable")
+        columns = {_NUMBER: pa.array(numbers[order]), _ROW: pa.array(order)}
+        if not is_exact(self.key):
+            columns.update({each: keys.column(each).take(pa.array(order)) for each in keys.column_names})
+        part = Part(pa.table(columns).combine_chunks())
+        if file.rows >= STORED_ROWS:
+            self._store(name, part)
+        return part
+
+    def _store(self, name: str, part: Part) -> None:
+        sink = pa.BufferOutputStream()
+        rows = part.rows.replace_schema_metadata({_OF: name.encode()})
+        with pa.ipc.new_file(sink, rows.schema) as writer:
+            writer.write_table(rows)
+        durable.make_directory(self._directory)
+        durable.write_atomic(self._directory / name, sink.getvalue())
+
+
+def is_exact(key: pa.Schema) -> bool:
+    """True if the number of a key is the key."""
+    return len(key) == 1 and is_word(key.field(0).type)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Keys that are looked up in many files."""
+
+    keys: pa.Table
+    numbers: Words
+
+    @classmethod
+    def of(cls, keys: pa.Table, equality: Equality) -> Wanted:
+        canonical = equality.canonical(keys)
+        return cls(canonical, hashes_of(canonical))
+
+    def find(self, part: Part) -> tuple[Ints, Ints]:
+        """The rows of a file that have one of the keys, in their order, and the place of each one's key."""
+        return part.find(self.keys, self.numbers)

@@ -17,12 +17,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, write_deltalake
+from lake_readers import table_of
 from sink_protocol import END, ORDERS, SinkProtocol, commit_in_a_process, epoch, rows, stage
 
 from penstock.changes import CHANGE_FIELDS
 from penstock.changes.keys import EQUALITY
 from penstock.changes.streamed import collapse_parts
-from penstock.connectors.delta import Delta, DeltaConfig
+from penstock.connectors.delta import Delta, DeltaConfig, index, marking
 from penstock.connectors.delta import apply as applying
 from penstock.connectors.delta import files as table_files
 from penstock.connectors.delta import rewrite as rewriting
@@ -34,10 +35,22 @@ from penstock.sink import Epoch, SinkContext, Task, TopicContext
 PLAIN = pa.schema([("id", pa.int64()), ("name", pa.string()), ("doc", pa.string())])
 
 
+@pytest.fixture(params=["rewrite", "vectors"])
+def apply(request, monkeypatch):
+    """How old rows go. With vectors, files of any size are marked, and parts of the index of a few rows are kept."""
+    monkeypatch.setattr(marking, "MARKED_ROWS", 0)
+    monkeypatch.setattr(index, "STORED_ROWS", 5)
+    return request.param
+
+
+REWRITE = pytest.mark.parametrize("apply", ["rewrite"], indirect=True)
+
+
 @pytest.fixture
-def make(tmp_path):
+def make(tmp_path, apply):
     def make(**options):
-        sink = Delta(DeltaConfig(**{"path": str(tmp_path / "out/{topic}"), "mode": "upsert", "key": ["id"], **options}))
+        given = {"path": str(tmp_path / "out/{topic}"), "mode": "upsert", "key": ["id"], "apply": apply}
+        sink = Delta(DeltaConfig(**{**given, **options}))
         sink.open()
         return sink
 
@@ -63,7 +76,7 @@ class TestDeltaUpsert(SinkProtocol):
     def visible(self, tmp_path):
         def read(topic):
             path = tmp_path / "out" / topic[1:]
-            return DeltaTable(str(path)).to_pyarrow_table() if (path / "_delta_log").exists() else pa.table({"id": []})
+            return table_of(path) if (path / "_delta_log").exists() else pa.table({"id": []})
 
         return read
 
@@ -89,7 +102,7 @@ def commit(sink, number, *batches, **more) -> Epoch:
 
 
 def read(target) -> list[dict]:
-    return sorted(DeltaTable(str(target)).to_pyarrow_table().to_pylist(), key=lambda row: str(row["id"]))
+    return sorted(table_of(target).to_pylist(), key=lambda row: str(row["id"]))
 
 
 def names(target):
@@ -125,6 +138,7 @@ def opened(monkeypatch):
     return seen
 
 
+@REWRITE
 def test_only_files_that_hold_a_key_of_the_changes_are_written_anew(sink, target, opened):
     for number in range(5):
         commit(sink, number + 1, insert(*range(number * 10, number * 10 + 10)))
@@ -363,6 +377,7 @@ def _doc(number, doc):
     return {"doc": None, "_unchanged": ["doc"]} if number % 2 else {"doc": doc}
 
 
+@REWRITE
 def test_small_epochs_do_not_leave_a_file_each(sink, target):
     for number in range(1, 15):
         commit(sink, number, insert(*range(number, number + 10), name=str(number)))
@@ -566,7 +581,7 @@ def test_a_topic_without_a_key_is_refused(make):
         stage(make(key=[]), epoch(1), rows(0))
 
 
-@pytest.mark.parametrize("setting", ["appendOnly", "enableChangeDataFeed", "enableDeletionVectors"])
+@pytest.mark.parametrize("setting", ["appendOnly", "enableChangeDataFeed"])
 def test_tables_whose_files_cannot_be_written_anew_are_refused(sink, target, setting):
     DeltaTable.create(str(target), PLAIN, configuration={f"delta.{setting}": "true"})
     with pytest.raises(SchemaError, match=f"PEN-4002 .*{setting}"):

@@ -1,9 +1,10 @@
 """The crash suite over the delta sink."""
 
-from deltalake import DeltaTable
+import pyarrow as pa
+from deltalake import DeltaTable, QueryBuilder
 from deltalake.exceptions import TableNotFoundError
 
-from penstock.connectors.delta import Delta, DeltaConfig
+from penstock.connectors.delta import Delta, DeltaConfig, index, marking
 from penstock.testing import CrashContract
 
 
@@ -48,3 +49,24 @@ class TestDeltaApplyCrash(TestDeltaCrash):
 
     def make_sink(self, path):
         return InTasks(DeltaConfig(path=f"{path}/{{topic}}", mode="upsert"))
+
+
+class Marking(InTasks):
+    """Marks rows in files of any size."""
+
+    def open(self, *given):
+        marking.MARKED_ROWS = index.STORED_ROWS = 0
+        super().open(*given)
+
+
+class TestDeltaVectorsCrash(TestDeltaCrash):
+    commits_without_work = False
+
+    def make_sink(self, path):
+        return Marking(DeltaConfig(path=f"{path}/{{topic}}", mode="upsert", apply="vectors"))
+
+    def visible(self, path, topic):
+        try:
+            return pa.table(QueryBuilder().register("t", DeltaTable(path / topic[1:])).execute("select * from t"))
+        except TableNotFoundError:
+            return []

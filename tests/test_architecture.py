@@ -19,6 +19,7 @@ PLANES = [
         "durable",
         "store",
         "failpoints",
+        "health",
         "source",
         "requests",
         "tables",

@@ -25,7 +25,7 @@ from penstock.testing import ForkEngine, MemorySink, MemorySinkConfig, MemorySou
 
 PACKAGE = Path(penstock.__file__).parent
 
-CONTRACTS = ("source.py", "tables.py", "capture.py", "sink.py", "schema/__init__.py")
+CONTRACTS = ("health.py", "source.py", "tables.py", "capture.py", "sink.py", "schema/__init__.py")
 
 USERS = ("schema/registry", "connectors", "pipeline", "runtime", "spark", "web", "cli", "reference.py")
 

@@ -562,6 +562,29 @@ def test_many_threads_may_send_and_batches_stay_whole(tmp_path: Path, ingest: An
     assert all(found[at : at + 10] == list(range(found[at], found[at] + 10)) for at in range(0, 200, 10))
 
 
+@pytest.mark.parametrize("reliable", [None, lambda stream: stream != "direct"], ids=["journal", "both"])
+def test_an_offer_does_not_wait_and_nothing_of_a_refused_one_is_taken(
+    tmp_path: Path, ingest: Any, reliable: Any
+) -> None:
+    taken: list[bool] = []
+
+    def offers(sender: Sender) -> None:
+        while len(taken) < 200:
+            part = [envelope(len(taken)), SourceEnvelope(SourceRecord("direct" if reliable else "events", b"x" * 99))]
+            taken.append(sender.offer(part))
+        sender.wait(3600)
+
+    one = ingest(Pushes(offers), fast(journal_max_bytes=2000), reliable=reliable)
+    one.start()
+    until(lambda: len(taken) == 200 or one.failure)
+    one.line.flush()
+    count = sum(taken)
+    assert 0 < count < 200
+    rows = one.journal.tail + (one.line.direct.tail if reliable else 0)
+    assert rows == 2 * count
+    assert one.failure is None
+
+
 def test_a_lost_acknowledgement_does_not_stop_the_pipeline(tmp_path: Path, ingest: Any) -> None:
     def sends(sender: Sender) -> None:
         sender.send(envelope(1), lambda: broken(sender))

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, get_args, get_origin
 
@@ -17,6 +16,11 @@ from pydantic import BaseModel, ConfigDict
 
 from penstock.config import Config
 from penstock.durable import Json
+from penstock.formats import Failed
+from penstock.health import ConnectorMetrics as ConnectorMetrics
+from penstock.health import Finding as Finding
+from penstock.health import HealthState as HealthState
+from penstock.health import HealthStatus as HealthStatus
 
 C = TypeVar("C", bound=Config)
 
@@ -152,56 +156,6 @@ class SourceCheckpoint(BaseModel):
     metadata: dict[str, Json] = {}
 
 
-class HealthState(StrEnum):
-    UNKNOWN = "unknown"
-    HEALTHY = "healthy"
-    DEGRADED = "degraded"
-    UNHEALTHY = "unhealthy"
-
-
-@dataclass(frozen=True)
-class HealthStatus:
-    """A connector's own word about itself; everything but healthy carries a reason."""
-
-    state: HealthState = HealthState.UNKNOWN
-    reason: str = ""
-
-    @classmethod
-    def healthy(cls) -> HealthStatus:
-        return cls(HealthState.HEALTHY)
-
-    @classmethod
-    def degraded(cls, reason: str) -> HealthStatus:
-        return cls(HealthState.DEGRADED, reason)
-
-    @classmethod
-    def unhealthy(cls, reason: str) -> HealthStatus:
-        return cls(HealthState.UNHEALTHY, reason)
-
-    def __str__(self) -> str:
-        return f"{self.state}: {self.reason}" if self.reason else str(self.state)
-
-
-@dataclass(frozen=True)
-class ConnectorMetrics:
-    """Counters a connector keeps itself; the runtime counts rows and bytes for everyone."""
-
-    records_total: int = 0
-    bytes_total: int = 0
-    errors_total: int = 0
-    lag: int | None = None
-    custom: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of `penstock check`: `ok`, or what is wrong and the command or SQL that fixes it."""
-
-    ok: bool
-    what: str
-    fix: str = ""
-
-
 @dataclass(frozen=True)
 class ProducerConfig:
     """How one topic is produced; derived from the routes."""
@@ -234,6 +188,10 @@ def _no_copies(stream: str) -> Sequence[bool]:
     return ()
 
 
+def _none_refused(stream: str, payloads: Sequence[bytes]) -> Failed:
+    return {}
+
+
 @dataclass(frozen=True)
 class SourceContext:
     """What the runtime knows and a source may want to know; the argument of `open`."""
@@ -250,6 +208,9 @@ class SourceContext:
 
     If all do, the stream need not be copied. If only some do, a copy must begin with a clear (see `TableState.copy`).
     """
+
+    refused: Callable[[str, Sequence[bytes]], Failed] = _none_refused
+    """On the driver: which payloads of a stream the schemas of its topics have no row for, by position: rule and reason."""
 
     in_task: bool = False
     """True where splits are read, False where ranges are planned."""
@@ -431,6 +392,9 @@ class Sender(Protocol):
 
     def send_batch(self, envelopes: Sequence[SourceEnvelope], on_durable: Callable[[], None] | None = None) -> None:
         """Hand over many envelopes as one unit."""
+
+    def offer(self, envelopes: Sequence[SourceEnvelope], on_durable: Callable[[], None] | None = None) -> bool:
+        """As `send_batch`, for a thread that must not wait: False where it would have to, and nothing was taken."""
 
 
 class StreamingSource(SourceConnector[C]):

@@ -164,7 +164,7 @@ class _Supervisor:
         codecs.register()  # a schema that is not compatible is refused before anything starts
         policies = OnErrors(processing.on_error, self.pipeline.on_error)
         self.messages = Messages(codecs, policies, next(iter(letters), None), processing.max_error_rate)
-        self.contexts = Contexts(state, Wiring(self.ranges, self.sinks, self.router), self.pipeline.schemas)
+        self.contexts = Contexts(state, Wiring(self.ranges, self.sinks, self.router), codecs)
         self.contexts.copies.captures = self.ingests
         self._open(state, resources)
         if not starting.wait(self.stop):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -10,11 +10,13 @@ from types import MappingProxyType
 import pyarrow as pa
 
 from penstock.durable import Json
+from penstock.formats import Failed
 from penstock.pipeline.routing import Target
 from penstock.pipeline.schemas import TopicSchemas
 from penstock.runtime.epochs.first_copies import FirstCopies
 from penstock.runtime.epochs.state import State
 from penstock.runtime.epochs.wiring import Pair, Wiring
+from penstock.runtime.messages.codecs import Codecs
 from penstock.sink import SinkContext, Topic, TopicContext
 from penstock.source import ProducerConfig, SourceContext
 
@@ -22,9 +24,9 @@ from penstock.source import ProducerConfig, SourceContext
 class Contexts:
     """The contexts of a pipeline's connectors. Those of sinks are views of what is learned while epochs go by."""
 
-    def __init__(self, state: State, wiring: Wiring, schemas: TopicSchemas | None = None) -> None:
+    def __init__(self, state: State, wiring: Wiring, codecs: Codecs | None = None) -> None:
         self.wiring = wiring
-        self._schemas = schemas or TopicSchemas()
+        self._codecs = codecs or Codecs(TopicSchemas(), state.directory)
         self.copies = FirstCopies(state, wiring)
         self._sources = state.directory / "sources"
         self._topics: dict[str, dict[Topic, TopicContext]] = {name: {} for name in wiring.sinks}
@@ -45,11 +47,17 @@ class Contexts:
             for route in self.wiring.router.effective
             if route.source in (None, name)
         )
-        return SourceContext(self._sources / name, produces, partial(self.copies.held, name))
+        held, refused = partial(self.copies.held, name), partial(self._refused, name)
+        return SourceContext(self._sources / name, produces, held, refused)
+
+    def _refused(self, source: str, stream: str, payloads: Sequence[bytes]) -> Failed:
+        """By the routes that take every message of the stream; which others take one is found when it is routed."""
+        topics = [each.topic for each in self.wiring.router.targets(source, stream) if not each.route.match]
+        return self._codecs.refused(dict.fromkeys(topics), payloads)
 
     def _schema_config(self, topic: Topic) -> Json:
         """The `[[schemas]]` entry by which messages of a topic are decoded; None: there is none."""
-        found = self._schemas.of(topic, "source")
+        found = self._codecs.schemas.of(topic, "source")
         return None if found is None else found.entry.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
     def sink(self, name: str) -> SinkContext:

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.errors import DataError, RetryableError
 from penstock.runtime.ingest.line import Feeder, Line
-from penstock.runtime.journal import Item
+from penstock.runtime.journal import Full, Item
 from penstock.source import HealthState, HealthStatus, SourceBatch, SourceEnvelope, StreamingSource
 
 
@@ -63,13 +63,23 @@ class Sender:
     def send_batch(self, envelopes: Sequence[SourceEnvelope], on_durable: Callable[[], None] | None = None) -> None:
         self._accept(envelopes, on_durable)
 
-    def _accept(self, item: Item, on_durable: Callable[[], None] | None) -> None:
+    def offer(self, envelopes: Sequence[SourceEnvelope], on_durable: Callable[[], None] | None = None) -> bool:
+        try:
+            self._accept(envelopes, on_durable, wait=False)
+        except Full:
+            return False
+        return True
+
+    def _accept(self, item: Item, on_durable: Callable[[], None] | None, wait: bool = True) -> None:
         line = self._line
         reliable, direct = line.parted(line.usable(item))
         call_back = None if on_durable is None else lambda: line.acknowledge(on_durable)
         if direct and line.direct is not None:
-            line.direct.append(direct, None, None if reliable else call_back)
+            # Where it may not wait, both must have room before either takes a row: half of it would come again.
+            if not wait and reliable and not line.journal.has_room(reliable):
+                raise Full
+            line.direct.append(direct, None, None if reliable else call_back, wait=wait)
         if reliable or not direct:
-            line.journal.append(reliable, None, call_back)
+            line.journal.append(reliable, None, call_back, wait=wait or bool(direct))
         if line.status.state is not HealthState.HEALTHY:
             line.say(HealthStatus.healthy())

@@ -2,6 +2,6 @@
 
 from penstock.runtime.journal.envelopes import size_of
 from penstock.runtime.journal.source import JournalConfig, JournalPosition, JournalSource, JournalSplit
-from penstock.runtime.journal.writer import Item, Journal
+from penstock.runtime.journal.writer import Full, Item, Journal
 
-__all__ = ["Item", "Journal", "JournalConfig", "JournalPosition", "JournalSource", "JournalSplit", "size_of"]
+__all__ = ["Full", "Item", "Journal", "JournalConfig", "JournalPosition", "JournalSource", "JournalSplit", "size_of"]

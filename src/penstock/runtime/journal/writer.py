@@ -27,6 +27,10 @@ Item = SourceBatch | Sequence[SourceBatch] | Sequence[SourceEnvelope]
 """What is appended as one unit: durable as a whole or not at all."""
 
 
+class Full(Exception):
+    """There is no room now, and the caller did not want to wait."""
+
+
 class Journal:
     """
     The one writer of a journal directory: its own thread writes and syncs, and one pair of fsyncs serves all that waited.
@@ -108,15 +112,31 @@ class Journal:
             "journal_fsync_seconds_total": fsyncs.seconds,
         }
 
-    def append(self, item: Item, checkpoint: Json = None, on_durable: Callable[[], None] | None = None) -> int:
+    def has_room(self, item: Item) -> bool:
+        """True if appending would not have to wait now."""
+        with self._lock:
+            return self._has_room(_Entry(item, None, None).size)
+
+    def append(
+        self,
+        item: Item,
+        checkpoint: Json = None,
+        on_durable: Callable[[], None] | None = None,
+        *,
+        wait: bool = True,
+    ) -> int:
         """
         Hand over rows, waiting while the journal is full; returns the number of the row that comes after them.
+
+        Without `wait` it raises `Full` instead.
 
         `on_durable` runs in the journal's thread after the fsync, in order. Envelopes whose dedupe key is known are left
         out; their callback still waits for the original that they repeat.
         """
         entry = _Entry(item, checkpoint, on_durable)
         with self._lock:
+            if not wait and not self._refuses(entry) and not self._has_room(entry.size):
+                raise Full
             self._moved.wait_for(lambda: self._refuses(entry) or self._has_room(entry.size))
             if self.failure:
                 raise self.failure

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 
 from penstock.errors import ConfigError, DataError
-from penstock.formats import WireSchema
+from penstock.formats import Failed, WireSchema
 from penstock.pipeline.schemas import TopicSchema, TopicSchemas
-from penstock.runtime.messages.decoding import Decoders, make_format
+from penstock.runtime.messages.decoding import NO_COLUMNS, Decoders, make_format
 from penstock.schema.registry import Registry
 from penstock.schema.registry.versions import choose, ensure_registered
 from penstock.sink import Topic
@@ -37,12 +37,13 @@ class Codecs:
     """The formats of a pipeline's topics, and the registry that knows their schemas."""
 
     def __init__(self, schemas: TopicSchemas, state_dir: Path) -> None:
-        self._schemas = schemas
+        self.schemas = schemas
         self._registry = schemas.registry.make(state_dir) if schemas else None
         self._wire: dict[tuple[str, int], WireSchema] = {}
+        self._last: tuple[dict[str, int], Decoders] = ({}, Decoders())
 
     def __bool__(self) -> bool:
-        return bool(self._schemas)
+        return bool(self.schemas)
 
     def register(self) -> None:
         """Add schema files that changed as new versions; before anything starts. Refuses one that is not compatible."""
@@ -65,16 +66,29 @@ class Codecs:
                 )
             chosen[str(each.subject)] = found.version
             self._wire[str(each.subject), found.version] = found
+        if not self._last[1].schemas or chosen != self._last[0]:
+            self._last = (chosen, self.decoders(chosen, {}))
         return chosen
+
+    def refused(self, topics: Iterable[Topic], payloads: Sequence[bytes]) -> Failed:
+        """The payloads that no row of some topic can be made of, by the versions that were chosen last: rule and reason."""
+        found: Failed = {}
+        envelopes = pa.record_batch({"key": pa.nulls(len(payloads), pa.binary()), "payload": list(payloads)})
+        for decoder in filter(None, map(self._last[1].of, topics)):
+            failures = decoder.decode(envelopes).failures
+            every = zip(failures.positions.tolist(), failures.rules, failures.reasons, strict=True)
+            # Whether all columns are unknown is for the epoch to say: it knows the columns of those before it.
+            found |= {at: (rule, reason) for at, rule, reason in every if rule != NO_COLUMNS}
+        return found
 
     def decoders(self, versions: Mapping[str, int], columns: Mapping[Topic, pa.Schema]) -> Decoders:
         """What the tasks of an epoch decode with: the same for the same versions and columns."""
-        if not self._schemas:
+        if not self.schemas:
             return Decoders()
-        expected = {each.entry.expected_subject for each in self._schemas.entries}
+        expected = {each.entry.expected_subject for each in self.schemas.entries}
         resolve = {subject: Resolve(self._known, subject) for subject in expected}
-        made = Decoders(self._schemas, self._chosen(versions), resolve, columns)
-        for each in self._schemas.entries:
+        made = Decoders(self.schemas, self._chosen(versions), resolve, columns)
+        for each in self.schemas.entries:
             make_format(each, made.wire, resolve[each.entry.expected_subject])
         return made
 
@@ -92,4 +106,4 @@ class Codecs:
         return chosen
 
     def _with_subject(self) -> Sequence[TopicSchema]:
-        return [each for each in self._schemas.entries if each.subject is not None]
+        return [each for each in self.schemas.entries if each.subject is not None]

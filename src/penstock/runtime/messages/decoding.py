@@ -205,7 +205,8 @@ def _settled(values: pa.Array, kind: pa.DataType) -> pa.Array:
 
 _RESERVED = ("column.reserved", "`_op` and `_position` together describe a change, which only change formats bring")
 
-_NO_COLUMNS = ("row.empty", "no payload of the topic had a value so far, so there is no column that a row could have")
+NO_COLUMNS = "row.empty"
+_NO_COLUMNS = (NO_COLUMNS, "no payload of the topic had a value so far, so there is no column that a row could have")
 
 
 def _joined(failures: Failures, positions: Positions, why: tuple[str, str]) -> Failures:

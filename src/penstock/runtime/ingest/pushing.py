@@ -76,7 +76,7 @@ class Sender:
         call_back = None if on_durable is None else lambda: line.acknowledge(on_durable)
         if direct and line.direct is not None:
             # Where it may not wait, both must have room before either takes a row: half of it would come again.
-            if not wait and reliable and not line.journal.has_room(reliable):
+            if not wait and reliable and line.journal.full:
                 raise Full
             line.direct.append(direct, None, None if reliable else call_back, wait=wait)
         if reliable or not direct:

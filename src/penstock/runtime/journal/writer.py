@@ -112,11 +112,6 @@ class Journal:
             "journal_fsync_seconds_total": fsyncs.seconds,
         }
 
-    def has_room(self, item: Item) -> bool:
-        """True if appending would not have to wait now."""
-        with self._lock:
-            return self._has_room(_Entry(item, None, None).size)
-
     def append(
         self,
         item: Item,

@@ -66,6 +66,9 @@ BUILT_IN: dict[tuple[Kind, str], Entry] = {
         ),
         Entry("source", "kafka", "penstock.connectors.kafka.source:Kafka", "kafka", ("confluent_kafka",)),
         Entry("source", "sql_poll", "penstock.connectors.sql_poll:SqlPoll"),
+        Entry(
+            "source", "webhook", "penstock.connectors.webhook:Webhook", "webhook", ("httptools", "jwt", "cryptography")
+        ),
         Entry("sink", "console", "penstock.connectors.console:Console"),
         Entry("sink", "files", "penstock.connectors.files.sink:FilesSink"),
         Entry(

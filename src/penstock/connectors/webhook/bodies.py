@@ -1,0 +1,133 @@
+"""Cut bodies into events."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from typing import Any, Literal
+from urllib.parse import parse_qsl
+
+from penstock.connectors.webhook.server import Refused
+
+Cut = Literal["json", "ndjson", "form", "raw"]
+
+_BY_TYPE: dict[bytes, Cut] = {
+    b"application/json": "json",
+    b"application/x-ndjson": "ndjson",
+    b"application/ndjson": "ndjson",
+    b"application/jsonl": "ndjson",
+    b"application/x-jsonlines": "ndjson",
+    b"application/x-www-form-urlencoded": "form",
+}
+
+_SPACE = b" \t\r\n"
+
+
+def cut_by(content_type: bytes) -> Cut:
+    """How the bodies of a content type are cut."""
+    plain = content_type.partition(b";")[0].strip().lower()
+    found = _BY_TYPE.get(plain) or ("json" if plain.endswith(b"+json") else None)
+    if found is None:
+        raise Refused(
+            415,
+            "unsupported_media_type",
+            f"the content type {plain.decode('latin-1') or '(none)'} is not taken here: send JSON, NDJSON or a form",
+        )
+    return found
+
+
+def inflate(body: bytes, encoding: bytes, most: int) -> bytes:
+    """The body without its content encoding; a bomb is not unpacked."""
+    if not encoding or encoding == b"identity":
+        return body
+    parts, size = [], 0
+    try:
+        while body:  # a gzip file may have several members
+            inflater = zlib.decompressobj(wbits=31)
+            parts.append(inflater.decompress(body, most + 1 - size))
+            size += len(parts[-1])
+            if size > most:
+                raise Refused(413, "too_large", f"the body is over {most} bytes once it is unpacked")
+            if not inflater.eof:
+                raise zlib.error("cut short")
+            body = inflater.unused_data
+    except zlib.error:
+        raise Refused(400, "bad_request", "the body is not valid gzip") from None
+    return b"".join(parts)
+
+
+def cut(body: bytes, how: Cut) -> Sequence[bytes]:
+    """The events of a body, in order; what each holds is found out later, in bulk, or by `validate_on_receive`."""
+    if how == "raw":
+        return (body,)
+    if how == "form":
+        return (_form(body),)
+    if how == "ndjson":
+        return [line for line in (each.strip(_SPACE) for each in body.split(b"\n")) if line]
+    first = body.lstrip(_SPACE)[:1]
+    if first == b"[":
+        return _items(body)
+    if not first:
+        raise Refused(400, "bad_request", "the body is empty")
+    return (body,)
+
+
+_decoder = json.JSONDecoder()
+
+
+def _items(body: bytes) -> list[bytes]:
+    """The items of an array as they were written: nothing is lost on the way through numbers that Python would round."""
+    try:
+        text = body.decode()
+        found: list[bytes] = []
+        at = _skip(text, text.index("[") + 1)
+        while text[at] != "]" or found:
+            _, end = _decoder.raw_decode(text, at)
+            found.append(text[at:end].encode())
+            at = _skip(text, end)
+            if text[at] == "]":
+                break
+            if text[at] != ",":
+                raise ValueError
+            at = _skip(text, at + 1)
+        if text[at + 1 :].strip(" \t\r\n"):
+            raise ValueError
+    except (ValueError, IndexError, RecursionError):
+        raise Refused(400, "bad_request", "the body is not a JSON array") from None
+    return found
+
+
+def _skip(text: str, at: int) -> int:
+    while text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def _form(body: bytes) -> bytes:
+    """The fields as a JSON object; one that comes twice is a list."""
+    try:
+        pairs = parse_qsl(body.decode(), keep_blank_values=True, strict_parsing=bool(body), max_num_fields=10_000)
+    except ValueError:
+        raise Refused(400, "bad_request", "the body is not a form") from None
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in fields:
+            before = fields[name]
+            fields[name] = [*before, value] if isinstance(before, list) else [before, value]
+        else:
+            fields[name] = value
+    return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def member(event: bytes, path: Sequence[str]) -> str | None:
+    """A member of an event as text; None: it has none."""
+    try:
+        found = json.loads(event)
+        for name in path:
+            found = found[int(name)] if isinstance(found, list) else found[name]
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+        return None
+    if found is None:
+        return None
+    return found if isinstance(found, str) else json.dumps(found, sort_keys=True)

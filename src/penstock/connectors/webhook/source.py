@@ -1,0 +1,372 @@
+"""Take events over HTTP, and answer 200 once they are on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from penstock.connectors.webhook.auth import Guard, guard
+from penstock.connectors.webhook.bodies import Cut, cut, cut_by, inflate, member
+from penstock.connectors.webhook.config import Endpoint, Tls, WebhookConfig
+from penstock.connectors.webhook.limits import Networks, Rates, client_of
+from penstock.connectors.webhook.server import Exchange, Refused, Server, response
+from penstock.errors import ConfigError, DataError, RetryableError
+from penstock.source import (
+    ENVELOPE_SCHEMA,
+    ConnectorMetrics,
+    HealthStatus,
+    Schemas,
+    Sender,
+    SourceContext,
+    SourceEnvelope,
+    SourceRecord,
+    StreamingSource,
+)
+
+LOOK_SECS = 0.1
+"""How often the server looks if it has to stop."""
+DRAIN_SECS = 8.0
+"""How long a stop waits for answers that are due."""
+GROUP_BYTES = 1 << 20
+"""About how much is handed to the journal as one unit."""
+
+
+class Webhook(StreamingSource[WebhookConfig]):
+    """
+    Each event of a request is a message of its endpoint's stream.
+
+    Supports exactly-once from the 200 on: it is sent after the fsync. A sender that got no answer sends again, and `dedupe`
+    names what tells such a retry; without it, it is stored twice. Many requests share one fsync.
+    """
+
+    name = "webhook"
+
+    def __init__(self, config: WebhookConfig) -> None:
+        super().__init__(config)
+        self._socket: socket.socket | None = None
+        self._tls: ssl.SSLContext | None = None
+        self._serving: Serving | None = None
+        self._routes: dict[bytes, Route] = {}
+        self._rates = Rates(None, None)
+
+    def open(self, context: SourceContext = SourceContext()) -> None:
+        self.close()
+        super().open(context)
+        config = self.config
+        schemas = [produced.schema_config for produced in context.produces]
+        if config.validate_on_receive and schemas and not any(schemas):
+            raise ConfigError(
+                "validate_on_receive needs a [[schemas]] entry for the topic of an endpoint",
+                code="PEN-1016",
+                hint="add one, or leave out validate_on_receive",
+            )
+        self._tls = _tls(config.tls) if config.tls is not None else None
+        self._routes = {each.path.encode(): Route(each, guard(each.auth or config.auth)) for each in config.endpoints}
+        self._rates = Rates(config.rate_limit_per_sec, config.client_rate_limit_per_sec)
+        self._socket = _listen(config.host, config.port)
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = None
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on, after `open`."""
+        assert self._socket is not None
+        return int(self._socket.getsockname()[1])
+
+    def schema(self) -> Schemas:
+        return {endpoint.stream: ENVELOPE_SCHEMA for endpoint in self.config.endpoints}
+
+    def health_check(self) -> HealthStatus:
+        return HealthStatus.healthy() if self._serving is not None else HealthStatus()
+
+    def metrics(self) -> ConnectorMetrics:
+        return self._serving.metrics() if self._serving is not None else ConnectorMetrics()
+
+    def start_streaming(self, sender: Sender) -> None:
+        if self._socket is None or self._socket.fileno() < 0:  # a call after one that failed
+            self._socket = _listen(self.config.host, self.config.port)
+        with asyncio.Runner() as runner:
+            loop = runner.get_loop()
+            self._serving = Serving(self.config, self._routes, self._rates, sender, loop, self.context.refused)
+            runner.run(self._serving.serve(self._socket, self._tls))
+
+
+class Route:
+    """An endpoint, ready for use."""
+
+    def __init__(self, endpoint: Endpoint, auth: Guard) -> None:
+        self.stream = endpoint.stream
+        self.auth = auth
+        self.methods = {method.encode() for method in endpoint.methods}
+        self.allowed = ", ".join(endpoint.methods)
+        self.cut: Cut | None = None if endpoint.format == "auto" else endpoint.format
+        self.kept = [(name.lower().encode(), name.lower()) for name in endpoint.headers]
+        dedupe = endpoint.dedupe
+        self._header = dedupe.header.lower().encode() if dedupe and dedupe.header else None
+        self._path = dedupe.path.split(".") if dedupe and dedupe.path else None
+
+    def envelopes(self, exchange: Exchange, events: Sequence[bytes]) -> list[SourceEnvelope]:
+        """The events of a request on their way to the journal."""
+        headers, stream = exchange.headers, self.stream
+        attributes = {name: headers[key].decode("latin-1") for key, name in self.kept if key in headers}
+        records = [SourceRecord(stream, event, None, attributes) for event in events]
+        if self._header is None and self._path is None:
+            return [SourceEnvelope(record) for record in records]
+        return [SourceEnvelope(record, None, self._key(headers, record, n)) for n, record in enumerate(records)]
+
+    def _key(self, headers: dict[bytes, bytes], record: SourceRecord, number: int) -> str | None:
+        if self._path is not None:
+            found = member(record.payload or b"", self._path)
+        else:
+            given = headers.get(self._header or b"")
+            found = None if given is None else f"{number}:{given.decode('latin-1')}"
+        return None if found is None else f"{self.stream}\n{found}"
+
+
+class Waiting:
+    """A request whose events are not stored yet."""
+
+    __slots__ = ("envelopes", "exchange")
+
+    def __init__(self, exchange: Exchange, envelopes: list[SourceEnvelope]) -> None:
+        self.exchange = exchange
+        self.envelopes = envelopes
+
+
+class Serving:
+    """One run of the server: takes requests, hands their events to the journal in groups, answers."""
+
+    def __init__(
+        self,
+        config: WebhookConfig,
+        routes: dict[bytes, Route],
+        rates: Rates,
+        sender: Sender,
+        loop: asyncio.AbstractEventLoop,
+        refused: Callable[[str, Sequence[bytes]], dict[int, tuple[str, str]]],
+    ) -> None:
+        self._config = config
+        self._routes = routes
+        self._rates = rates
+        self._sender = sender
+        self._loop = loop
+        self._refused = refused
+        self._allowed = Networks(config.allow)
+        self._trusted = Networks(config.trusted_proxies)
+        self._health_path = config.health_path.encode()
+        self._server = Server(self, config, loop)
+        self._group: list[Waiting] = []  # of this turn of the loop
+        self._due = 0  # requests that are with the journal
+        self._accepted = self._events = 0
+        self._statuses: Counter[int] = Counter()
+        self._replies: dict[int, bytes] = {}
+
+    async def serve(self, listening: socket.socket, tls: ssl.SSLContext | None) -> None:
+        """Until the sender is stopped and every answer that is due is sent."""
+        _allow_connections(self._config.max_connections)
+        config, server = self._config, self._server
+        handshake = config.header_timeout_secs if tls is not None else None
+        own = listening.dup()  # the loop closes what it is given, and the source may serve again
+        listener = await self._loop.create_server(
+            server.connect, sock=own, ssl=tls, backlog=1024, ssl_handshake_timeout=handshake
+        )
+        swept = self._loop.time()
+        while not self._sender.stopped:
+            await asyncio.sleep(LOOK_SECS)
+            if self._loop.time() - swept >= 1:
+                swept = self._loop.time()
+                server.sweep()
+        listener.close()
+        listening.close()
+        server.stop()
+        until = self._loop.time() + DRAIN_SECS
+        while self._loop.time() < until and (self._due or server.connections):
+            await asyncio.sleep(0.01)
+            server.sweep()
+        for connection in list(server.connections):
+            connection.abort()
+        await asyncio.sleep(0)
+
+    def metrics(self) -> ConnectorMetrics:
+        refused = {f"refused_{status}": float(count) for status, count in self._statuses.items()}
+        return ConnectorMetrics(
+            records_total=self._events,
+            errors_total=sum(self._statuses.values()),
+            custom={"requests": self._accepted, "connections": len(self._server.connections), **refused},
+        )
+
+    # -- the application -----------------------------------------------------------------------------------------
+
+    def count(self, status: int) -> None:
+        self._statuses[status] += 1
+
+    def begin(self, exchange: Exchange) -> None:
+        if exchange.path == self._health_path:
+            return
+        route = self._routes.get(exchange.path)
+        if route is None:
+            raise Refused(404, "not_found", "there is no endpoint at this path")
+        if exchange.method not in route.methods:
+            raise Refused(405, "method_not_allowed", f"send {route.allowed}", {"Allow": route.allowed})
+        headers = exchange.headers
+        client = client_of(exchange.connection.peer, headers.get(b"x-forwarded-for"), self._trusted)
+        if self._allowed and client not in self._allowed:
+            raise Refused(403, "forbidden", "this client may not send here")
+        self._rates.take(client)
+        route.auth.head(headers)
+        if headers.get(b"content-encoding", b"gzip").lower() not in (b"gzip", b"identity"):
+            raise Refused(415, "unsupported_media_type", "the only content encoding is gzip")
+        how = route.cut or cut_by(headers.get(b"content-type", b""))
+        if self._sender.full or self._sender.stopped:
+            raise self._unavailable()
+        exchange.endpoint = (route, how)
+
+    def complete(self, exchange: Exchange) -> None:
+        if exchange.endpoint is None:
+            self._answer_health(exchange)
+            return
+        route, how = exchange.endpoint
+        body, headers = exchange.body, exchange.headers
+        route.auth.body(headers, body)
+        if b"content-encoding" in headers:
+            body = inflate(body, headers[b"content-encoding"].lower(), self._config.max_body_bytes)
+        exchange.chunks = []
+        if not self._group:
+            self._loop.call_soon(self._hand_over)
+        self._group.append(Waiting(exchange, route.envelopes(exchange, cut(body, how))))
+
+    def _answer_health(self, exchange: Exchange) -> None:
+        if exchange.method not in (b"GET", b"HEAD"):
+            raise Refused(405, "method_not_allowed", "send GET", {"Allow": "GET, HEAD"})
+        if self._sender.full or self._sender.stopped:
+            raise self._unavailable()
+        reply = response(200, {"status": "ok"})
+        exchange.accept(reply if exchange.method == b"GET" else reply.partition(b"\r\n\r\n")[0] + b"\r\n\r\n")
+
+    # -- the journal ---------------------------------------------------------------------------------------------
+
+    def _hand_over(self) -> None:
+        """Hand the requests of one turn of the loop to the journal: it takes one call, and one call back."""
+        group, self._group = self._group, []
+        if self._config.validate_on_receive:
+            group = self._validated(group)
+        part: list[Waiting] = []
+        size = 0
+        for waiting in group:
+            part.append(waiting)
+            size += sum(len(envelope.record.payload or b"") for envelope in waiting.envelopes)
+            if size >= GROUP_BYTES:
+                self._offer(part)
+                part, size = [], 0
+        if part:
+            self._offer(part)
+
+    def _offer(self, group: list[Waiting]) -> None:
+        envelopes = [envelope for waiting in group for envelope in waiting.envelopes]
+        self._due += len(group)
+        try:
+            taken = self._sender.offer(envelopes, partial(self._call_soon, self._stored, group))
+            refused = self._unavailable()
+        except RetryableError:
+            taken, refused = False, self._unavailable()
+        except DataError as error:
+            taken, refused = False, Refused(400, "bad_request", error.message)
+        if not taken:
+            self._due -= len(group)
+            for waiting in group:
+                waiting.exchange.refuse(refused)
+
+    def _call_soon(self, call: Callable[[list[Waiting]], None], group: list[Waiting]) -> None:
+        with contextlib.suppress(RuntimeError):  # the server is gone, and its clients will send again
+            self._loop.call_soon_threadsafe(call, group)
+
+    def _stored(self, group: list[Waiting]) -> None:
+        self._due -= len(group)
+        for waiting in group:
+            count = len(waiting.envelopes)
+            self._accepted += 1
+            self._events += count
+            reply = self._replies.get(count)
+            if reply is None:
+                reply = response(200, {"accepted": count})
+                if count < 1000:
+                    self._replies[count] = reply
+            waiting.exchange.accept(reply)
+
+    def _validated(self, group: list[Waiting]) -> list[Waiting]:
+        """The requests whose events the schemas take; the others are answered."""
+        streams: dict[str, list[tuple[Waiting, int, bytes]]] = {}
+        for waiting in group:
+            for number, envelope in enumerate(waiting.envelopes):
+                record = envelope.record
+                streams.setdefault(record.stream, []).append((waiting, number, record.payload or b""))
+        bad: dict[Waiting, Refused] = {}
+        for stream, events in streams.items():
+            for at, (rule, reason) in self._refused(stream, [payload for _, _, payload in events]).items():
+                waiting, number, _ = events[at]
+                bad.setdefault(waiting, Refused(422, "invalid", reason, rule=rule, event=number))
+        for waiting, refused in bad.items():
+            waiting.exchange.refuse(refused)
+        return [waiting for waiting in group if waiting not in bad]
+
+    def _unavailable(self) -> Refused:
+        pause = {"Retry-After": str(self._config.retry_after_secs)}
+        if self._sender.stopped:
+            return Refused(503, "stopping", "the pipeline is stopping", pause)
+        return Refused(503, "full", "the journal is full: events wait to be committed", pause)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host, port))
+            listening.listen(1024)
+        except BaseException:
+            listening.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}",
+            code="PEN-1016",
+            hint="is another program, or this pipeline, serving there already? Choose another host or port",
+        ) from error
+    listening.setblocking(False)
+    return listening
+
+
+def _tls(tls: Tls) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(tls.cert_file, tls.key_file)
+        if tls.client_ca_file is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(tls.client_ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"cannot load the certificate {tls.cert_file}: {error}",
+            code="PEN-1016",
+            hint="cert_file, key_file and client_ca_file are PEM files; the key must be the certificate's",
+        ) from error
+    return context
+
+
+def _allow_connections(count: int) -> None:
+    """Raise this process's own limit of open files, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + 1024
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))

@@ -141,15 +141,12 @@ class Connection(asyncio.Protocol):
         self.server = server
         self.peer = ""
         self._transport: asyncio.Transport
-        self._parser = httptools.HttpRequestParser(self)
+        self._requests = Requests(self)
         self._waiting: deque[Exchange] = deque()  # requests in the order they came, not yet answered
-        self._current: Exchange | None = None
-        self._head_done = False
-        self._raw_bytes = 0  # of the current request, as they came
         self._since = server.loop.time()  # the current request, or the idle time, began then
         self._blocked: float | None = None  # the client takes no answers since then
         self._paused = False  # it has sent too many requests ahead
-        self._ended = False
+        self.ended = False
 
     # -- the connection ------------------------------------------------------------------------------------------
 
@@ -159,18 +156,19 @@ class Connection(asyncio.Protocol):
         address = transport.get_extra_info("peername")
         self.peer = str(address[0]) if address else ""
         if self.server.stopping or not self.server.admit(self):
-            self._fail(503, "unavailable", "there are too many connections", {"Retry-After": "1"})
+            self.fail(503, "unavailable", "there are too many connections", {"Retry-After": "1"})
+            self.end()
             return
         self.server.idle[self] = None
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._ended = True
+        self.ended = True
         self.server.connections.pop(self, None)
         self.server.idle.pop(self, None)
 
     def eof_received(self) -> bool:
         """The client sends no more; it may still wait for answers."""
-        if self._current is not None or not self._waiting:
+        if self._requests.current is not None or not self._waiting:
             self.end()
             return False
         self._waiting[-1].keep_alive = False
@@ -190,15 +188,15 @@ class Connection(asyncio.Protocol):
 
     def end(self) -> None:
         """Close, once what was written is sent."""
-        self._ended = True
+        self.ended = True
         self.server.idle.pop(self, None)
         self._transport.close()
 
     def stop(self) -> None:
         """The server stops: a request that is not whole yet will not be taken."""
-        if self._current is not None:
-            self._fail(503, "stopping", "the pipeline is stopping", {"Retry-After": "1"})
-        elif not self._waiting and not self._ended:
+        if self._requests.current is not None:
+            self.fail(503, "stopping", "the pipeline is stopping", {"Retry-After": "1"})
+        elif not self._waiting and not self.ended:
             self.end()
 
     def abort(self) -> None:
@@ -210,121 +208,28 @@ class Connection(asyncio.Protocol):
         if self._blocked is not None:
             if now - self._blocked > config.request_timeout_secs:
                 self._transport.abort()
-        elif self._ended:
+        elif self.ended:
             if not self._waiting and now - self._since > LINGER_SECS:
                 self._transport.abort()
-        elif self._current is not None:
-            allowed = config.request_timeout_secs if self._head_done else config.header_timeout_secs
+        elif self._requests.current is not None:
+            allowed = config.request_timeout_secs if self._requests.head_done else config.header_timeout_secs
             if now - self._since > allowed:
-                self._fail(408, "timeout", "the request did not come in within its time")
+                self.fail(408, "timeout", "the request did not come in within its time")
         elif not self._waiting and now - self._since > config.idle_timeout_secs:
             self.end()
 
-    # -- requests ------------------------------------------------------------------------------------------------
+    # -- answers -------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        if self._ended:
+        if self.ended:
             return
-        if self._current is None:
+        if self._requests.current is None:
             self.server.idle.pop(self, None)
             self._since = self.server.loop.time()
-        self._raw_bytes += len(data)
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._fail(400, "bad_request", "the server does not change protocols")
-        except httptools.HttpParserError as error:
-            self._fail(400, "bad_request", f"this is not HTTP/1.1: {type(error).__name__}")
-        else:
-            self._bound()
+        self._requests.feed(data)
 
-    def _bound(self) -> None:
-        """Refuse heads without an end, and bodies that are mostly frames of chunks."""
-        config = self.server.config
-        if self._current is None and self._raw_bytes:  # blank lines before a request
-            if self._raw_bytes > config.max_header_bytes:
-                self._fail(431, "headers_too_large", "the head is too large")
-        elif not self._head_done:
-            if self._raw_bytes > config.max_header_bytes:
-                self._fail(431, "headers_too_large", f"the head is over {config.max_header_bytes} bytes")
-        elif self._raw_bytes > config.max_header_bytes + 2 * config.max_body_bytes + (64 << 10):
-            self._fail(413, "too_large", "the request is too large")
-
-    def on_message_begin(self) -> None:
-        self._current = Exchange(self)
-        self._head_done = False
-
-    def on_url(self, url: bytes) -> None:
-        if self._current is not None:
-            self._current.path += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        exchange = self._current
-        if exchange is None or self._head_done or self._ended:  # after the head come the trailers of chunks
-            return
-        headers, name = exchange.headers, name.lower()
-        if name in headers:
-            if name in _ONCE:
-                self._fail(400, "bad_request", f"the header {name.decode('latin-1')} comes twice")
-                return
-            headers[name] += b", " + value
-        else:
-            headers[name] = value
-        if len(headers) > MOST_HEADERS:
-            self._fail(431, "headers_too_large", f"there are over {MOST_HEADERS} headers")
-
-    def on_headers_complete(self) -> None:
-        exchange = self._current
-        if exchange is None or self._ended:
-            return
-        headers, config = exchange.headers, self.server.config
-        self._head_done = True
-        size = len(exchange.path) + sum(map(len, headers)) + sum(map(len, headers.values()))
-        if size > config.max_header_bytes:
-            self._fail(431, "headers_too_large", f"the head is over {config.max_header_bytes} bytes")
-            return
-        exchange.method = self._parser.get_method()
-        exchange.keep_alive = self._parser.should_keep_alive() and not self.server.stopping
-        exchange.path = exchange.path.partition(b"?")[0]
-        wrong = _ambiguous(self._parser.get_http_version(), headers)
-        if wrong:
-            self._fail(400, "bad_request", wrong)
-            return
-        length = headers.get(b"content-length")
-        if length is not None and int(length) > config.max_body_bytes:
-            self._too_large()
-            return
-        try:
-            self.server.application.begin(exchange)
-        except Refused as refused:
-            exchange.refused = refused
-        if b"expect" in headers:
-            self._expected(exchange)
-
-    def _expected(self, exchange: Exchange) -> None:
-        """The client waits for a word before it sends the body."""
-        if exchange.refused is not None:
-            self._finish(exchange.refused)
-        elif exchange.headers[b"expect"].lower() != b"100-continue":
-            self._fail(417, "expectation_failed", "only Expect: 100-continue is known")
-        elif not self._waiting:  # an answer must not overtake another one
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-
-    def on_body(self, data: bytes) -> None:
-        exchange = self._current
-        if exchange is None or self._ended:
-            return
-        exchange.size += len(data)
-        if exchange.size > self.server.config.max_body_bytes:
-            self._too_large()
-        elif exchange.refused is None:
-            exchange.chunks.append(data)
-
-    def on_message_complete(self) -> None:
-        exchange, self._current = self._current, None
-        self._raw_bytes = 0
-        if exchange is None or self._ended:
-            return
+    def received(self, exchange: Exchange) -> None:
+        """A request is whole."""
         self._waiting.append(exchange)
         if len(self._waiting) > MOST_WAITING:
             self._paused = True
@@ -336,7 +241,10 @@ class Connection(asyncio.Protocol):
         except Refused as refused:
             exchange.refuse(refused)
 
-    # -- answers -------------------------------------------------------------------------------------------------
+    def go_on(self) -> None:
+        """The client waits for a word before it sends the body."""
+        if not self._waiting:  # it must not overtake an answer
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def flush(self) -> None:
         """Send the answers that are ready, in the order of their requests."""
@@ -348,34 +256,151 @@ class Connection(asyncio.Protocol):
             ready.append(reply)
             open_ = waiting.popleft().keep_alive
         self._transport.write(ready[0] if len(ready) == 1 else b"".join(ready))
-        self._since = self.server.loop.time() if self._current is None else self._since
+        self._since = self.server.loop.time() if self._requests.current is None else self._since
         if self._paused and len(waiting) <= MOST_WAITING:
             self._paused = False
             self.resume_reading()
-        if self._ended and not waiting and self._transport.can_write_eof():
+        if self.ended and not waiting and self._transport.can_write_eof():
             self._transport.write_eof()  # and read on for a while: see `LINGER_SECS`
-        elif not open_ or ((self.server.stopping or self._ended) and not waiting):
+        elif not open_ or ((self.server.stopping or self.ended) and not waiting):
             self.end()
-        elif not waiting and self._current is None:
+        elif not waiting and self._requests.current is None:
             self.server.idle[self] = None
 
-    def _too_large(self) -> None:
-        self._fail(413, "too_large", f"the body is over {self.server.config.max_body_bytes} bytes")
+    def fail(self, status: int, error: str, reason: str, headers: Mapping[str, str] | None = None) -> None:
+        self.finish(Refused(status, error, reason, headers))
 
-    def _fail(self, status: int, error: str, reason: str, headers: Mapping[str, str] | None = None) -> None:
-        self._finish(Refused(status, error, reason, headers))
-
-    def _finish(self, refused: Refused) -> None:
+    def finish(self, refused: Refused) -> None:
         """Answer what is being received, and take nothing more: where the next request would begin is not known."""
-        if self._ended:
+        if self.ended:
             return
-        exchange, self._current = self._current or Exchange(self), None
-        self._ended = True
+        exchange = self._requests.take() or Exchange(self)
+        self.ended = True
         self._since = self.server.loop.time()
         self.server.idle.pop(self, None)
         exchange.keep_alive = False
         self._waiting.append(exchange)
         exchange.refuse(refused)
+
+
+class Requests:
+    """Makes requests of the bytes of one connection; the methods `on_…` are called by the parser."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.current: Exchange | None = None
+        """The request that is coming in."""
+        self.head_done = False
+        self._connection = connection
+        self._server = connection.server
+        self._parser = httptools.HttpRequestParser(self)
+        self._raw_bytes = 0  # of the current request, as they came
+
+    def take(self) -> Exchange | None:
+        """The request that is coming in; the rest of it is not wanted."""
+        taken, self.current = self.current, None
+        return taken
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes as they come."""
+        self._raw_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._connection.fail(400, "bad_request", "the server does not change protocols")
+        except httptools.HttpParserError as error:
+            self._connection.fail(400, "bad_request", f"this is not HTTP/1.1: {type(error).__name__}")
+        else:
+            self._bound()
+
+    def _bound(self) -> None:
+        """Refuse heads without an end, and bodies that are mostly frames of chunks."""
+        config = self._server.config
+        if self.current is None and self._raw_bytes:  # blank lines before a request
+            if self._raw_bytes > config.max_header_bytes:
+                self._connection.fail(431, "headers_too_large", "the head is too large")
+        elif not self.head_done:
+            if self._raw_bytes > config.max_header_bytes:
+                self._connection.fail(431, "headers_too_large", f"the head is over {config.max_header_bytes} bytes")
+        elif self._raw_bytes > config.max_header_bytes + 2 * config.max_body_bytes + (64 << 10):
+            self._connection.fail(413, "too_large", "the request is too large")
+
+    def on_message_begin(self) -> None:
+        self.current = Exchange(self._connection)
+        self.head_done = False
+
+    def on_url(self, url: bytes) -> None:
+        if self.current is not None:
+            self.current.path += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        exchange = self.current
+        if exchange is None or self.head_done or self._connection.ended:  # after the head come the trailers of chunks
+            return
+        headers, name = exchange.headers, name.lower()
+        if name in headers:
+            if name in _ONCE:
+                self._connection.fail(400, "bad_request", f"the header {name.decode('latin-1')} comes twice")
+                return
+            headers[name] += b", " + value
+        else:
+            headers[name] = value
+        if len(headers) > MOST_HEADERS:
+            self._connection.fail(431, "headers_too_large", f"there are over {MOST_HEADERS} headers")
+
+    def on_headers_complete(self) -> None:
+        exchange = self.current
+        if exchange is None or self._connection.ended:
+            return
+        headers, config = exchange.headers, self._server.config
+        self.head_done = True
+        size = len(exchange.path) + sum(map(len, headers)) + sum(map(len, headers.values()))
+        if size > config.max_header_bytes:
+            self._connection.fail(431, "headers_too_large", f"the head is over {config.max_header_bytes} bytes")
+            return
+        exchange.method = self._parser.get_method()
+        exchange.keep_alive = self._parser.should_keep_alive() and not self._server.stopping
+        exchange.path = exchange.path.partition(b"?")[0]
+        wrong = _ambiguous(self._parser.get_http_version(), headers)
+        if wrong:
+            self._connection.fail(400, "bad_request", wrong)
+            return
+        length = headers.get(b"content-length")
+        if length is not None and int(length) > config.max_body_bytes:
+            self._too_large()
+            return
+        try:
+            self._server.application.begin(exchange)
+        except Refused as refused:
+            exchange.refused = refused
+        if b"expect" in headers:
+            self._expected(exchange)
+
+    def _expected(self, exchange: Exchange) -> None:
+        if exchange.refused is not None:
+            self._connection.finish(exchange.refused)
+        elif exchange.headers[b"expect"].lower() != b"100-continue":
+            self._connection.fail(417, "expectation_failed", "only Expect: 100-continue is known")
+        else:
+            self._connection.go_on()
+
+    def on_body(self, data: bytes) -> None:
+        exchange = self.current
+        if exchange is None or self._connection.ended:
+            return
+        exchange.size += len(data)
+        if exchange.size > self._server.config.max_body_bytes:
+            self._too_large()
+        elif exchange.refused is None:
+            exchange.chunks.append(data)
+
+    def on_message_complete(self) -> None:
+        exchange = self.take()
+        self._raw_bytes = 0
+        if exchange is not None and not self._connection.ended:
+            self._connection.received(exchange)
+
+    def _too_large(self) -> None:
+        self._connection.fail(413, "too_large", f"the body is over {self._server.config.max_body_bytes} bytes")
 
 
 _ONCE = frozenset(

@@ -36,7 +36,7 @@ PLANES = [
     {"cli", "testing", "reference", "__main__"},
 ]
 
-SHARED = {"postgresql", "lake", "upsert", "messages"}
+SHARED = {"http_client", "postgresql", "lake", "upsert", "messages"}
 """Rooms under `connectors/` that several connectors share."""
 
 ALLOWED = {("penstock.pipeline", f"penstock.{plane}") for plane in ("runtime", "spark", "web")}

@@ -69,6 +69,8 @@ BUILT_IN: dict[tuple[Kind, str], Entry] = {
         Entry(
             "source", "webhook", "penstock.connectors.webhook:Webhook", "webhook", ("httptools", "jwt", "cryptography")
         ),
+        Entry("source", "http_poll", "penstock.connectors.http_poll:HttpPoll", "http-poll", ("httpx",)),
+        Entry("sink", "http", "penstock.connectors.http:HttpSink", "http", ("httpx",)),
         Entry("sink", "console", "penstock.connectors.console:Console"),
         Entry("sink", "files", "penstock.connectors.files.sink:FilesSink"),
         Entry(

@@ -1,0 +1,149 @@
+"""The pages of a web API: how to ask for one, and which comes next."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urljoin, urlsplit
+
+import httpx
+
+from penstock.connectors.http_client import PASSING, client, failure, passing, pause_of
+from penstock.connectors.http_poll.config import ByCursor, ByLink, ByNextUrl, ByOffset, ByPage, HttpPollConfig
+from penstock.durable import Json
+from penstock.errors import NOT_READY, FatalError, RetryableError
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What a page was marked with, to ask for it again only if it has changed."""
+
+    etag: str = ""
+    modified: str = ""
+
+
+@dataclass(frozen=True)
+class Page:
+    """The records of a page, and what to ask for next."""
+
+    records: list[Any]
+    following: Json = None
+    """None: it is the last page."""
+    marks: Marks = Marks()
+    unchanged: bool = False
+    """It is as it was when it was marked; its records did not come."""
+
+
+class Api:
+    """The API as a client sees it: it keeps to the pauses that the server asks for."""
+
+    def __init__(self, config: HttpPollConfig) -> None:
+        self.waits = ""
+        """Why the server is left alone; empty: it is not."""
+        self._config = config
+        self._client = client(config)
+        self._wait_until = 0.0
+        self._asked_at = 0.0
+
+    def close(self) -> None:
+        self._client.close()
+
+    def page(self, at: Json, since: Json, marks: Marks) -> Page:
+        """The page at a place, of records from a value on; an error while the server wants to be left alone."""
+        config = self._config
+        if time.monotonic() < self._wait_until:
+            raise RetryableError(self.waits, code=NOT_READY)
+        if config.rate_limit_per_sec is not None:
+            time.sleep(max(0.0, self._asked_at + 1 / config.rate_limit_per_sec - time.monotonic()))
+        self._asked_at = time.monotonic()
+        url, params = self._target(at, since)
+        asked = {"If-None-Match": marks.etag, "If-Modified-Since": marks.modified}
+        headers = {name: value for name, value in asked.items() if value}
+        try:
+            answer = self._client.get(url, params=params or None, headers=headers)
+        except httpx.HTTPError as error:
+            raise passing(error, f"GET {config.url}") from error
+        pause = pause_of(answer)
+        if answer.status_code in PASSING and pause is not None:
+            self._wait_until = time.monotonic() + pause
+            self.waits = f"{config.url} answered {answer.status_code} and asks to be left alone for {pause:.0f} s"
+            raise RetryableError(self.waits, code=NOT_READY)
+        self.waits = ""
+        if answer.status_code == 304:
+            return Page([], marks=marks, unchanged=True)
+        if not answer.is_success:
+            raise failure(answer, f"GET {config.url}")
+        return self._read(answer, at)
+
+    def _target(self, page: Json, since: Json) -> tuple[str, dict[str, Any]]:
+        config = self._config
+        if isinstance(page, str) and isinstance(config.pagination, ByLink | ByNextUrl):
+            return page, {}
+        params: dict[str, Any] = dict(config.params)
+        if config.incremental is not None and since is not None:
+            params[config.incremental.param] = since
+        match config.pagination:
+            case ByCursor() as by:
+                params |= {} if page is None else {by.param: page}
+            case ByPage() as by:
+                params |= {by.param: by.first if page is None else page}
+                params |= {by.size_param: by.size} if by.size_param else {}
+            case ByOffset() as by:
+                params |= {by.param: page or 0, by.size_param: by.size}
+        return config.url, params
+
+    def _read(self, answer: httpx.Response, at: Json) -> Page:
+        config = self._config
+        try:
+            body = answer.json()
+            records = member(body, config.records)
+        except (ValueError, RecursionError):
+            body = records = None
+        if not isinstance(records, list):
+            where = f"at {config.records!r}" if config.records else "at its top"
+            raise RetryableError(f"{config.url} has no list of records {where}", hint="correct `records`")
+        following = self._next(answer, body, at, len(records))
+        if following is not None and following == at:
+            raise RetryableError(f"{config.url} names the same page again and again", hint="look at `pagination`")
+        marks = Marks(answer.headers.get("ETag", ""), answer.headers.get("Last-Modified", ""))
+        return Page(records, following, marks)
+
+    def _next(self, answer: httpx.Response, body: Any, page: Any, count: int) -> Json:
+        match self._config.pagination:
+            case ByCursor() as by:
+                return member(body, by.path) or None
+            case ByPage() as by:
+                return (by.first if page is None else page) + 1 if count >= (by.size or 1) else None
+            case ByOffset() as by:
+                return (page or 0) + count if count >= by.size else None
+            case ByLink():
+                return self._own_address(answer, answer.links.get("next", {}).get("url"))
+            case ByNextUrl() as by:
+                return self._own_address(answer, member(body, by.path))
+        return None
+
+    def _own_address(self, answer: httpx.Response, found: Any) -> str | None:
+        """An address on the same server: nobody else gets our credentials."""
+        if not found:
+            return None
+        url = urljoin(str(answer.request.url), str(found))
+        if urlsplit(url)[:2] != urlsplit(self._config.url)[:2]:
+            raise FatalError(
+                f"{self._config.url} names a next page on another server",
+                code="PEN-5001",
+                hint="set `url` to the server that has the pages",
+            )
+        return url
+
+
+def member(value: Any, path: str) -> Any:
+    """The member at a path such as `data.items`; None if there is none. An empty path is the value itself."""
+    for name in path.split(".") if path else ():
+        if isinstance(value, list) and name.isdigit() and int(name) < len(value):
+            value = value[int(name)]
+        elif isinstance(value, dict):
+            value = value.get(name)
+        else:
+            return None
+    return value

@@ -1,0 +1,398 @@
+"""The http_poll source: pages of every kind, newer records, full refreshes; each against a server that moves meanwhile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from connectors.receiver import Asked, Receiver, receiving
+from connectors.webhooks import journaled
+from penstock.connectors.http_poll import HttpPoll, HttpPollConfig
+from penstock.connectors.http_poll.known import MOST_LINES, Known
+from penstock.errors import NOT_READY, FatalError, RetryableError
+from penstock.pipeline import Pipeline
+from penstock.pipeline.options import Processing
+from penstock.runtime import supervisor
+from penstock.runtime.ingest import Ingest
+from penstock.source import SourceContext
+from penstock.testing import ForkEngine, SourceContract
+from penstock.testing.processes import wait_until
+
+
+@pytest.fixture(autouse=True)
+def _direct(monkeypatch):
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@dataclass
+class Shop:
+    """A REST API: orders by `updated` and `id`, in pages of three, by every way of paging."""
+
+    orders: list[dict[str, Any]] = field(default_factory=list)
+    size: int = 3
+
+    def put(self, id: int, updated: int, **more: Any) -> None:
+        self.orders = [each for each in self.orders if each["id"] != id] + [{"id": id, "updated": updated, **more}]
+
+    def answer(self, asked: Asked) -> Any:
+        query = asked.query
+        found = sorted(
+            (each for each in self.orders if each["updated"] >= int(query.get("since", 0))),
+            key=lambda each: (each["updated"], each["id"]),
+        )
+        if asked.path == "/page":
+            start = (int(query["page"]) - 1) * self.size
+        elif asked.path == "/offset":
+            start = int(query["offset"])
+        else:
+            start = int(query.get("cursor", 0))
+        part, end = found[start : start + self.size], start + self.size
+        body: Any = {"data": {"items": part}}
+        headers = {}
+        if end < len(found):
+            rest = f"&since={query['since']}" if "since" in query else ""
+            body["next_cursor"] = str(end)
+            body["next"] = f"/next?cursor={end}{rest}"
+            headers["Link"] = f'</first>; rel="first", <link?cursor={end}{rest}>; rel="next"'
+        return 200, body, headers
+
+
+PAGINATIONS: dict[str, dict[str, Any]] = {
+    "cursor": {"type": "cursor"},
+    "page": {"type": "page", "size": 3},
+    "offset": {"type": "offset", "size": 3},
+    "link": {"type": "link"},
+    "next": {"type": "next_url"},
+}
+NEWER = {"incremental": {"path": "updated"}, "key": ["id"], "records": "data.items"}
+
+
+def make(receiver: Receiver, kind: str = "cursor", **options: Any) -> HttpPoll:
+    plain = {"url": f"{receiver.url}/{kind}", "stream": "orders", "interval_secs": 0.001}
+    return HttpPoll(HttpPollConfig.model_validate({**plain, "pagination": PAGINATIONS[kind], **NEWER, **options}))
+
+
+@pytest.fixture
+def shop() -> Shop:
+    made = Shop()
+    for id in range(8):
+        made.put(id, id // 2)
+    return made
+
+
+@pytest.fixture
+def api(shop: Shop) -> Iterator[Receiver]:
+    with receiving(shop.answer) as receiver:
+        yield receiver
+
+
+class TestContract(SourceContract):
+    @pytest.fixture(params=PAGINATIONS)
+    def source(self, api: Receiver, request: pytest.FixtureRequest) -> HttpPoll:
+        return make(api, request.param)
+
+    @pytest.fixture
+    def expected(self, shop: Shop) -> Any:
+        return [json.dumps(each, separators=(",", ":")).encode() for each in shop.orders]
+
+    @pytest.fixture
+    def wrong(self) -> HttpPoll:
+        return HttpPoll(HttpPollConfig(url="ftp://x", stream="orders"))
+
+
+def polled(source: HttpPoll, rounds: int = 1) -> list[Any]:
+    """The payloads of so many rounds of an open source."""
+    found: list[Any] = []
+    for _ in range(rounds):
+        while (batch := source.poll_batch(1000)) is not None:
+            found += [json.loads(each.record.payload or b"null") for each in batch]
+            source.commit(source.checkpoint().offsets)
+            if source._place.page is None:
+                break
+        source._due = 0.0
+    return found
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[[HttpPoll], HttpPoll]]:
+    made = []
+
+    def start(source: HttpPoll, context: SourceContext = SourceContext()) -> HttpPoll:
+        source.open(context)
+        made.append(source)
+        return source
+
+    yield start
+    for source in made:
+        source.close()
+
+
+# -- newer records -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", PAGINATIONS)
+def test_a_round_asks_for_newer_records_only_and_ties_are_broken_by_the_key(api, shop, opened, kind):
+    source = opened(make(api, kind))
+    assert sorted(each["id"] for each in polled(source)) == list(range(8))
+    assert polled(source, 3) == []
+    assert api.asked[-1].query["since"] == "3"
+    shop.put(99, 3)  # as new as the newest, and came later
+    shop.put(0, 4)  # an old one that has changed
+    assert sorted((each["id"], each["updated"]) for each in polled(source)) == [(0, 4), (99, 3)]
+    assert polled(source, 2) == []
+
+
+def test_a_record_that_moves_to_the_next_page_meanwhile_comes_once(api, shop, opened):
+    source = opened(make(api, "offset"))
+    first = source.poll_batch(10)
+    shop.orders.insert(0, {"id": -1, "updated": -1})
+    shop.size = 3
+    rest = polled(source)
+    ids = [json.loads(each.record.payload)["id"] for each in first] + [each["id"] for each in rest]
+    assert len(ids) == len(set(ids))
+    assert set(range(8)) <= set(ids)
+
+
+def test_older_records_of_a_server_that_knows_no_parameter_are_passed_over(shop, opened):
+    with receiving(lambda asked: (200, shop.orders)) as api:
+        source = opened(make(api, "cursor", records="", pagination=None))
+        assert len(polled(source)) == 8
+        shop.put(3, 1, note="changed, and not newer")
+        shop.put(4, 9)
+        assert [each["id"] for each in polled(source)] == [4]
+
+
+def test_the_first_round_may_begin_at_a_value(api, opened):
+    source = opened(make(api, incremental={"path": "updated", "start": "3"}))
+    assert [each["id"] for each in polled(source)] == [6, 7]
+
+
+# -- full refresh --------------------------------------------------------------------------------------------------------
+
+FULL = {"incremental": None, "deletes": True}
+
+
+def test_a_full_refresh_sends_what_is_new_changed_or_gone(api, shop, opened, tmp_path):
+    source = opened(make(api, **FULL), SourceContext(state_dir=tmp_path))
+    assert {(each["op"], each["after"]["id"]) for each in polled(source)} == {("c", id) for id in range(8)}
+    assert polled(source, 2) == []
+    shop.put(1, 0, note="changed")
+    shop.put(50, 0)
+    shop.orders = [each for each in shop.orders if each["id"] != 7]
+    found = {(each["op"], (each["after"] or each["before"])["id"]) for each in polled(source)}
+    assert found == {("u", 1), ("c", 50), ("d", 7)}
+    assert polled(source, 2) == []
+
+
+def test_an_empty_answer_is_not_taken_for_the_end_of_all_records(api, shop, opened):
+    source = opened(make(api, **FULL))
+    assert len(polled(source)) == 8
+    kept, shop.orders = shop.orders, []
+    with pytest.raises(RetryableError, match="allow_empty"):
+        polled(source)
+    shop.orders = kept
+    assert polled(source) == []
+    source = opened(make(api, **FULL, allow_empty=True))
+    assert len(polled(source)) == 8
+    shop.orders = []
+    assert {each["op"] for each in polled(source)} == {"d"}
+
+
+def test_without_a_key_every_content_comes_once(shop, opened):
+    with receiving(lambda asked: (200, [{"a": 1}, {"a": 2}, {"a": 1}])) as api:
+        source = opened(make(api, pagination=None, records="", key=[], incremental=None))
+        assert polled(source, 3) == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize("durable", [0, 1, 2, 3])
+def test_what_was_sent_is_known_after_a_restart_as_far_as_it_is_in_the_journal(api, shop, opened, tmp_path, durable):
+    context = SourceContext(state_dir=tmp_path)
+    source = opened(make(api, **FULL), context)
+    checkpoints = [None]
+    sent: list[list[Any]] = []
+    for _ in range(3):
+        batch = source.poll_batch(10)
+        sent.append([json.loads(each.record.payload) for each in batch])
+        checkpoints.append(source.checkpoint())
+    source.close()
+    shop.put(0, 0, note="changed while nobody looked")
+    shop.orders = [each for each in shop.orders if each["id"] != 1]
+    again = opened(make(api, **FULL), context)
+    if checkpoints[durable] is not None:
+        again.restore(checkpoints[durable])
+    target: dict[int, Any] = {}
+    for each in [*(change for batch in sent[:durable] for change in batch), *polled(again)]:
+        id = (each["after"] or each["before"])["id"]
+        if each["op"] == "d":
+            assert target.pop(id, None) is not None, "a delete of what was never sent"
+        else:
+            assert target.get(id) != each["after"], "sent twice"
+            target[id] = each["after"]
+    assert target == {each["id"]: each for each in shop.orders}
+
+
+def test_the_log_of_what_was_sent_is_written_together_and_its_torn_end_left_out(tmp_path):
+    path = tmp_path / "own" / "records.jsonl"
+    known = Known(path)
+    known.clear()
+    for batch in range(1, MOST_LINES + 3):
+        known.add(batch, {f"k{batch % 7}": str(batch)}, ["k0"] if batch % 7 == 1 else [])
+        known.settle(batch)
+    assert len(path.read_bytes().splitlines()) < 10
+    with open(path, "ab") as file:
+        file.write(b'{"batch": 9999, "set": {"torn')
+    another = Known(path)
+    another.load(MOST_LINES + 2)
+    assert another.records == known.records
+    path.write_bytes(b"{}\n" + path.read_bytes())
+    with pytest.raises(FatalError, match="PEN-5011"):
+        Known(path).load(1)
+
+
+# -- being polite --------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_that_has_not_changed_is_not_sent_again(shop, opened):
+    def answer(asked: Asked) -> Any:
+        tag = f'"{len(shop.orders)}"'
+        if asked.headers.get("if-none-match") == tag:
+            return 304, b""
+        return 200, shop.orders, {"ETag": tag, "Last-Modified": "Wed, 21 Oct 2015 07:28:00 GMT"}
+
+    with receiving(answer) as api:
+        source = opened(make(api, pagination=None, records="", incremental=None))
+        assert len(polled(source)) == 8
+        assert polled(source) == []
+        assert api.asked[-1].headers["if-modified-since"] == "Wed, 21 Oct 2015 07:28:00 GMT"
+        shop.put(77, 0)
+        assert [each["id"] for each in polled(source)] == [77]
+
+
+def test_a_server_that_asks_for_a_pause_is_left_alone(shop, opened):
+    says: list[Any] = [(429, {}, {"Retry-After": "3600"})]
+    with receiving(lambda asked: says.pop() if says else shop.answer(asked)) as api:
+        source = opened(make(api))
+        for _ in range(3):
+            with pytest.raises(RetryableError, match="3600 s") as caught:
+                source.poll_batch(10)
+            assert caught.value.code == NOT_READY
+        assert len(api.asked) == 1
+        assert "left alone" in source.health_check().reason
+        source._api._wait_until = 0.0
+        assert len(polled(source)) == 8
+        assert source.health_check().reason == ""
+
+
+def test_requests_keep_to_a_rate(api, opened, monkeypatch):
+    waited: list[float] = []
+    monkeypatch.setattr("penstock.connectors.http_poll.pages.time.sleep", waited.append)
+    polled(opened(make(api, rate_limit_per_sec=0.5)))
+    assert [round(each) for each in waited] == [0, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("says", "error"),
+    [
+        ((500, {}), RetryableError),
+        ((200, b"<html>"), RetryableError),
+        ((200, {"data": {}}), RetryableError),
+        ((401, {}), FatalError),
+        ((404, {}), FatalError),
+        (None, RetryableError),
+        ((200, {"data": {"items": [{"id": 1}]}}), FatalError),
+        ((200, {"data": {"items": [{"updated": 1}]}}), FatalError),
+    ],
+)
+def test_other_answers_are_errors_that_say_what_happens_next(opened, says, error):
+    with receiving(lambda asked: says) as api, pytest.raises(error):
+        opened(make(api)).poll_batch(10)
+
+
+def test_credentials_do_not_follow_a_page_to_another_server(opened):
+    page = {"data": {"items": [{"id": 1, "updated": 1}]}, "next": "http://other.example/next"}
+    with receiving(lambda asked: (200, page)) as api, pytest.raises(FatalError, match="another server"):
+        opened(make(api, "next")).poll_batch(10)
+
+
+def test_a_cursor_that_never_moves_is_noticed(opened):
+    page = {"data": {"items": [{"id": 1, "updated": 1}]}, "next_cursor": "x"}
+    with receiving(lambda asked: (200, page)) as api:
+        source = opened(make(api))
+        assert len(source.poll_batch(10)) == 1
+        with pytest.raises(RetryableError, match="same page"):
+            source.poll_batch(10)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"incremental": {}, "key": []},
+        {"incremental": {}, "deletes": True},
+        {"key": [], "incremental": None, "deletes": True},
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(api, options):
+    with pytest.raises(ValidationError):
+        make(api, **options)
+
+
+# -- with its journal ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, FULL], ids=["newer", "full"])
+def test_a_restart_loses_nothing_and_doubles_nothing(api, shop, tmp_path, options):
+    for round in range(4):
+        shop.put(100 + round, 10 + round)
+        source = make(api, **options)
+        ingest = Ingest("poll", source, tmp_path / "journal", Processing(linger_ms=0, poll_interval_ms=1))
+        ingest.open(context=SourceContext(state_dir=tmp_path / "own"))
+        ingest.start()
+        wait_until(lambda: ingest.journal.tail >= 9 + round or ingest.failure, "the new record")  # noqa: B023
+        ingest.close()
+        assert ingest.failure is None
+    payloads = [json.loads(payload) for _, payload, _ in journaled(tmp_path / "journal")]
+    ids = [(each.get("after") or each)["id"] for each in payloads]
+    assert sorted(ids) == [*range(8), 100, 101, 102, 103]
+
+
+def test_a_full_refresh_mirrors_the_records_into_a_table(api, shop, tmp_path):
+    file = tmp_path / "pipeline.toml"
+    file.write_text(f"""
+connector_name = "orders"
+[processing]
+epoch_interval_ms = 0
+[source]
+connector = "http_poll"
+url = "{api.url}/cursor"
+stream = "orders"
+records = "data.items"
+pagination = {{ type = "cursor" }}
+key = ["id"]
+deletes = true
+interval_secs = 0.01
+[[schemas]]
+topic = "/orders"
+schema_type = "debezium"
+[sink]
+connector = "delta"
+path = "lake/{{topic}}"
+mode = "upsert"
+""")
+    from deltalake import DeltaTable
+
+    def rows() -> dict[int, Any]:
+        supervisor.run(Pipeline.from_toml(file), ForkEngine(1), drain=True)
+        found = DeltaTable(tmp_path / "lake" / "orders").to_pyarrow_table().to_pylist()
+        return {row["id"]: row["updated"] for row in found}
+
+    assert rows() == {each["id"]: each["updated"] for each in shop.orders}
+    shop.put(1, 5)
+    shop.put(50, 6)
+    shop.orders = [each for each in shop.orders if each["id"] != 7]
+    assert rows() == {each["id"]: each["updated"] for each in shop.orders}

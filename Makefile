@@ -93,3 +93,6 @@ servers:  # what single tests need; a test whose server is not there says so
 		echo "fetching Kafka (20 MB); only this once" && $(BIN)/python -m penstock.testing.kafka; } || true
 	@$(BIN)/python -m penstock.testing.s3 --is-installed || { \
 		echo "fetching S3 servers (150 MB); only this once" && $(BIN)/python -m penstock.testing.s3; } || true
+	@$(BIN)/python -m penstock.testing.oldest_spark --is-installed || { \
+		echo "fetching the oldest Spark that is supported (430 MB); only this once" && \
+		$(BIN)/python -m penstock.testing.oldest_spark; } || true

@@ -53,6 +53,7 @@ def rows(tmp_path: Path, topic: str = "rows") -> pa.Table:
     return read_published(tmp_path / "lake" / topic)
 
 
+@pytest.mark.every_spark
 def test_every_row_arrives_once_over_many_epochs_and_streams(drained: Any, tmp_path: Path) -> None:
     summary = drained(Generator(GeneratorConfig(rows=5000, streams=("a", "b"), batch_rows=512)), max_epoch_rows=3000)
     assert summary.epochs == 4
@@ -67,6 +68,7 @@ def test_a_second_run_goes_on_where_the_first_ended(drained: Any, tmp_path: Path
     assert sorted(rows(tmp_path)["row"].to_pylist()) == list(range(250))
 
 
+@pytest.mark.every_spark
 def test_the_work_of_a_commit_is_done_in_tasks(build: Any, spark: Any, tmp_path: Path) -> None:
     sink = AppliesElsewhere(MemorySinkConfig(path=tmp_path / "target"))
     pipeline = build(Keyed(KeyedConfig(rows=400, splits=4)), max_epoch_rows=200)
@@ -78,6 +80,7 @@ def test_the_work_of_a_commit_is_done_in_tasks(build: Any, spark: Any, tmp_path:
     assert os.getpid() not in workers
 
 
+@pytest.mark.every_spark
 def test_partitions_keep_the_order_of_each_key(drained: Any, tmp_path: Path) -> None:
     drained(Keyed(KeyedConfig(rows=2000, splits=5, keys=11)), Route(partitions=3), max_epoch_rows=1000)
     files = sorted((tmp_path / "lake" / "rows").glob("*.parquet"))
@@ -98,6 +101,7 @@ def test_partitions_keep_the_order_of_each_key(drained: Any, tmp_path: Path) -> 
     assert all(len(found) == 1 for found in lanes.values()), "a key stays in its lane"
 
 
+@pytest.mark.every_spark
 def test_sql_filters_and_reshapes_a_topic(drained: Any, tmp_path: Path) -> None:
     summary = drained(
         Generator(GeneratorConfig(rows=1000)),
@@ -161,6 +165,7 @@ def double(frame: Any) -> Any:
     return frame.selectExpr("key", "row * 2 AS row")
 
 
+@pytest.mark.every_spark
 def test_a_transform_is_a_function_of_data_frames(drained: Any, tmp_path: Path) -> None:
     drained(Keyed(KeyedConfig(rows=10)), Route(transform=f"{__name__}:double"))
     assert sorted(rows(tmp_path)["row"].to_pylist()) == list(range(0, 20, 2))
@@ -241,6 +246,7 @@ def test_a_bug_in_a_connector_stops_with_its_last_line(drained: Any) -> None:
         drained(Keyed(KeyedConfig(fail="bug")))
 
 
+@pytest.mark.every_spark
 def test_skipped_records_are_counted_and_the_others_arrive(drained: Any, tmp_path: Path) -> None:
     summary = drained(Keyed(KeyedConfig(rows=100, splits=2, fail="data")), on_error="skip")
     assert (summary.skipped, summary.rows_out) == (3, 100)
@@ -252,6 +258,7 @@ def test_too_many_bad_records_stop_the_pipeline(drained: Any, tmp_path: Path) ->
     assert not list((tmp_path / "lake").rglob("*.parquet")), "nothing of the epoch is visible"
 
 
+@pytest.mark.every_spark
 def test_a_worker_that_dies_is_retried_and_nothing_doubles(drained: Any, tmp_path: Path) -> None:
     once = tmp_path / "died"
     summary = drained(Keyed(KeyedConfig(rows=400, fail=str(once))), max_retries=3)
@@ -265,6 +272,7 @@ def test_a_worker_that_always_dies_is_given_up(drained: Any) -> None:
         drained(Keyed(KeyedConfig(fail="die")), max_retries=1)
 
 
+@pytest.mark.every_spark
 def test_the_callers_session_and_its_views_stay_as_they_were(drained: Any, spark: Any) -> None:
     spark.range(3).createOrReplaceTempView("input")
     spark.udf.register("plus_one", lambda n: n + 1, "long")
@@ -278,6 +286,7 @@ class TestReaders:
     def _registered(self, spark: Any) -> None:
         penstock.register(spark)
 
+    @pytest.mark.every_spark
     def test_a_range_source_is_a_table(self, spark: Any) -> None:
         frame = spark.read.format("penstock").option("connector", "generator").option("rows", 1000).load()
         assert frame.agg({"id": "sum"}).first()[0] == sum(range(1000))
@@ -287,6 +296,7 @@ class TestReaders:
         reader = spark.read.format("penstock").option("connector", "generator").option("rows", 5)
         assert reader.option("columns", '["id", "name"]').load().columns == ["id", "name"]
 
+    @pytest.mark.every_spark
     def test_a_range_source_is_a_stream_that_ends_with_what_is_there(self, spark: Any, tmp_path: Path) -> None:
         (tmp_path / "in").mkdir()
         for part in range(3):
@@ -297,6 +307,7 @@ class TestReaders:
             stream = spark.readStream.format("penstock").option("connector", "files").option("settle_ms", 0)
             query = (
                 stream.option("path", str(tmp_path / "in"))
+                .option("state_dir", str(tmp_path / "position"))
                 .load()
                 .writeStream.format("parquet")
                 .option("checkpointLocation", str(tmp_path / "checkpoint"))

@@ -24,6 +24,7 @@ from penstock.sink import SinkConnector
 from penstock.source import Connector, Finding, ProducerConfig, Schemas, SourceConnector, SourceContext
 from penstock.spark.java import find_java, java_problem
 from penstock.spark.master import check_master
+from penstock.spark.versions import check_spark, spark_version
 
 
 def require(pipeline: Pipeline, master: str | None) -> None:
@@ -31,6 +32,7 @@ def require(pipeline: Pipeline, master: str | None) -> None:
     for look in readiness.LOOKS:
         look(pipeline)
     check_master(master)
+    spark_version()
     problem = java_problem()
     if problem:
         raise problem
@@ -105,6 +107,7 @@ def _machine(pipeline: Pipeline, master: str | None) -> Iterator[Finding]:
     looks: list[Callable[[], str]] = [
         *(partial(look, pipeline) for look in readiness.LOOKS),
         partial(check_master, master),
+        check_spark,
         _java,
     ]
     refused: list[Finding] = []

@@ -16,10 +16,11 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.durable import fsync
-from penstock.errors import FatalError
+from penstock.errors import ConfigError, FatalError
 from penstock.pipeline import registry
 from penstock.source import Finding
 from penstock.spark.java import find_java, java_problem
+from penstock.spark.versions import check_spark
 
 _LEAST_FREE_BYTES = 2_000_000_000
 
@@ -40,7 +41,7 @@ def examine(directory: Path = Path()) -> Iterator[Finding]:
     python = ".".join(map(str, sys.version_info[:3]))
     yield Finding(sys.version_info >= (3, 11), f"Python {python} at {sys.executable}", "")
     yield _java()
-    yield _package("pyspark", "4.3.")
+    yield _spark()
     yield _package("pyarrow", "")
     yield _package("pandas", "2.")
     yield from _extras()
@@ -55,6 +56,13 @@ def _java() -> Finding:
     java = find_java()
     assert java is not None
     return Finding(True, f"Java {java.version} at {java.path}")
+
+
+def _spark() -> Finding:
+    try:
+        return Finding(True, check_spark())
+    except ConfigError as error:
+        return Finding(False, f"{error.code} {error.message}", error.hint)
 
 
 def _package(name: str, wanted: str) -> Finding:

@@ -13,7 +13,7 @@ from pathlib import Path
 from penstock.errors import ConfigError, ConnectorError
 
 LEAST = 17
-"""The oldest Java that Spark 4.3 runs on."""
+"""The oldest Java that Spark 4 runs on."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def java_problem() -> ConnectorError | None:
     if java.major < LEAST:
         version = f"is Java {java.version}" if java.version else "does not tell its version"
         return ConfigError(
-            f"{java.path} {version}; Spark 4.3 needs Java {LEAST} or newer", code="PEN-1014", hint=_install()
+            f"{java.path} {version}; Spark 4 needs Java {LEAST} or newer", code="PEN-1014", hint=_install()
         )
     return None
 

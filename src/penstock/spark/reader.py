@@ -6,13 +6,13 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import ReadLimit as SparkLimit
-from pyspark.sql.streaming.datasource import ReadMaxRows
 
+from penstock import durable
 from penstock.durable import canonical
 from penstock.errors import (
     ConfigError,
@@ -20,6 +20,7 @@ from penstock.errors import (
 from penstock.source import RangeSource, ReadLimit, SourceBatch
 from penstock.spark.sql import spark_schema
 from penstock.spark.tasks import conform
+from penstock.spark.versions import has_read_limits
 from penstock.tables import TableSource
 
 
@@ -56,26 +57,69 @@ class BatchReader(Ranges, DataSourceReader):  # type: ignore[misc]
 
 
 class StreamReader(Ranges, DataSourceStreamReader):  # type: ignore[misc]
-    def initialOffset(self) -> dict[str, Any]:
-        self._source.open()
-        return self.offset(self._source.initial())
+    """For versions that ask for an end by start and limit."""
 
-    def latestOffset(self, start: dict[str, Any], limit: SparkLimit) -> dict[str, Any]:
-        rows = limit.max_rows if isinstance(limit, ReadMaxRows) else None
-        bound = ReadLimit(rows=rows, parallelism=os.cpu_count() or 1)
-        return self.offset(self._source.latest(self.position(start), bound))
+    _is_open = False
+
+    def initialOffset(self) -> dict[str, Any]:
+        return self.offset(self._opened().initial())
+
+    def latestOffset(self, start: dict[str, Any], limit: Any) -> dict[str, Any]:
+        return self._latest(self.position(start), getattr(limit, "max_rows", None))
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
+        self._opened()
         return self.splits(self.position(start), self.position(end))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return self.rows(partition)
 
     def commit(self, end: dict[str, Any]) -> None:
-        self._source.ack(self.position(end))
+        self._opened().ack(self.position(end))
 
     def stop(self) -> None:
         self._source.close()
+        self._is_open = False
+
+    def _opened(self) -> RangeSource[Any, Any]:
+        """The source, which a query that goes on from its checkpoint uses without having asked for a beginning."""
+        if not self._is_open:
+            self._source.open()
+            self._is_open = True
+        return self._source
+
+    def _latest(self, start: Any, rows: int | None) -> dict[str, Any]:
+        bound = ReadLimit(rows=rows, parallelism=os.cpu_count() or 1)
+        return self.offset(self._opened().latest(start, bound))
+
+
+class RememberingReader(StreamReader):
+    """
+    For versions that ask for an end without saying from where: the last end that was read to is kept in a file.
+
+    After a restart Spark reads the batch in hand again, if there was one, before it asks for the next end. So the file
+    always holds the start of the next batch by then.
+    """
+
+    def __init__(self, *made: Any, state_dir: Path) -> None:
+        super().__init__(*made)
+        self._kept = state_dir / "position.json"
+
+    def initialOffset(self) -> dict[str, Any]:
+        initial = super().initialOffset()
+        self._keep(initial)
+        return initial
+
+    def latestOffset(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._latest(self.position(json.loads(self._kept.read_text())), None)
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
+        self._keep(end)
+        return super().partitions(start, end)
+
+    def _keep(self, offset: dict[str, Any]) -> None:
+        durable.make_directory(self._kept.parent)
+        durable.write_atomic(self._kept, canonical(offset).encode())
 
 
 class PenstockDataSource(DataSource):  # type: ignore[misc]
@@ -94,7 +138,16 @@ class PenstockDataSource(DataSource):  # type: ignore[misc]
         return BatchReader(*self._made())
 
     def streamReader(self, schema: Any) -> DataSourceStreamReader:
-        return StreamReader(*self._made())
+        if has_read_limits():
+            return StreamReader(*self._made())
+        state_dir = self.options.get("state_dir")
+        if state_dir is None:
+            raise ConfigError(
+                "this version of Spark does not say where a batch begins, so the reader must remember it",
+                code="PEN-1050",
+                hint='name a directory for it with option("state_dir", …), one for each query',
+            )
+        return RememberingReader(*self._made(), state_dir=Path(state_dir))
 
 
 @contextlib.contextmanager
@@ -121,6 +174,8 @@ def range_source(options: dict[str, str]) -> tuple[RangeSource[Any, Any], str, p
             code="PEN-1009",
             hint="run it in a pipeline: Pipeline.from_toml(…).run(spark=spark)",
         )
+    if "state_dir" not in kind.config_type.model_fields:
+        options.pop("state_dir", None)
     stream = options.pop("stream", None) if "stream" not in kind.config_type.model_fields else None
     by_lower = {name.lower(): name for name in kind.config_type.model_fields}  # Spark forgets the case of options
     settings = {by_lower.get(name.lower(), name): _option(value) for name, value in options.items()}

@@ -17,6 +17,7 @@ def spark(java: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]
 
     here = str(Path(__file__).parent)  # so that workers find `connectors.py`
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+    os.environ["PENSTOCK_TEST_ARMED"] = str(tmp_path_factory.mktemp("armed") / "failpoint")
     session = start_session("local[2]", "penstock-tests", tmp_path_factory.mktemp("spark") / "spark.log")
     yield session
     session.stop()

@@ -20,11 +20,12 @@ def __getattr__(name: str) -> Any:
 
 def register(spark: Any) -> None:
     """
-    Make `spark.read.format("penstock")` and `spark.readStream.format("penstock")` read range sources.
+    Make `format("penstock")` known: `spark.read` and `spark.readStream` read range sources, `df.write` and `df.writeStream`
+    write to sinks.
 
-    `option("connector", "files")` names the source and every other option is one of its own; what is not text there is
-    written as JSON. `option("stream", …)` chooses among several streams.
+    `option("connector", "files")` names the connector and every other option is one of its own; what is not text there is
+    written as JSON. `option("stream", …)` chooses among several streams of a source.
     """
-    from penstock.spark.reader import PenstockDataSource  # here, since it imports pyspark
+    from penstock.spark.datasource import PenstockDataSource  # here, since it imports pyspark
 
     spark.dataSource.register(PenstockDataSource)

@@ -6,7 +6,7 @@ import contextlib
 import pickle
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,15 @@ from penstock.runtime.messages.letters import REPLAY, Place
 from penstock.schema import key_of, with_key
 from penstock.spark.failures import driver_errors
 from penstock.spark.java import java_problem
-from penstock.spark.session import JVM_LOCK_WAIT_SECS, end_session, start_session, try_lock
+from penstock.spark.probe import Needs, probe
+from penstock.spark.session import (
+    JVM_LOCK_WAIT_SECS,
+    end_session,
+    expected_cores,
+    is_local,
+    start_session,
+    try_lock,
+)
 from penstock.spark.shipping import ship
 from penstock.spark.sieve import CODE, Sieve, find, keeps_rows
 from penstock.spark.sql import (
@@ -76,7 +84,9 @@ def engine_for(pipeline: Pipeline, spark: Any = None, *, master: str | None = No
     """The engine that runs a pipeline, in the caller's session if given. `alone`: this process runs nothing else."""
     log = pipeline.processing.state_dir / "spark.log"
     plain = alone and all(is_plain(route) for route in pipeline.router.effective)
-    return SparkEngine(spark, master=master, name=pipeline.name, log=log, ship=pipeline.third_party, plain=plain)
+    needs = Needs.of(pipeline)
+    ships = pipeline.third_party
+    return SparkEngine(spark, master=master, name=pipeline.name, log=log, ship=ships, plain=plain, needs=needs)
 
 
 class SparkEngine:
@@ -91,8 +101,13 @@ class SparkEngine:
         log: Path | None = None,
         ship: Sequence[Path] = (),
         plain: bool = False,
+        needs: Needs | None = None,
     ) -> None:
-        """`plain`: no rows will ever enter the JVM, which nobody else uses, so it need not be ready to work on them."""
+        """
+        `plain`: no rows will ever enter the JVM, which nobody else uses, so it need not be ready to work on them.
+
+        `needs`: what tasks need on the machines of a cluster; None: nobody looks for it before the first epoch.
+        """
         self.session = spark
         self._given = spark is not None
         self._shared = False
@@ -101,6 +116,7 @@ class SparkEngine:
         self._log = log
         self._ship = ship
         self._plain = plain
+        self._needs = needs
         self._jvm_lock: Any = None
         self._seeds: dict[int, Any] = {}
 
@@ -118,8 +134,11 @@ class SparkEngine:
                 hint="make it with SparkSession.builder.master(…), not with remote(…)",
             )
         self._context = self.session.sparkContext
-        own = () if str(self._context.master).startswith("local[") else (Path(penstock.__file__).parent,)
-        ship(self._context, (*own, *self._ship))
+        elsewhere = not is_local(str(self._context.master))
+        ship(self._context, (*((Path(penstock.__file__).parent,) if elsewhere else ()), *self._ship))
+        if elsewhere and self._needs is not None:
+            with self._described("probe", "what do the executors have?"):
+                probe(self._context, self._needs, self.parallelism)
 
     def _join(self) -> None:
         """Start a session, or share the one that this process has: there can be only one."""
@@ -163,10 +182,17 @@ class SparkEngine:
         if not self._given:
             self.session = None
 
+    @contextlib.contextmanager
+    def _described(self, group: str, what: str) -> Iterator[None]:
+        """For Spark's own pages: what the jobs are for."""
+        self._context.setJobGroup(group, what, False)
+        yield
+
     @property
     def parallelism(self) -> int:
+        """The tasks that the cluster may run at once. It may have fewer executors yet: waiting tasks are what makes it grow."""
         with driver_errors():
-            return max(1, int(self._context.defaultParallelism))
+            return max(1, int(self._context.defaultParallelism), expected_cores(self._context))
 
     @property
     def version(self) -> str:
@@ -176,7 +202,9 @@ class SparkEngine:
         """True while tasks run."""
         try:
             with driver_errors():
-                return bool(self._context.statusTracker().getActiveStageIds())
+                tracker = self._context.statusTracker()
+                stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
+                return any(stage is not None and stage.numActiveTasks for stage in stages)
         except ConnectorError:  # the job tells it better
             return False
 

@@ -30,6 +30,9 @@ def driver_errors() -> Iterator[None]:
         text = str(error)
         known = from_text(text)
         if known is not None:
+            if known.code == "PEN-1005" and "environment variable" in known.message:  # it was found here, at the start
+                hint = "on a cluster the executors need it: set spark.executorEnv.NAME, or use { file = … }"
+                known = type(known)(known.message, code=known.code, hint=hint)
             raise known from error
         if any(sign in text for sign in ("exited unexpectedly", "ExecutorLostFailure", "Connection reset", "crashed")):
             raise RetryableError(f"Spark lost a task: {last_line(text)}", code="PEN-2006") from error

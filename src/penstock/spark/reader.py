@@ -1,16 +1,16 @@
-"""Spark's own readers over range sources: `format("penstock")`."""
+"""Spark's own readers over range sources: `spark.read` and `spark.readStream`."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 
 from penstock import durable
 from penstock.durable import canonical
@@ -18,9 +18,8 @@ from penstock.errors import (
     ConfigError,
 )
 from penstock.source import RangeSource, ReadLimit, SourceBatch
-from penstock.spark.sql import spark_schema
+from penstock.spark.given import connector_of
 from penstock.spark.tasks import conform
-from penstock.spark.versions import has_read_limits
 from penstock.tables import TableSource
 
 
@@ -122,34 +121,6 @@ class RememberingReader(StreamReader):
         durable.write_atomic(self._kept, canonical(offset).encode())
 
 
-class PenstockDataSource(DataSource):  # type: ignore[misc]
-    @classmethod
-    def name(cls) -> str:
-        return "penstock"
-
-    def _made(self) -> tuple[RangeSource[Any, Any], str, pa.Schema]:
-        return range_source(dict(self.options))
-
-    def schema(self) -> Any:
-        _, stream, schema = self._made()
-        return spark_schema(schema, stream)
-
-    def reader(self, schema: Any) -> DataSourceReader:
-        return BatchReader(*self._made())
-
-    def streamReader(self, schema: Any) -> DataSourceStreamReader:
-        if has_read_limits():
-            return StreamReader(*self._made())
-        state_dir = self.options.get("state_dir")
-        if state_dir is None:
-            raise ConfigError(
-                "this version of Spark does not say where a batch begins, so the reader must remember it",
-                code="PEN-1050",
-                hint='name a directory for it with option("state_dir", …), one for each query',
-            )
-        return RememberingReader(*self._made(), state_dir=Path(state_dir))
-
-
 @contextlib.contextmanager
 def opened(source: RangeSource[Any, Any]) -> Iterator[None]:
     source.open()
@@ -159,37 +130,22 @@ def opened(source: RangeSource[Any, Any]) -> Iterator[None]:
         source.close()
 
 
-def range_source(options: dict[str, str]) -> tuple[RangeSource[Any, Any], str, pa.Schema]:
-    from penstock.pipeline.registry import source_type
-
-    connector = options.pop("connector", None)
-    if connector is None:
-        raise ConfigError('format("penstock") needs option("connector", …)', code="PEN-1004")
-    kind = source_type(connector)
+def range_source(options: Mapping[str, str]) -> tuple[RangeSource[Any, Any], str, pa.Schema]:
+    """The source that the options name, the stream that is read of it, and its columns."""
+    kind, config, own = connector_of("source", options, ("stream", "state_dir"))
+    name = kind.name
     if not issubclass(kind, RangeSource):
-        raise ConfigError(f"{connector} is not a range source; run it in a pipeline", code="PEN-1009")
+        raise ConfigError(f"{name} is not a range source; run it in a pipeline", code="PEN-1009")
     if issubclass(kind, TableSource):
         raise ConfigError(
-            f"{connector} takes notes while it copies tables, and Spark's own readers keep none",
+            f"{name} takes notes while it copies tables, and Spark's own readers keep none",
             code="PEN-1009",
             hint="run it in a pipeline: Pipeline.from_toml(…).run(spark=spark)",
         )
-    if "state_dir" not in kind.config_type.model_fields:
-        options.pop("state_dir", None)
-    stream = options.pop("stream", None) if "stream" not in kind.config_type.model_fields else None
-    by_lower = {name.lower(): name for name in kind.config_type.model_fields}  # Spark forgets the case of options
-    settings = {by_lower.get(name.lower(), name): _option(value) for name, value in options.items()}
-    source = kind(kind.config_type.model_validate(settings))
+    source = kind(config)
     with opened(source):
         schemas = source.schema()
-    stream = stream or next(iter(schemas), "")
+    stream = own.get("stream") or next(iter(schemas), "")
     if stream not in schemas:
-        raise ConfigError(f"{connector} has no stream {stream!r}; there are {', '.join(schemas)}", code="PEN-1003")
+        raise ConfigError(f"{name} has no stream {stream!r}; there are {', '.join(schemas)}", code="PEN-1003")
     return source, stream, schemas[stream]
-
-
-def _option(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

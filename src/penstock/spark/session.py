@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -37,10 +39,11 @@ _WORKER_MEMORY = {
 
 
 def start_session(master: str | None, name: str, log: Path | None, plain: bool = False) -> Any:
-    os.environ["PYSPARK_PYTHON"] = sys.executable
+    master = chosen_master(master)
+    if master is not None and is_local(master):
+        os.environ["PYSPARK_PYTHON"] = sys.executable
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
-    if master is None and "--master" not in os.environ.get("PYSPARK_SUBMIT_ARGS", ""):
-        master = "local[*]"
     if master is not None and master.startswith("local"):
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     from pyspark.sql import SparkSession
@@ -80,6 +83,60 @@ def start_session(master: str | None, name: str, log: Path | None, plain: bool =
     return session
 
 
+def is_local(master: str) -> bool:
+    """True if tasks run in processes of this machine that see all that the driver sees."""
+    return master == "local" or master.startswith("local[")
+
+
+def expected_cores(context: Any) -> int:
+    """
+    Cores that the settings ask for, whether their executors are there yet or not; 0 if they say nothing.
+
+    With dynamic allocation and no bound it is twice of what there is: Spark asks for executors only while tasks wait.
+    """
+    conf = context.getConf()
+
+    def number(option: str) -> int:
+        value = str(conf.get(option, "0"))
+        return int(value) if value.isdigit() else 0
+
+    cores = number("spark.executor.cores") or 1
+    if conf.get("spark.dynamicAllocation.enabled", "false") != "true":
+        return number("spark.executor.instances") * cores
+    most = number("spark.dynamicAllocation.maxExecutors") * cores
+    return min(most or 1 << 30, 2 * int(context.defaultParallelism))
+
+
+def is_submitted() -> bool:
+    """True under `spark-submit`: it has started the JVM, and this process is its child."""
+    return "PYSPARK_GATEWAY_PORT" in os.environ
+
+
+def chosen_master(master: str | None) -> str | None:
+    """The master that was asked for, in Spark's own order; None: the JVM that `spark-submit` started knows it."""
+    if master is not None:
+        return master
+    if is_submitted():
+        return None
+    submitted = shlex.split(os.environ.get("PYSPARK_SUBMIT_ARGS", ""))
+    for word, following in zip(submitted, [*submitted[1:], ""], strict=True):
+        name, _, value = following.partition("=") if word in ("--conf", "-c") else word.partition("=")
+        if word == "--master" or (name in ("--master", "spark.master") and value):
+            return value or following
+    return _default("spark.master") or "local[*]"
+
+
+def _default(option: str) -> str | None:
+    """What `spark-defaults.conf` says."""
+    home = os.environ.get("SPARK_CONF_DIR") or os.path.join(os.environ.get("SPARK_HOME", ""), "conf")
+    try:
+        lines = Path(home, "spark-defaults.conf").read_text().splitlines()
+    except OSError:
+        return None
+    pairs = (re.split(r"[\s=]+", line.strip(), maxsplit=1) for line in lines if not line.lstrip().startswith("#"))
+    return next((pair[1].strip() for pair in pairs if len(pair) == 2 and pair[0] == option), None)
+
+
 def _launch(settings: dict[str, str], log: Path | None) -> None:
     """
     Start the JVM with a log file for its stderr: its warnings would tear the progress view.
@@ -90,7 +147,7 @@ def _launch(settings: dict[str, str], log: Path | None) -> None:
     from pyspark import SparkConf, SparkContext
     from pyspark.java_gateway import launch_gateway
 
-    if log is None or SparkContext._gateway is not None:
+    if log is None or SparkContext._gateway is not None or is_submitted():
         return
     with disk_errors():
         log.parent.mkdir(parents=True, exist_ok=True)

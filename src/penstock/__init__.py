@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline as Pipeline
     from penstock.spark import register as register
+    from penstock.spark.batches import BatchSink as BatchSink
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +22,8 @@ def __getattr__(name: str) -> Any:
         from penstock.spark import register
 
         return register
+    if name == "BatchSink":
+        from penstock.spark.batches import BatchSink
+
+        return BatchSink
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")

@@ -19,5 +19,6 @@ def spark(java: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
     os.environ["PENSTOCK_TEST_ARMED"] = str(tmp_path_factory.mktemp("armed") / "failpoint")
     session = start_session("local[2]", "penstock-tests", tmp_path_factory.mktemp("spark") / "spark.log")
+    session.conf.set("spark.sql.shuffle.partitions", "2")  # 200 tasks for a handful of rows take most of a minute
     yield session
     session.stop()

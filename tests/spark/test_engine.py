@@ -278,6 +278,7 @@ def test_the_callers_session_and_its_views_stay_as_they_were(drained: Any, spark
     spark.udf.register("plus_one", lambda n: n + 1, "long")
     drained(Keyed(KeyedConfig(rows=10)), Route(sql="SELECT plus_one(row) AS row FROM input"))
     assert spark.sql("SELECT count(*) FROM input").first()[0] == 3
+    assert type(spark).getActiveSession() is spark
     spark.catalog.dropTempView("input")
 
 

@@ -249,6 +249,26 @@ def each_schema(context: typer.Context) -> None:
 
 
 @app.command()
+def pack(
+    file: File = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The archive to write.")] = Path("environment.tar.gz"),
+) -> None:
+    """Pack what executors need into one archive, which Spark takes to them: for a cluster without Penstock."""
+    from penstock.spark.pack import pack
+
+    packed = pack(output, load(file))
+    console = stdout()
+    console.print(f"{output}: {output.stat().st_size / 1e6:,.0f} MB with {', '.join(packed)}", soft_wrap=True)
+    console.print(
+        Text(
+            f"PYSPARK_PYTHON=./environment/bin/python spark-submit --archives {output}#environment "
+            f"{Path(__file__).parent.parent / '__main__.py'} run {file or 'pipeline.toml'}"
+        ),
+        soft_wrap=True,
+    )
+
+
+@app.command()
 def doctor() -> None:
     """Check that this machine has what Penstock needs."""
     from penstock.cli import machine

@@ -112,6 +112,15 @@ def route_problems(
         if route.per_epoch and spark is None:
             hint = "remove it; rows pass one by one anyway"
             yield Problem("PEN-1010", "'per_epoch' needs 'sql' or 'transform'", hint, (*where, "per_epoch"))
+        if route.streaming and (spark is None or route.per_epoch):
+            what = (
+                "'streaming' needs 'sql' or 'transform'"
+                if spark is None
+                else "'streaming' and 'per_epoch' exclude each other"
+            )
+            yield Problem("PEN-1010", what, "remove one of them", (*where, "streaming"))
+        if route.output_mode != "append" and not route.streaming:
+            yield Problem("PEN-1010", "'output_mode' needs 'streaming = true'", "remove it", (*where, "output_mode"))
         if route.partitions > 1 and spark is not None:
             hint = f"remove 'partitions': with '{spark}' Spark decides which rows stay together"
             what = f"'partitions' cannot be kept through '{spark}'"
@@ -138,7 +147,8 @@ def _same_target(a: Route, b: Route, sinks: Sequence[str]) -> bool:
 
 
 def _work(route: Route) -> tuple[object, ...]:
-    return route.sql, route.transform, route.per_epoch, route.partitions, route.key, route.schema_evolution
+    stateful = (route.streaming, route.output_mode)
+    return route.sql, route.transform, route.per_epoch, stateful, route.partitions, route.key, route.schema_evolution
 
 
 def _unknown_name(kind: Kind, name: str, known: Sequence[str], where: Where) -> Problem:

@@ -114,6 +114,12 @@ class RouteEntry(Config):
     per_epoch: bool = False
     """Allows aggregates, DISTINCT, joins and windows, which then see one epoch at a time."""
 
+    streaming: bool = False
+    """Runs `sql` or `transform` as a query of Structured Streaming, which keeps its state from epoch to epoch."""
+
+    output_mode: Literal["append", "update"] = "append"
+    """For `streaming`: `append` hands on rows that will not change any more; `update` every row that an epoch changed."""
+
     schema_evolution: Policy | None = None
     """What happens to rows that a target has no place for; none: as the sink says, see there."""
 

@@ -58,6 +58,8 @@ class Route:
     sql: str | None = None
     transform: str | None = None
     per_epoch: bool = False
+    streaming: bool = False
+    output_mode: Literal["append", "update"] = "append"
     schema_evolution: Policy | None = None
     """None: as the sink says."""
     on_error: OnError | None = None

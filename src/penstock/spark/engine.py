@@ -46,6 +46,7 @@ from penstock.spark.shipping import ship
 from penstock.spark.sieve import CODE, Sieve, find, keeps_rows
 from penstock.spark.sql import (
     BAD_SQL,
+    activate,
     check_route,
     clone,
     computed_on,
@@ -57,7 +58,9 @@ from penstock.spark.sql import (
     sql_targets,
     transform,
 )
+from penstock.spark.streaming import Kept, Streamed
 from penstock.spark.tasks import (
+    Wanted,
     count_task,
     evaluate_task,
     gather_task,
@@ -67,6 +70,7 @@ from penstock.spark.tasks import (
     read_task,
     result_param,
     scatter_task,
+    seeded_task,
     work_task,
     write_task,
 )
@@ -212,7 +216,10 @@ class SparkEngine:
         """Analyse the SQL of each route against its topic's schema; refuse what is wrong or works per epoch unasked."""
         for target, schema in routes:
             if not is_plain(target.route):
-                check_route(clone(self.session), target, schema, bool(set(target.sinks).intersection(keyed)))
+                try:
+                    check_route(clone(self.session), target, schema, bool(set(target.sinks).intersection(keyed)))
+                finally:
+                    activate(self.session)
 
     def run(self, job: Job) -> Sequence[TaskResult]:
         """Stage one epoch: one Spark job for all passthrough routes, and one for each topic that SQL makes."""
@@ -224,7 +231,9 @@ class SparkEngine:
                 results += self._passthrough(job)
             for target, schemas in sql_targets(job).items():
                 try:
-                    results += self._sifted(job, target, merged(schemas, target.topic))
+                    schema = merged(schemas, target.topic)
+                    streams = target.route.streaming
+                    results += self._streamed(job, target, schema) if streams else self._sifted(job, target, schema)
                 except ConnectorError as error:
                     if not is_of_stream(error) and error.code != BAD_SQL:
                         raise  # such as of a connector that could not be opened
@@ -302,7 +311,7 @@ class SparkEngine:
 
         def queried(schema: pa.Schema) -> Any:
             seeds = session.range(0, len(groups), 1, len(groups))
-            task = read_task(packed, groups, target, schema, known, readers, fates, sieve)
+            task = read_task(packed, groups, Wanted(target, schema, known, readers, sieve), fates)
             rows = seeds.mapInArrow(task, spark_schema(schema, target.topic))
             return transform(session, target.route, target.topic, rows)
 
@@ -322,6 +331,30 @@ class SparkEngine:
         results = [pickle.loads(row.result) for row in written]
         results += readers.value.values()
         return results
+
+    def _streamed(self, job: Job, target: Target, schema: pa.Schema) -> list[TaskResult]:
+        """Run an epoch through a query that keeps its state."""
+        from pyspark.sql.pandas.types import to_arrow_schema
+
+        assert self._log is not None, "a streaming route keeps its state beside the pipeline's"
+        groups, session = job.groups(self.parallelism), clone(self.session)
+        readers = self._context.accumulator({}, result_param())
+        wanted = Wanted(target, schema, frozenset(schema.names), readers)
+
+        def query(seeds: Any) -> Any:
+            rows = seeds.mapInArrow(seeded_task(wanted), spark_schema(schema, target.topic))
+            return transform(session, target.route, target.topic, rows)
+
+        def write(batch: Any) -> list[TaskResult]:
+            columns = to_arrow_schema(batch.schema, timezone="UTC")
+            written = batch.mapInArrow(write_task(pack(job), target, columns, None, None), _RESULT).collect()
+            return [pickle.loads(row.result) for row in written]
+
+        kept = Kept.of(self._log.parent, job.epoch.incarnation, target)
+        with driver_errors(), row_errors(target):
+            run = Streamed(kept, target, job.epoch.number, query, write)
+            results = run.run(session, pack((job, groups)), len(groups))
+        return [*results, *readers.value.values()]
 
 
 def feeding(job: Job, target: Target) -> list[Place]:

@@ -51,7 +51,7 @@ def _validated(name: str, model: type[Config], texts: Mapping[str, str]) -> Conf
         return model.model_validate(parsed)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)
-    first = found[0]
+    first = min(found, key=lambda each: each["type"] != "extra_forbidden")  # a wrong name is why another is missing
     option = str(first["loc"][0]) if first["loc"] else ""
     what = {
         "missing": f"{name} needs option({option!r}, …)",

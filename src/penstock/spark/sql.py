@@ -49,6 +49,14 @@ def clone(spark: Any) -> Any:
     return SparkSession(spark.sparkContext, spark._jsparkSession.cloneSession())
 
 
+def activate(spark: Any) -> None:
+    """Make a session the active one again: what we ask of a clone makes the clone active, and its caller would be lost."""
+    from pyspark.sql import SparkSession
+
+    SparkSession._activeSession = spark
+    SparkSession._get_j_spark_session_class(spark._jvm).setActiveSession(spark._jsparkSession)
+
+
 def check_route(session: Any, target: Target, schema: pa.Schema, keyed: bool) -> None:
     """Refuse a query that is wrong, works per epoch unasked, or drops what changes need; `keyed`: a sink applies them by key."""
     route, topic = target.route, target.topic
@@ -57,17 +65,41 @@ def check_route(session: Any, target: Target, schema: pa.Schema, keyed: bool) ->
     if route.sql is not None and "View (`input`" not in str(plan.toString()):
         _refuse(target, "does not read `input`, so the rows of the topic would go nowhere", "select FROM input")
     operators = set(_operators(plan))
+    if route.streaming:
+        _check_streaming(session, target, schema)
+        return
     if operators & PER_EPOCH and not route.per_epoch:
         raise ConfigError(
             f"{route_name(route, topic)} uses {_listed(operators & PER_EPOCH)}, which would see one epoch at a time",
             code="PEN-1017",
-            hint="set `per_epoch = true` on the route if that is what you want",
+            hint="set `streaming = true` on the route to keep state across epochs, or `per_epoch = true` if that is meant",
         )
     twice = {column for column in frame.columns if frame.columns.count(column) > 1}
     if twice:
         _refuse(target, f"makes two columns named {_listed(twice)}", "give one of them another name with AS")
     if "_op" in schema.names:
         _check_changes(frame, target, schema, operators - ROW_BY_ROW if keyed else set())
+
+
+def _check_streaming(session: Any, target: Target, schema: pa.Schema) -> None:
+    """Refuse what Structured Streaming cannot do, before the first epoch."""
+    from pyspark.errors import PySparkException
+
+    route, topic = target.route, target.topic
+    seeds = session.readStream.format("rate").load()
+    rows = seeds.mapInArrow(lambda batches: batches, spark_schema(schema, topic))
+    frame = transform(session, route, topic, rows)
+    if not frame.isStreaming:
+        _refuse(
+            target, "does not read the rows of the topic as a stream", "hand on what was made of the frame it was given"
+        )
+    modes = session._jvm.org.apache.spark.sql.streaming.OutputMode
+    mode = modes.Update() if route.output_mode == "update" else modes.Append()
+    checker = session._jvm.org.apache.spark.sql.catalyst.analysis.UnsupportedOperationChecker
+    try:
+        checker.checkForStreaming(frame._jdf.queryExecution().analyzed(), mode)
+    except PySparkException as error:
+        _refuse(target, f"cannot be a streaming query: {first_line(error)}", "see docs/spark.md, State across epochs")
 
 
 def _check_changes(frame: Any, target: Target, schema: pa.Schema, mixing: set[str]) -> None:

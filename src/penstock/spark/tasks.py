@@ -8,7 +8,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -131,46 +131,73 @@ def gather_task(packed: bytes, offset: int) -> Callable[[int, Iterable[tuple[Key
     return task
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """The rows that a query reads of an epoch, and where what its tasks found out is collected."""
+
+    target: Target
+    schema: pa.Schema
+    """The columns that the query uses."""
+    known: frozenset[str]
+    results: Any
+    sieve: Sieve = field(default_factory=Sieve)
+
+    def read(
+        self,
+        job: Job,
+        group: int,
+        parts: Sequence[Part],
+        fates: FilteredChanges | None = None,
+        note: Callable[[pa.RecordBatch], None] = lambda rows: None,
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows of one group of splits."""
+        decoder = job.decoders.of(self.target.topic)
+        columns = frozenset(self.schema.names) if len(self.schema) < len(self.known) and decoder is None else None
+        if fates is not None and columns is not None:
+            columns |= fates.columns(self.known)
+        same = lambda target: _same(target, self.target)  # noqa: E731
+        reading = Reading(job, parts, same, columns, failures=not self.sieve.probes)
+        writer = Writer(job, Task(READERS + group, _attempt()))
+        first = 0
+        try:
+            for rows in reading:
+                if rows.target.topic == letters.TOPIC:
+                    writer.take(rows)
+                    continue
+                given, left = self.sieve.part(group, first, rows)
+                if left:
+                    writer.take(letters_of(rows, left, job))
+                first += rows.batch.num_rows
+                note(given.batch)  # before the rows go on: who has seen the last of them finds all notes
+                # Columns that the epoch does not know have it staged again.
+                seen = self.known if given.envelopes is None else self.known.union(given.batch.schema.names)
+                yield conform(given.batch, self.schema, seen, self.target.topic)
+            self.results.add({group: reading.finish(writer.finish())})
+        finally:
+            writer.close()
+
+
 def read_task(
-    packed: bytes,
-    groups: list[list[Part]],
-    wanted: Target,
-    schema: pa.Schema,
-    known: frozenset[str],
-    results: Any,
-    fates: FilteredChanges | None,
-    sieve: Sieve,
+    packed: bytes, groups: list[list[Part]], wanted: Wanted, fates: FilteredChanges | None
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def task(ids: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         job: Job = pickle.loads(packed)
-        decoder = job.decoders.of(wanted.topic)
-        columns = frozenset(schema.names) if len(schema) < len(known) and decoder is None else None
-        if fates is not None and columns is not None:
-            columns |= fates.columns(known)
         with fates.noting(_side_file(job)) if fates else contextlib.nullcontext(lambda rows: None) as note:
             for batch in ids:
                 for index in batch.column(0).to_pylist():
-                    same = lambda target: _same(target, wanted)  # noqa: E731
-                    reading = Reading(job, groups[index], same, columns, failures=not sieve.probes)
-                    writer = Writer(job, Task(READERS + index, _attempt()))
-                    first = 0
-                    try:
-                        for rows in reading:
-                            if rows.target.topic == letters.TOPIC:
-                                writer.take(rows)
-                                continue
-                            given, left = sieve.part(index, first, rows)
-                            if left:
-                                writer.take(letters_of(rows, left, job))
-                            first += rows.batch.num_rows
-                            rows = given
-                            note(rows.batch)  # before the rows go on: who has seen the last of them finds all notes
-                            # Columns that the epoch does not know have it staged again.
-                            seen = known if rows.envelopes is None else known.union(rows.batch.schema.names)
-                            yield conform(rows.batch, schema, seen, wanted.topic)
-                        results.add({index: reading.finish(writer.finish())})
-                    finally:
-                        writer.close()
+                    yield from wanted.read(job, index, groups[index], fates, note)
+
+    return task
+
+
+def seeded_task(wanted: Wanted) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """For streaming queries, whose plan outlives an epoch: the job comes with the rows that ask for a group."""
+
+    def task(seeds: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in seeds:
+            for index, packed in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+                job, groups = pickle.loads(packed)
+                yield from wanted.read(job, index, groups[index])
 
     return task
 

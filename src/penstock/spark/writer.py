@@ -22,14 +22,24 @@ from pyspark.sql import datasource
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamWriter, WriterCommitMessage
 
 from penstock import failpoints
-from penstock.errors import ConfigError, FatalError, PlanStale, RetryableError
+from penstock.errors import ConfigError, FatalError, PlanStale, RetryableError, StagingLost
 from penstock.pipeline.options import Processing
 from penstock.pipeline.routing import Route, Router, Target
 from penstock.runtime.epochs.commit import has_second_stage
-from penstock.runtime.job import Job
+from penstock.runtime.job import ApplyJob, Job
 from penstock.runtime.retry import Backoff
 from penstock.runtime.writing import Writer
-from penstock.sink import PLANS, DeliveryGuarantee, Epoch, Receipt, SinkConnector, Task, TopicSink, is_committed
+from penstock.sink import (
+    PLANS,
+    Applied,
+    DeliveryGuarantee,
+    Epoch,
+    Receipt,
+    SinkConnector,
+    Task,
+    TopicSink,
+    is_committed,
+)
 from penstock.spark.given import connector_of
 
 OWN = ("topic", "pipeline", "epoch", "delivery")
@@ -78,8 +88,16 @@ class Output:
             raise ConfigError(
                 f"{name} does not replace a whole target in one step",
                 code="PEN-1009",
-                hint='use mode("append"); of a stream outputMode("update") with option("mode", "upsert") and option("key", …)',
+                hint='use mode("append"); for outputMode("update") of a stream: foreachBatch(penstock.BatchSink(…))',
             )
+
+    def apply(self, job: ApplyJob) -> list[Applied]:
+        """The second stage, here: a commit of Spark's own has no executors."""
+        applied = []
+        for number, (_, work) in enumerate(job.work):
+            applied.append(job.sinks[_SINK].apply(job.epoch, work, Task(number)))
+            failpoints.hit("apply.middle")
+        return applied
 
     def stage(self, epoch: Epoch, batches: Iterator[pa.RecordBatch]) -> Staged:
         """Task: write the rows and stage them."""
@@ -121,6 +139,8 @@ class Output:
                     failpoints.hit("commit.after")
                     self._tidy(epoch, receipts)
                 return
+            except StagingLost:
+                raise  # only the batch itself can bring it back: Spark repeats it when the query starts again
             except RetryableError as error:
                 pause = backoff.next(error)
                 _log.warning("%s; once more in %.1f s", error, pause)
@@ -137,7 +157,6 @@ class Output:
             self.sink.commit_epoch(epoch, receipts, {})
 
     def _apply(self, sink: TopicSink[Any, Any], epoch: Epoch, topic: str, receipts: Sequence[Receipt]) -> None:
-        """The second stage, here: a commit of Spark's has no executors."""
         own = replace(epoch, attempt=_short(epoch.attempt, "apply"))
         for _ in range(PLANS):
             failpoints.hit("plan_apply.before")
@@ -145,10 +164,7 @@ class Output:
             if not work:
                 sink.commit_topic(epoch, topic, receipts, {})
                 return
-            applied = []
-            for number, each in enumerate(work):
-                applied.append(sink.apply(own, each, Task(number)))
-                failpoints.hit("apply.middle")
+            applied = self.apply(ApplyJob(own, {_SINK: sink}, [(_SINK, each) for each in work]))
             try:
                 failpoints.hit("apply.after")
                 sink.commit_applied(own, topic, receipts, {}, applied)
@@ -181,8 +197,12 @@ def query_epoch(pipeline: str | None) -> Epoch:
     query, batch = (context.getLocalProperty(key) for key in ("sql.streaming.queryId", "streaming.sql.batchId"))
     if query is None or batch is None:
         raise FatalError("Spark does not say which batch of which query this task belongs to", code="PEN-5012")
-    # All runs of the query have one name for their tries at a batch: who commits it removes what the others left.
-    return Epoch(pipeline or f"spark-{query}", query, int(batch), attempt=_short(query, batch))
+    return epoch_of(query, int(batch), pipeline)
+
+
+def epoch_of(query: str, batch: int, pipeline: str | None) -> Epoch:
+    """All runs of the query have one name for their tries at a batch: who commits it removes what the others left."""
+    return Epoch(pipeline or f"spark-{query}", query, batch, attempt=_short(query, str(batch)))
 
 
 def written_epoch(pipeline: str | None, number: int | None) -> Epoch:

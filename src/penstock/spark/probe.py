@@ -2,7 +2,7 @@
 A first job on a cluster: does every executor have what the pipeline needs there?
 
 Its tasks import nothing of Penstock before they have looked whether that is possible. Each problem is one line, with what
-to do; all of them are told together.
+to do; all of them are said together.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _root(connector: Connector[Any]) -> Path | None:
 def probe(context: Any, needs: Needs, tasks: int) -> None:
     """Run the job; refuses to go on with what the executors lack, or with why no task could run."""
     found: dict[str, str] = {}
-    with _nonces(needs) as nonces, _told_if_it_waits():
+    with _nonces(needs) as nonces, _said_if_it_waits():
         try:
             answers = context.parallelize(range(tasks), tasks).mapPartitionsWithIndex(_looker(needs, nonces)).collect()
         except Exception as error:  # the reason is one of a few, and none of them is a class of its own
@@ -129,7 +129,7 @@ def _nonces(needs: Needs) -> Iterator[dict[str, tuple[str, str]]]:
 
 
 @contextlib.contextmanager
-def _told_if_it_waits() -> Iterator[None]:
+def _said_if_it_waits() -> Iterator[None]:
     done = threading.Event()
 
     def wait() -> None:

@@ -12,6 +12,7 @@ import polars
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, QueryBuilder, write_deltalake
+from deltalake.exceptions import DeltaError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lake_readers import table_of
@@ -286,6 +287,24 @@ def test_the_client_counts_deleted_rows_which_the_documents_say(sink, target):
     commit(sink, 2, upserts({}, deletes=range(10)))
     assert DeltaTable(str(target)).count() == 100  # when this fails, take the warning out of the documents
     assert len(read(target)) == 90
+
+
+def test_check_says_which_readers_and_commands_do_not_know_vectors(make):
+    (found,) = make().check()
+    assert found.ok
+    assert "count()" in found.what
+    assert "vacuum(full=True)" in found.what
+    assert make(apply="rewrite").check() == ()
+
+
+def test_a_full_vacuum_of_the_client_destroys_the_table_which_the_documents_say(sink, target):
+    fill(sink)
+    commit(sink, 2, upserts({}, deletes=range(10)))
+    DeltaTable(str(target)).vacuum(retention_hours=0, dry_run=False, enforce_retention_duration=False)
+    assert len(read(target)) == 90  # the plain one is safe
+    DeltaTable(str(target)).vacuum(retention_hours=0, dry_run=False, enforce_retention_duration=False, full=True)
+    with pytest.raises(DeltaError):  # when this fails, take the warning out of the documents
+        read(target)
 
 
 # -- others --------------------------------------------------------------------------------------------------------------

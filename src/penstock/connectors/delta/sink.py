@@ -24,6 +24,7 @@ from penstock.errors import ConfigError
 from penstock.schema import ChangeKind, SchemaChange
 from penstock.schema.evolution import diff, widens
 from penstock.sink import Applied, Epoch, Positions, SinkContext, Task, Topic, Work
+from penstock.source import Finding
 
 
 class Delta(LakeSink[DeltaConfig]):
@@ -35,6 +36,9 @@ class Delta(LakeSink[DeltaConfig]):
     one entry of the log replaces the old files by the new ones. Up to a million rows are rewritten by the driver, more of
     them in tasks. One task alone writes the new rows of an epoch whose changes leave values out (unchanged TOAST values):
     it looks them up in the table.
+
+    With `apply = "vectors"` or `"auto"` old rows are marked in deletion vectors instead, and an epoch costs the same however
+    large the table is; `docs/upserts.md` says who reads such tables. The sink then writes the entries of the log itself.
 
     Supports exactly-once: an entry is made only at the version after the one whose marker was read. Readers see
     whole epochs. Topics may be committed at the same time. Other writers may append to, compact and vacuum the table
@@ -67,6 +71,15 @@ class Delta(LakeSink[DeltaConfig]):
         if MISREAD.search(str(self.targets.root)):
             what = f"the Delta client reads the %-code or backslash in `path` as another character: {self.config.path}"
             raise ConfigError(what, code="PEN-1003", hint="choose another path")
+
+    def check(self) -> Sequence[Finding]:
+        if not self.config.makes_vectors:
+            return ()
+        what = (
+            "old rows are marked in deletion vectors: `DeltaTable.count()` counts them, `to_pyarrow_table()` refuses the "
+            "table, and `vacuum(full=True)` of deltalake destroys it (docs/upserts.md)"
+        )
+        return (Finding(True, what),)
 
     def spec(self) -> FileSpec:
         return FileSpec(

@@ -130,6 +130,7 @@ def test_the_name_of_a_file_with_a_prefix_is_that_of_the_protocol():
     assert vector.file == "ab/deletion_vector_d2c639aa-8816-431a-aaf6-d3fe2512ff61.bin"
 
 
+@settings(deadline=None)
 @given(st.sets(st.integers(0, 2**34), max_size=200), st.booleans())
 def test_positions_come_back(positions, dense):
     wanted = np.array(sorted({*positions, *(range(70_000) if dense else ())}), np.int64)

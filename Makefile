@@ -84,6 +84,9 @@ servers:  # what single tests need; a test whose server is not there says so
 		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y strace >/dev/null; } || true
 	@$(BIN)/python -m penstock.testing.readers --is-installed || { \
 		echo "installing a second DuckDB (150 MB); only this once" && $(BIN)/python -m penstock.testing.readers; } || true
+	@{ command -v chromium && command -v chromedriver; } >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		echo "installing Chromium; only this once" && apt-get -qq update && \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y chromium chromium-driver >/dev/null; } || true
 	@$(BIN)/python -m penstock.testing.apicurio --is-installed || { \
 		command -v mvn >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 			echo "installing Maven; only this once" && apt-get -qq update && \

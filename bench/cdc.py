@@ -207,7 +207,7 @@ def ours_run(dsn: str, target: Path) -> None:
         began, last, phases, epochs = (
             time.perf_counter(),
             0.0,
-            dict.fromkeys(("plan", "stage", "commit", "ack"), 0.0),
+            dict.fromkeys(("plan", "stage", "apply", "commit", "ack"), 0.0),
             0,
         )
         while (report := loop.step()) is not None:

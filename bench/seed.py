@@ -110,7 +110,7 @@ def ours_run(dsn: str, target: Path) -> None:
     with postgres.epochs(dsn, TABLE, target, engine, "snappy") as loop:
         print("ready", flush=True)
         sys.stdin.readline()
-        began, phases, epochs = time.perf_counter(), dict.fromkeys(("plan", "stage", "commit", "ack"), 0.0), 0
+        began, phases, epochs = time.perf_counter(), dict.fromkeys(("plan", "stage", "apply", "commit", "ack"), 0.0), 0
         while not epochs or not postgres.is_seeded(loop):
             report = loop.step()
             if report is not None:

@@ -384,7 +384,7 @@ def test_letters_are_told_in_the_log_and_counted(home: Home, caplog: pytest.LogC
     telemetry.close()
     assert "dead_letters=1" in caplog.text
     assert "source=listed stream=a topic=/a PEN-3001" in caplog.text
-    assert "penstock_dead_letters_total 1.0" in telemetry.metrics().decode()
+    assert 'penstock_dead_letters_total{code="PEN-3001"} 1.0' in telemetry.metrics().decode()
     assert telemetry.status()["dead_letters"] == 1
 
 

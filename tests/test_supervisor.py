@@ -586,7 +586,7 @@ def test_an_idle_pipeline_uses_next_to_no_cpu(tmp_path: Path) -> None:
     (tmp_path / "pipeline.toml").write_text(PIPELINE)
     process = subprocess.Popen([sys.executable, "-c", IDLE, str(tmp_path / "pipeline.toml")])
     try:
-        until(lambda: list((tmp_path / "lake").glob("*.parquet")), 30)
+        until(lambda: list((tmp_path / "lake").glob("*.parquet")), 90)
         before, began = cpu_secs(process.pid), time.monotonic()
         time.sleep(4)
         used = (cpu_secs(process.pid) - before) / (time.monotonic() - began)

@@ -68,6 +68,8 @@ class TestStatus:
         assert status["sinks"]["lake"]["topics"]["/orders"] == {
             "rows": 150,
             "bytes": 1500,
+            "rows_per_sec": 300.0,
+            "bytes_per_sec": 3000.0,
             "discarded": 0,
             "last_epoch": 1,
         }
@@ -277,7 +279,7 @@ class TestStatusFile:
         telemetry.close()
         assert read_status(tmp_path)["state"] == "stopped"
         assert read_status(tmp_path)["epochs"] == 1
-        assert [p.name for p in tmp_path.iterdir()] == [STATUS_FILE]
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["history", STATUS_FILE]
 
     def test_it_follows_what_happens_at_most_once_a_second(self, telemetry, tmp_path):
         telemetry.publish(tmp_path)
@@ -387,7 +389,7 @@ class TestHttp:
         assert json.loads(get(f"{url}/api/status")[1])["sinks"] == telemetry.status()["sinks"]
 
     def test_other_paths_say_what_there_is(self, url):
-        code, text = get(f"{url}/")
+        code, text = get(f"{url}/nothing")
         assert code == 404
         assert "/metrics" in text
 

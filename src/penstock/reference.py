@@ -24,6 +24,7 @@ from penstock.pipeline.options import Processing, RouteEntry, SchemaEntry
 from penstock.pipeline.registry import BUILT_IN, Entry
 from penstock.pipeline.routing import OnError
 from penstock.pipeline.schemas import RegistryRef
+from penstock.runtime.telemetry import boards, names
 from penstock.schema.registry import BUILT_IN as REGISTRIES
 from penstock.schema.registry import registry_type
 from penstock.sink import DeliveryGuarantee, SinkConnector
@@ -43,6 +44,9 @@ def files(directory: Path) -> dict[str, str]:
         **{f"formats/{name}.md": format_page(name, directory / "formats" / f"{name}.md") for name in formats.BUILT_IN},
         "configuration.md": configuration_page(),
         "errors.md": errors_page(),
+        "operating.md": operating_page(directory / "operating.md"),
+        "grafana/dashboard.json": boards.dashboard(),
+        "grafana/alerts.yml": boards.alert_rules(),
         "pipeline.schema.json": json.dumps(file_schema(), indent=2, ensure_ascii=False) + "\n",
     }
 
@@ -84,6 +88,13 @@ def format_page(name: str, path: Path) -> str:
     needs = [f"Needs `pip install 'penstock[{extra}]'`.", ""] if extra else []
     options = [inspect.getdoc(format) or "", "", *needs, *_options(format.options_type)]
     return "\n".join([before + _BEGIN, "", *options, "", _END + rest.partition(_END)[2]])
+
+
+def operating_page(path: Path) -> str:
+    """The page about operating: as it was written, with the metrics as they are."""
+    whole = path.read_text(encoding="utf-8") if path.exists() else f"# Operating a pipeline\n\n{_BEGIN}\n{_END}\n"
+    before, _, rest = whole.partition(_BEGIN)
+    return "\n".join([before + _BEGIN, "", names.markdown(), "", _END + rest.partition(_END)[2]])
 
 
 def configuration_page() -> str:

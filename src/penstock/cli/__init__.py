@@ -208,6 +208,37 @@ def status(
         raise typer.Exit(1)
 
 
+@app.command()
+def stop(
+    file: File = None,
+    drain: Annotated[bool, typer.Option("--drain", help="Only once all that is there now is committed.")] = False,
+) -> None:
+    """Ask a running pipeline to finish the epoch in hand and to end."""
+    from penstock.runtime.commands import end_asked
+
+    for line in end_asked(load(file), "drain" if drain else "stop", "command line"):
+        print(line)
+
+
+@app.command()
+def console(
+    directories: Annotated[
+        list[Path] | None, typer.Argument(metavar="[DIR]...", help="Where state directories are; by default here.")
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 chooses a free one.")] = 8600,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; another than this machine needs a token.")
+    ] = "127.0.0.1",
+    token_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Environment variable that holds the token for actions.")
+    ] = None,
+) -> None:
+    """Serve a page for all pipelines under some directories, running or not."""
+    from penstock.cli import consoles
+
+    consoles.serve(directories or [Path()], host, port, token_env)
+
+
 @app.command("dlq", help=DLQ)
 def dead_letters(
     words: Annotated[list[str], typer.Argument(metavar="[FILE] show|replay|drop", show_default=False)],

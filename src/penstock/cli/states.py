@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 import json as codec
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.view import duration
-from penstock.errors import ConfigError
 from penstock.pipeline import Pipeline
-from penstock.runtime.epochs import State
-from penstock.runtime.telemetry import ENDED, read_status
-from penstock.tables import Request, Requests, TableSource, TableState, Verb
+from penstock.runtime.commands import chosen_tables, table_sources, tables_asked
+from penstock.tables import TableState, Verb
 
 _COLOURS = {
     "active": "green",
@@ -33,23 +27,10 @@ _COLOURS = {
 }
 
 
-@dataclass(frozen=True)
-class _Known:
-    """A source that has tables, where it keeps its requests, and what its newest position says of them."""
-
-    name: str
-    directory: Path
-    states: Mapping[str, TableState]
-
-    @property
-    def requests(self) -> list[Request]:
-        return Requests(self.directory).pending()
-
-
 def show(pipeline: Pipeline, names: Sequence[str], console: Console, json: bool) -> None:
     """Print a line per table."""
-    sources = _sources(pipeline)
-    chosen = {known.name: _chosen([known], names)[known.name] if names else None for known in sources}
+    sources = table_sources(pipeline)
+    chosen = {known.name: chosen_tables([known], names)[known.name] if names else None for known in sources}
     shown = [
         (known, stream, each, [r.verb for r in known.requests if stream in r.streams])
         for known in sources
@@ -77,66 +58,8 @@ def show(pipeline: Pipeline, names: Sequence[str], console: Console, json: bool)
 
 def command(pipeline: Pipeline, verb: Verb, names: Sequence[str], console: Console) -> None:
     """Leave a command for the source, and say when it is taken up."""
-    sources = _sources(pipeline)
-    chosen = _chosen(sources, names)
-    for known in sources:
-        streams = chosen[known.name]
-        left_out = [stream for stream in streams if known.states[stream].state == "left_out"]
-        if left_out and len(left_out) == len(streams):
-            state = known.states[left_out[0]]
-            raise ConfigError(f"{left_out[0]} cannot be captured: {state.error}", hint=state.hint)
-        streams = chosen[known.name] = [stream for stream in streams if stream not in left_out]
-        skipped = [stream for stream in streams if known.states[stream].state == "skipped"]
-        if verb == "resume" and skipped and len(skipped) == len(streams):
-            raise ConfigError(f"{skipped[0]} is skipped, not paused", hint=f"penstock tables resync FILE {skipped[0]}")
-    status = read_status(pipeline.processing.state_dir)
-    runs = status is not None and status["state"] not in (*ENDED, "dead")
-    for known in sources:
-        if chosen[known.name]:
-            Requests(known.directory).add(verb, chosen[known.name])
-            when = "taken up with the next epoch" if runs else "kept for the next start"
-            console.print(f"{verb} {', '.join(chosen[known.name])}: {when}", soft_wrap=True)
-
-
-def _sources(pipeline: Pipeline) -> list[_Known]:
-    state = State(pipeline.processing.state_dir, pipeline.name).peek()
-    found = [
-        _Known(name, state.directory / "sources" / name, _states(state, name, source))
-        for name, source in pipeline.sources.items()
-        if isinstance(source, TableSource)
-    ]
-    if not found:
-        raise ConfigError(f"no source of {pipeline.name} has tables", hint="sources that copy tables do: postgres_cdc")
-    return found
-
-
-def _states(state: State, name: str, source: TableSource[Any, Any]) -> Mapping[str, TableState]:
-    newest = state.newest
-    if newest is None or name not in newest.ranges:
-        return {}
-    span, ended = newest.ranges[name], newest.state == "committed"
-    position = source.position_type.model_validate(span.end if ended else span.start)
-    return source.tables(source.next_start(position, newest.notes.get(name, ()) if ended else ()))
-
-
-def _chosen(sources: Sequence[_Known], names: Sequence[str]) -> dict[str, list[str]]:
-    """Per source the tables that the names and patterns choose; each must choose one."""
-    everything = sorted({stream for known in sources for stream in known.states})
-    for name in names:
-        if not any(_fits(stream, name) for stream in everything):
-            nearest = difflib.get_close_matches(name, everything, n=1, cutoff=0)
-            raise ConfigError(
-                f"no table is called {name!r}" + (f"; the nearest is {nearest[0]!r}" if nearest else ""),
-                hint="penstock tables show FILE lists them" if everything else "it has not run yet: penstock run FILE",
-            )
-    return {
-        known.name: [stream for stream in known.states if any(_fits(stream, name) for name in names)]
-        for known in sources
-    }
-
-
-def _fits(stream: str, name: str) -> bool:
-    return stream == name or fnmatchcase(stream, name)
+    for line in tables_asked(pipeline, verb, names, "command line"):
+        console.print(Text(line), soft_wrap=True)
 
 
 def _rows(each: TableState) -> str:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from penstock.config import Config
+from penstock.config import Config, Secret
 from penstock.pipeline.routing import OnError, Route
 from penstock.schema.compatibility import Compatibility
 from penstock.schema.evolution import Policy
@@ -69,7 +69,13 @@ class Processing(Config):
     """Name of the sink that takes dead letters; none: a Delta table in `dead_letters` under `state_dir`."""
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port for metrics, health and status over HTTP, on 127.0.0.1; 0 chooses a free one, none serves nothing."""
+    """Port for the console, metrics, health and status over HTTP; 0 chooses a free one, none serves nothing."""
+
+    metrics_host: str = Field(default="127.0.0.1", min_length=1)
+    """Address on which `metrics_port` is opened; any that is not of this machine alone needs a `console_token`."""
+
+    console_token: Secret | None = None
+    """Token that actions of the console need, as `{ env = "NAME" }`; none: the console only shows."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severity that is logged."""

@@ -116,12 +116,21 @@ class Tally:
     """Records that could not be used and were left out, per topic; what the source itself refuses has none."""
     letters: dict[Topic, int] = field(default_factory=dict)
     """Records that became dead letters, per topic."""
+    codes: dict[str, int] = field(default_factory=dict)
+    """The same by error code."""
+    oldest: float | None = None
+    """When the first of the rows that know it was committed in the outside system, or received; seconds since 1970."""
     samples: list[Bad] = field(default_factory=list)
     notes: list[Json] = field(default_factory=list)
     stream: str = ""
     """The stream in hand."""
     refused: dict[str, Json] = field(default_factory=dict)
     """Streams that a sink refused, with the notes that say so; their rows are left out from there on."""
+
+    def kept(self, topic: Topic, code: str, count: int) -> None:
+        """So many records of a topic became dead letters."""
+        self.letters[topic] = self.letters.get(topic, 0) + count
+        self.codes[code] = self.codes.get(code, 0) + count
 
     def add(self, other: Tally) -> None:
         """Take over what another task made of the same part: it may have read it for another topic, or written some of it."""
@@ -130,6 +139,9 @@ class Tally:
             for topic, count in others.items():
                 # What the source itself refuses is met by every task that reads the part.
                 mine[topic] = max(mine.get(topic, 0), count) if not topic else mine.get(topic, 0) + count
+        for code, count in other.codes.items():
+            self.codes[code] = self.codes.get(code, 0) + count
+        self.oldest = min((at for at in (self.oldest, other.oldest) if at is not None), default=None)
         self.samples += other.samples
         self.notes += [note for note in other.notes if note not in self.notes]
         self.refused |= other.refused

@@ -7,14 +7,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConnectorError, without_secrets
 from penstock.pipeline import Pipeline
+from penstock.runtime.commands import end_requests
 from penstock.runtime.ingest import Ingest
 from penstock.runtime.job import Engine
 from penstock.runtime.telemetry import Telemetry
 from penstock.source import HealthState, HealthStatus
+
+END_SECS = 0.5
+"""How often requests to end are looked for."""
 
 HEALTH_SECS = 5.0
 """How often connectors are asked how they are."""
@@ -74,8 +79,12 @@ class Monitor:
         pipeline, telemetry = self._pipeline, self._telemetry
 
         def tell_health(component: str, ask: Callable[[], HealthStatus]) -> None:
-            health = _asked(ask, HealthStatus.degraded)
-            if health.state is not HealthState.UNKNOWN and not self._closed.is_set():
+            health: HealthStatus | str = _asked(ask, str)
+            if self._closed.is_set():
+                return
+            if isinstance(health, str):
+                telemetry.unreachable(component, health)
+            elif health.state is not HealthState.UNKNOWN:
                 telemetry.state(component, health)
 
         def tell_lag(name: str, ask: Callable[[], int | None]) -> None:
@@ -104,6 +113,28 @@ class Monitor:
         elif not step.phase and time.monotonic() - step.began > self._pipeline.processing.health_timeout_secs:
             waited = time.monotonic() - step.began
             telemetry.state("pipeline", HealthStatus.unhealthy(f"no source has answered for {waited:.0f} s"))
+
+
+class EndWatch:
+    """Looks for requests to end that somebody leaves in the state directory, in a thread of its own."""
+
+    def __init__(self, state_dir: Path, *, stop: threading.Event, drain: threading.Event) -> None:
+        self._requests = end_requests(state_dir)
+        self._requests.done(request.name for request in self._requests.pending())  # they were for an earlier run
+        self._ends: dict[str, threading.Event] = {"stop": stop, "drain": drain}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="penstock-end-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(END_SECS):
+            for request in self._requests.pending():
+                self._requests.done([request.name])
+                self._ends[request.verb].set()
 
 
 class _Question:

@@ -66,16 +66,17 @@ def free_port(pipeline: Pipeline) -> str:
     port = pipeline.processing.metrics_port
     if not port or runs(pipeline):  # its own run has the port
         return ""
-    with socket.socket() as probe:
+    host = pipeline.processing.metrics_host
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: a port of a while ago is free
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
                 f"cannot serve metrics on port {port}: {error.strerror}",
                 hint="choose another metrics_port under [processing], or 0 for any that is free",
             ) from error
-    return f"port {port} is free for metrics"
+    return f"port {port} of {host} is free for the console and metrics"
 
 
 LOOKS: tuple[Look, ...] = (state_directory, safe_changes, free_port)

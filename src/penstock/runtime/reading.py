@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from penstock.errors import ConfigError, DataError
 from penstock.formats import Failures
@@ -127,7 +128,7 @@ class Reading:
             tally.skipped[""] = tally.skipped.get("", 0) + error.count
             return
         assert self._job.letters is not None
-        tally.letters[""] = tally.letters.get("", 0) + error.count
+        tally.kept("", error.code, error.count)
         target = letters.target(self._job.letters)
         if self._wanted(target):  # every task that reads the part meets them, and one of them keeps them
             place = Place(part.source, error.stream, "")
@@ -151,6 +152,7 @@ class Reading:
     def _routed(self, part: Part, item: SourceBatch, tally: Tally) -> Iterator[Rows]:
         tally.stream = item.stream
         tally.rows += item.num_rows
+        tally.oldest = _oldest(item.records, tally.oldest)
         for target, rows in self._job.router.route(part.source, item):
             if target is None:
                 tally.unrouted += rows.num_rows
@@ -211,7 +213,7 @@ class Reading:
             code, rule = "PEN-1018", "route.gone"
             what = f"no route leads from {place.source}/{place.stream} to {place.topic}"
             what += f" of sink {place.sink!r}" if place.sink is not None else ""
-        tally.letters[place.topic] = tally.letters.get(place.topic, 0) + some.num_rows
+        tally.kept(place.topic, code, some.num_rows)
         show(tally, place.topic, code, rule, what)
         return Rows(target, letters.again(some, rule, what, code, self._job.epoch), tally)
 
@@ -249,9 +251,18 @@ class Reading:
             return
         assert self._job.letters is not None
         for place in rows.places(self._job):
-            tally.letters[topic] = tally.letters.get(topic, 0) + len(failures)
+            tally.kept(topic, "PEN-3001", len(failures))
             found = letters.of_messages(rows.batch, failures, place, self._job.epoch)
             yield replace(rows, target=letters.target(self._job.letters), batch=found)
+
+
+def _oldest(records: pa.RecordBatch, known: float | None) -> float | None:
+    """The earliest time at which a row came to be, as changes and messages say it; copied rows do not."""
+    column = next((name for name in ("_committed_at", "timestamp") if name in records.schema.names), None)
+    if column is None or not (column == "_committed_at" or is_envelope(records.schema)):
+        return known
+    first = pc.min(records.column(column)).cast(pa.timestamp("us", tz="UTC")).value
+    return known if first is None else min(first / 1e6, known or first / 1e6)
 
 
 def _going(target: Target, place: Place) -> Target | None:

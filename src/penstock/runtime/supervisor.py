@@ -6,13 +6,14 @@ import contextlib
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import pyarrow as pa
+from pydantic import ValidationError
 
 from penstock.capture import ChangeCapture, SnapshotTable
 from penstock.durable import Json
@@ -28,9 +29,11 @@ from penstock.runtime.journal import JournalPosition
 from penstock.runtime.messages import letters
 from penstock.runtime.messages.codecs import Codecs
 from penstock.runtime.messages.store import letter_sink, replay_source
-from penstock.runtime.monitor import Monitor, Step
+from penstock.runtime.monitor import EndWatch, Monitor, Step
 from penstock.runtime.retry import Backoff
-from penstock.runtime.telemetry import Telemetry
+from penstock.runtime.starting import Starting
+from penstock.runtime.telemetry import Looks, Telemetry
+from penstock.runtime.telemetry.ports import listening
 from penstock.runtime.waker import Waker
 from penstock.schema import discover
 from penstock.sink import SinkConnector, Topic
@@ -78,8 +81,8 @@ class Server(Protocol):
     def close(self) -> None: ...
 
 
-Serve = Callable[[Telemetry, int], Server]
-"""Publishes telemetry on a port of this machine; `penstock.web.serve` is the product."""
+Serve = Callable[[Telemetry, int, Pipeline], Server]
+"""Publishes telemetry on a port; `penstock.web.serve` is the product."""
 
 
 def run(
@@ -100,6 +103,10 @@ def run(
     """
     own = telemetry is None
     telemetry = telemetry or Telemetry.of(pipeline)
+    if isinstance(drain, bool):
+        asked, drain = drain, threading.Event()
+        if asked:
+            drain.set()
     supervisor = _Supervisor(pipeline, telemetry, stop or threading.Event(), drain, lost_state, serve)
     try:
         with contextlib.ExitStack() as resources:
@@ -118,7 +125,7 @@ class _Supervisor:
     pipeline: Pipeline
     telemetry: Telemetry
     stop: threading.Event
-    drain: bool | threading.Event
+    drain: threading.Event
     lost_state: LostState
     serve: Serve | None = None
     summary: Summary = field(default_factory=Summary)
@@ -140,7 +147,7 @@ class _Supervisor:
 
     @property
     def draining(self) -> bool:
-        return self.drain if isinstance(self.drain, bool) else self.drain.is_set()
+        return self.drain.is_set()
 
     def run(self, resources: contextlib.ExitStack, engine: Engine) -> Summary:
         began = time.monotonic()
@@ -155,8 +162,8 @@ class _Supervisor:
         shape = self._compare(state)
         self.telemetry.publish(directory)
         if processing.metrics_port is not None and self.serve is not None:
-            resources.callback(self.serve(self.telemetry, processing.metrics_port).close)
-        starting = _Starting(engine, directory / "lock.jvm", self.telemetry)
+            resources.callback(self.serve(self.telemetry, processing.metrics_port, self.pipeline).close)
+        starting = Starting(engine, directory / "lock.jvm", self.telemetry)
         resources.callback(starting.stop)
         letters = letter_sink(self.pipeline)
         self.sinks = {**self.pipeline.sinks, **letters}
@@ -166,6 +173,9 @@ class _Supervisor:
         self.messages = Messages(codecs, policies, next(iter(letters), None), processing.max_error_rate)
         self.contexts = Contexts(state, Wiring(self.ranges, self.sinks, self.router), codecs)
         self.contexts.copies.captures = self.ingests
+        self.telemetry.looks = Looks(
+            partial(_positions, state, self.ranges), self.contexts.columns, self.contexts.flows
+        )
         self._open(state, resources)
         if not starting.wait(self.stop):
             return self.summary
@@ -176,8 +186,12 @@ class _Supervisor:
             ingest.start()
         waker = Waker(self.stop)
         resources.callback(waker.close)
+        resources.callback(EndWatch(directory, stop=self.stop, drain=self.drain).close)
         monitor = Monitor(self.pipeline, self.telemetry, engine, self.ingests, lambda: self.step)
         resources.callback(monitor.close)
+        self.telemetry.ports = listening()
+        for port in self.telemetry.ports:
+            self.telemetry.message("info", f"listens on {port['address']}:{port['port']} ({port['program']})")
         self._drive(loop, waker, began)
         for ingest in self.ingests.values():
             ingest.stop()  # what was accepted becomes durable before anything closes
@@ -293,6 +307,7 @@ class _Supervisor:
             max_epoch_rows=processing.max_epoch_rows,
             messages=self.messages,
             on_phase=self._phase,
+            on_ack=self.telemetry.acked,
             on_ack_failed=lambda name, error: self.telemetry.retry(f"source:{name}", error, 0.0),
             contexts=self.contexts,
         )
@@ -312,7 +327,7 @@ class _Supervisor:
                     if schema is None:
                         continue  # its payloads are not known yet, nor what SQL would make of them
                     for sink in target.sinks:
-                        self.contexts.learn(sink, target, schema)
+                        self.contexts.learn(sink, target, schema, name)
                     routes.append((target, schema))
         keyed = [name for name, sink in self.pipeline.sinks.items() if sink.capabilities.upsert]
         engine.check(routes, keyed)
@@ -344,7 +359,7 @@ class _Supervisor:
         if signals and all(signals):
             timer = REQUEST_SECS if letters.REPLAY in self.ranges else None
         self.requests = [event for source in self.pipeline.sources.values() if (event := source.checkpoint_requested())]
-        for event in (*self.requests, *([] if isinstance(self.drain, bool) else [self.drain])):
+        for event in (*self.requests, *([] if self.draining else [self.drain])):
             waker.watch(event, clear=False)
         retry = Backoff(processing)
         self.telemetry.state("pipeline", HealthStatus.healthy())
@@ -430,47 +445,12 @@ class _Supervisor:
                 error = again
 
 
-class _Starting:
-    """Starts the engine in a thread while the connectors open."""
-
-    def __init__(self, engine: Engine, lock: Path, telemetry: Telemetry) -> None:
-        self._engine = engine
-        self._lock = lock
-        self._telemetry = telemetry
-        self._error: BaseException | None = None
-        self._abandoned = self._started = False
-        self._done = threading.Lock()
-        self._thread = threading.Thread(target=self._start, name="penstock-engine", daemon=True)
-        self._thread.start()
-
-    def _start(self) -> None:
-        try:
-            self._telemetry.engine("starting Spark")
-            self._engine.start()
-            self._engine.hold(self._lock)
-            self._telemetry.engine(self._engine.version)
-        except BaseException as error:  # noqa: BLE001 (raised again where the engine is needed)
-            self._error = error
-        with self._done:
-            self._started = True
-            abandoned = self._abandoned
-        if abandoned:
-            self._engine.stop()
-
-    def wait(self, stop: threading.Event) -> bool:
-        """True once the engine runs; False when it is no longer wanted."""
-        while self._thread.is_alive():
-            self._thread.join(0.05)
-            if stop.is_set():
-                return False
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def stop(self) -> None:
-        """Stop the engine; one that is still starting stops itself, since nobody should wait for it to say why it failed."""
-        with self._done:
-            self._abandoned = True
-            started = self._started
-        if started:
-            self._engine.stop()
+def _positions(state: State, ranges: Mapping[str, RangeSource[Any, Any]]) -> dict[str, str]:
+    """How far each source was read by the newest epoch, in words."""
+    newest = state.newest
+    found = {}
+    for name, span in newest.ranges.items() if newest is not None else ():
+        if name in ranges:
+            with contextlib.suppress(ValidationError):  # of another version: the start says so
+                found[name] = ranges[name].position_type.model_validate(span.end).describe()
+    return found

@@ -127,9 +127,9 @@ class Writer:
         if found is None:
             return False
         topic = rows.target.topic
-        tally.letters[topic] = tally.letters.get(topic, 0) + len(found)
         place, made = replace(rows.place, sink=name), []
         for at, why in found:
+            tally.kept(topic, why.code, 1)
             show(tally, topic, why.code, "sink", why.message)
             if rows.envelopes is not None:
                 failure = Failures.of({at: ("sink", why.message)})

@@ -49,7 +49,7 @@ def letters_of(rows: Rows, left: Mapping[int, str], job: Job) -> Rows:
     """Dead letters for the rows that a query fails on."""
     assert job.letters is not None
     topic, tally = rows.target.topic, rows.tally
-    tally.letters[topic] = tally.letters.get(topic, 0) + len(left)
+    tally.kept(topic, CODE, len(left))
     for why in left.values():
         show(tally, topic, CODE, "sql", why)
     (place,) = rows.places(job)

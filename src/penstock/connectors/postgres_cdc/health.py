@@ -24,6 +24,16 @@ def lag(connection: psycopg.Connection[Any], config: PostgresLogConfig) -> int |
     return None if found is None else max(0, slots.server(connection).flushed - found.confirmed)
 
 
+def slot_counts(connection: psycopg.Connection[Any], config: PostgresLogConfig) -> dict[str, float]:
+    """The state of the slot and what it holds, as counters."""
+    found = slots.slot(connection, config.slot)
+    if found is None:
+        return {"slot_missing": 1.0}
+    held = max(0, slots.server(connection).flushed - found.restart)
+    safe = {} if found.safe_wal_size is None else {"slot_safe_bytes": float(found.safe_wal_size)}
+    return {f"slot_{found.wal_status}": 1.0, "slot_held_bytes": float(held), **safe}
+
+
 def health(
     connection: psycopg.Connection[Any],
     config: PostgresLogConfig,

@@ -67,6 +67,7 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
         self._began: LogPosition | None = None
         self._planned: tuple[tuple[LogPosition, ReadLimit], LogPosition] | None = None
         self._at: LogPosition | None = None
+        self._slot: dict[str, float] = {}
         self._all: tuple[LogPosition, int] | None = None
         """The last end that was asked for without a bound, and where the log ended then: a drain goes on to there."""
 
@@ -113,6 +114,7 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
 
     def _health(self, connection: psycopg.Connection[Any]) -> HealthStatus:
         position = self._at or self._began
+        self._slot = health.slot_counts(connection, self.config)
         return health.health(connection, self.config, position, self._planner.slot_waits_for)
 
     def metrics(self) -> ConnectorMetrics:
@@ -122,7 +124,7 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
         )
         for table in self.tables(self._at).values() if self._at else ():
             counts[f"tables_{table.state}"] += 1
-        return ConnectorMetrics(custom=counts)
+        return ConnectorMetrics(custom={**counts, **self._slot})
 
     def tables(self, position: LogPosition) -> Mapping[str, TableState]:
         return health.table_states(position, copies=self.config.snapshot != "never")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -95,12 +96,26 @@ class _Commit:
 class Commits:
     """Commits a prepared epoch. May be called again for the same manifest, in this process or in another."""
 
-    def __init__(self, state: State, contexts: Contexts, engine: Engine, threads: int) -> None:
+    def __init__(
+        self,
+        state: State,
+        contexts: Contexts,
+        engine: Engine,
+        threads: int,
+        on_phase: Callable[[int, str], None] = lambda number, phase: None,
+    ) -> None:
         self._state = state
         self._wiring = contexts.wiring
         self._contexts = contexts
         self._engine = engine
         self._threads = threads
+        self._on_phase = on_phase
+        self._apply_secs = 0.0
+
+    def take_apply_secs(self) -> float:
+        """Time that the work before the commits took since this was last asked."""
+        secs, self._apply_secs = self._apply_secs, 0.0
+        return secs
 
     def run(self, manifest: Manifest, names: Iterable[str], *, again: bool) -> tuple[Manifest, list[str]]:
         """
@@ -116,8 +131,13 @@ class Commits:
                 manifest = self._name_try(manifest)
         lost: set[str] = set()
         for _ in range(PLANS):
+            began = time.perf_counter()
             self._plan(self._state.epoch(manifest, _last(manifest.applies)), commits)
+            if any(commit.work for commit in commits):
+                self._on_phase(manifest.number, "apply")
             retried = self._apply(self._state.epoch(manifest, _last(manifest.applies)), commits)
+            self._apply_secs += time.perf_counter() - began
+            self._on_phase(manifest.number, "commit")
             lost |= {commit.name for commit in commits if isinstance(commit.error, StagingLost)}
             ready = [commit for commit in commits if commit.error is None]
             self._commit(manifest, ready)

@@ -30,6 +30,8 @@ class Contexts:
         self.copies = FirstCopies(state, wiring)
         self._sources = state.directory / "sources"
         self._topics: dict[str, dict[Topic, TopicContext]] = {name: {} for name in wiring.sinks}
+        self._columns: dict[Topic, pa.Schema] = {}
+        self._flows: dict[tuple[str, Topic, str], None] = {}
 
     def open(self) -> None:
         """Open every connector; sinks first, since a source may ask what they hold."""
@@ -64,10 +66,20 @@ class Contexts:
         """For a sink, on the driver: it shows what is learned later, too."""
         return SinkContext(MappingProxyType(self._topics[name]))
 
-    def learn(self, sink: str, target: Target, schema: pa.Schema) -> None:
+    def learn(self, sink: str, target: Target, schema: pa.Schema, source: str = "") -> None:
         """Take over what a route says of a topic, and the schema that its stream has now."""
+        self._columns[target.topic] = schema
+        self._flows[source, target.topic, sink] = None
         topics = self._topics[sink]
         topics[target.topic] = target.context(topics.get(target.topic, TopicContext()), schema)
+
+    def columns(self) -> dict[Topic, dict[str, str]]:
+        """The columns of each topic with their types, as they enter it; for people."""
+        return {topic: {each.name: str(each.type) for each in schema} for topic, schema in [*self._columns.items()]}
+
+    def flows(self) -> list[tuple[str, Topic, str]]:
+        """Source, topic and sink of every way that rows take, as far as it is known."""
+        return [*self._flows]
 
     def in_tasks(self, refilled: Collection[Pair] = ()) -> dict[str, SinkContext]:
         """For the sinks of one job. `refilled`: targets that are cleared and take the types of their rows."""

@@ -40,10 +40,14 @@ class EpochReport:
     """Rows left out by `on_error = "skip"` and `unrouted = "skip"`."""
     letters: Mapping[Topic, int] = field(default_factory=dict)
     """Records that became dead letters, per topic."""
+    codes: Mapping[str, int] = field(default_factory=dict)
+    """The same by error code; of an epoch that another run had staged, nothing."""
+    oldest: Mapping[str, float] = field(default_factory=dict)
+    """When the first row of each source came to be, in seconds since 1970; only where rows know it, and not if `recovered`."""
     bad: Sequence[Bad] = ()
     """The first few of the records that could not be used."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Time spent in plan, stage, commit and ack."""
+    """Time spent in plan, stage, apply, commit and ack."""
     recovered: bool = False
 
 
@@ -65,6 +69,7 @@ class EpochLoop:
         messages: Messages | None = None,
         threads: int = THREADS,
         on_phase: Callable[[int, str], None] = lambda number, phase: None,
+        on_ack: Callable[[str], None] = lambda source: None,
         on_ack_failed: Callable[[str, ConnectorError], None] = lambda source, error: None,
         contexts: Contexts | None = None,
     ) -> None:
@@ -76,6 +81,7 @@ class EpochLoop:
         self.frozen: dict[str, Any] | None = None
         """Ends beyond which nothing is planned (`--drain`); None: no such ends."""
         self._on_phase = on_phase
+        self._on_ack = on_ack
         self._on_ack_failed = on_ack_failed
         self.contexts = contexts or Contexts(state, Wiring(sources, sinks, router))
         """What the connectors are to be opened with."""
@@ -83,12 +89,13 @@ class EpochLoop:
         self._markers = Markers(state, wiring)
         self._messages = messages or Messages()
         self._stager = Stager(self.contexts, engine, self._messages)
-        self._commits = Commits(state, self.contexts, engine, threads)
+        self._commits = Commits(state, self.contexts, engine, threads, on_phase)
         self._sweeper = Sweeper(state, wiring)
         self._tries = Tries(state, wiring, self._markers, self._stager, self._sweeper, on_phase)
         self.copies = self.contexts.copies
         self._unacked: dict[str, Any] = {}
-        self._bad: list[Bad] = []
+        self._staged = Staged()
+        """What the last stage came to, for the report."""
 
     def start(self, pairs: Iterable[Pair], on_lost: OnLost = "stop") -> None:
         """Compare the state with what the targets say; after the sources and sinks are open, before the first step."""
@@ -131,17 +138,22 @@ class EpochLoop:
                 return EpochReport(manifest.number, seconds=seconds, recovered=recovered)
         with _timed(seconds, "commit"):
             manifest = self._finish(self._commit(manifest, again))
+        seconds["apply"] = self._commits.take_apply_secs()
+        seconds["commit"] -= seconds["apply"]
         with _timed(seconds, "ack"):
             self.ack()
         self.copies.mark()
         self._sweeper.sweep()
+        staged, self._staged = self._staged, Staged()
         return EpochReport(
             number=manifest.number,
             rows_in=manifest.rows_in,
             rows_out=manifest.written(),
             skipped=manifest.skipped,
             letters=manifest.letters,
-            bad=tuple(self._bad),
+            codes=staged.codes,
+            oldest=staged.oldest,
+            bad=tuple(staged.samples),
             seconds=seconds,
             recovered=recovered,
         )
@@ -201,7 +213,7 @@ class EpochLoop:
         }
         manifest = self.state.save(manifest.model_copy(update=update))
         self._messages.count(staged)
-        self._bad = staged.samples
+        self._staged = staged
         failpoints.hit("prepare.after")
         return manifest
 
@@ -241,6 +253,7 @@ class EpochLoop:
                 self._on_ack_failed(name, error)
             else:
                 del self._unacked[name]
+                self._on_ack(name)
         failpoints.hit("ack.after")
 
     @property

@@ -44,6 +44,10 @@ class Staged:
     """Of these, records that could not be used, skipped or kept as dead letters."""
     letters: dict[Topic, int] = field(default_factory=dict)
     """Dead letters, per topic."""
+    codes: dict[str, int] = field(default_factory=dict)
+    """The same by error code."""
+    oldest: dict[str, float] = field(default_factory=dict)
+    """When the first row of each source came to be, where its rows know it."""
     samples: list[Bad] = field(default_factory=list)
     """The first few of the bad ones."""
     columns: dict[Topic, list[pa.Schema]] = field(default_factory=dict)
@@ -91,6 +95,10 @@ class Staged:
             self.samples += tally.samples[: SAMPLES - len(self.samples)]
             for topic, count in tally.letters.items():
                 self.letters[topic] = self.letters.get(topic, 0) + count
+            for code, count in tally.codes.items():
+                self.codes[code] = self.codes.get(code, 0) + count
+            if tally.oldest is not None:
+                self.oldest[tally.source] = min(tally.oldest, self.oldest.get(tally.source, tally.oldest))
 
     def _note(self, parts: Mapping[int, Tally], skipped: Mapping[tuple[str, str], Json]) -> None:
         for (source, _), note in skipped.items():

@@ -186,8 +186,8 @@ class Ingest:
             return HealthStatus.unhealthy(str(self.failure))
         if self._line is None:
             return self.source.health_check()
-        if self.journal.full:
-            return HealthStatus.degraded(f"the journal is full: {self.journal.held_bytes:,} bytes wait to be committed")
+        if full := self._line.fullness():
+            return full
         if self._line.status.state is HealthState.DEGRADED:
             return self._line.status
         own = self.source.health_check()

@@ -85,6 +85,7 @@ class Line:
         self._reliable_streams: dict[str, bool] = {}
         self._reports = reports
         self._backoff = Backoff(processing, name)
+        self._full_since: tuple[float, JournalPosition] | None = None
 
     @property
     def rows(self) -> int:
@@ -102,6 +103,20 @@ class Line:
         if self.direct is not None:
             self.direct.flush()
         self.journal.flush()
+
+    def fullness(self) -> HealthStatus | None:
+        """A full journal holds the source back, as it should; one out of which nothing is committed is stuck."""
+        if not self.journal.full:
+            self._full_since = None
+            return None
+        now, at = time.monotonic(), self.committed
+        if self._full_since is None or self._full_since[1] != at:
+            self._full_since = (now, at)
+        secs = now - self._full_since[0]
+        what = f"the journal is full: {self.journal.held_bytes:,} bytes wait to be committed"
+        if secs > self.processing.health_timeout_secs / 2:
+            return HealthStatus.unhealthy(f"{what}, and nothing was for {secs:.0f} s")
+        return HealthStatus.degraded(what)
 
     # -- retrying ------------------------------------------------------------------------------------------------
 

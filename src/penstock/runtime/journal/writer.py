@@ -108,6 +108,7 @@ class Journal:
             "journal_rows": self.appended - max(self._acked, self.first),
             "journal_oldest_seconds": 0.0 if oldest is None else max(0.0, time.time() - oldest),
             "journal_commits_total": self._disk.commits,
+            "journal_limit_bytes": self._max_bytes,
             "journal_fsyncs_total": fsyncs.count,
             "journal_fsync_seconds_total": fsyncs.seconds,
         }

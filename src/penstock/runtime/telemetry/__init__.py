@@ -1,5 +1,6 @@
 """What a running pipeline tells about itself, and how every front shows it."""
 
+from penstock.runtime.telemetry.parts import Looks
 from penstock.runtime.telemetry.status import (
     ENDED,
     STATUS_FILE,
@@ -15,6 +16,7 @@ from penstock.runtime.telemetry.telemetry import Telemetry
 __all__ = [
     "ENDED",
     "STATUS_FILE",
+    "Looks",
     "Telemetry",
     "Verdict",
     "assess",

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from penstock.durable import Json
+from penstock.runtime.telemetry import names
+from penstock.runtime.telemetry.names import METRICS, MOST_VALUES, OTHER, SECONDS, Metric
 from penstock.source import ConnectorMetrics
 
-_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-
-JOURNAL = {
-    "journal_bytes": "Bytes in a source's journal that wait to be committed.",
-    "journal_rows": "Rows in a source's journal that wait to be committed.",
-    "journal_oldest_seconds": "Age of the oldest row in a source's journal that waits to be committed.",
-    "journal_fsyncs_total": "Times that a source's journal was synced to disk.",
-    "journal_fsync_seconds_total": "Time that syncing a source's journal to disk took.",
-}
-"""What an ingest counts of its journal, by its name among the custom counters of `ConnectorMetrics`."""
+Sample = tuple[Metric, tuple[str, ...], float]
+"""One number: its metric and the values of its labels."""
 
 
 class Metrics:
@@ -33,15 +27,18 @@ class Metrics:
         self._status = status
         self._counted = counted
         self._registry = CollectorRegistry(auto_describe=False)
-        self._seconds = Histogram(
-            "penstock_epoch_seconds", "Time of an epoch by phase.", ["phase"], registry=self._registry, buckets=_BUCKETS
+        self._epochs, self._latency = (
+            Histogram(metric.name, metric.text, metric.labels, registry=self._registry, buckets=SECONDS)
+            for metric in (names.EPOCH_SECONDS, names.LATENCY)
         )
         self._registry.register(self)
 
-    def observe(self, seconds: Mapping[str, float]) -> None:
-        """An epoch spent so much time in each phase."""
+    def observe(self, seconds: Mapping[str, float], latency: Mapping[str, float] | None = None) -> None:
+        """An epoch spent so much time in each phase, and its oldest row of each source was visible after this time."""
         for phase, value in seconds.items():
-            self._seconds.labels(phase).observe(value)
+            self._epochs.labels(phase).observe(value)
+        for source, value in (latency or {}).items():
+            self._latency.labels(source).observe(value)
 
     def text(self) -> bytes:
         """In Prometheus' text format."""
@@ -51,99 +48,99 @@ class Metrics:
 
     def collect(self) -> Iterator[Any]:
         """Asked for by the registry."""
-        from prometheus_client.metrics_core import CounterMetricFamily as Count
-        from prometheus_client.metrics_core import GaugeMetricFamily as Gauge
+        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
-        status = self._status()
-        info = Gauge("penstock_info", "The pipeline and the version that runs it.", labels=["pipeline", "version"])
-        info.add_metric([status["pipeline"], status["version"]], 1)
-        yield info
+        families = {
+            metric: (CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily)(
+                metric.name.removesuffix("_total"), metric.text, labels=list(metric.labels)
+            )
+            for metric in METRICS
+            if metric.kind != "histogram"
+        }
+        for metric, labels, value in self.samples():
+            families[metric].add_metric(list(labels), value)
+        yield from families.values()
+
+    def samples(self) -> Iterator[Sample]:
+        """Every number but those of histograms."""
+        status, counted = self._status(), self._counted()
+        yield names.INFO, (status["pipeline"], status["version"]), 1
         yield from _rows(status)
         yield from _health(status)
-        lag = Gauge("penstock_lag", "How far a source is behind, in its own unit.", labels=["connector"])
-        for name, source in status["sources"].items():
-            if source["lag"] is not None:
-                lag.add_metric([name], source["lag"])
-        yield lag
-        yield Count("penstock_epochs", "Committed epochs.", value=status["epochs"])
-        yield Count("penstock_skipped", "Rows left out by policy.", value=status["skipped"])
-        yield Count("penstock_dead_letters", "Records kept as dead letters.", value=status["dead_letters"])
-        yield Gauge("penstock_uptime_seconds", "Time since the start.", value=status["uptime_secs"])
-        yield Gauge(
-            "penstock_last_commit_timestamp_seconds",
-            "When the last epoch was committed; 0 before the first.",
-            value=status["committed_at"],
-        )
-        yield from _own(self._counted())
+        yield from _sources(status)
+        for metric, key in ((names.EPOCHS, "epochs"), (names.SKIPPED, "skipped"), (names.UPTIME, "uptime_secs")):
+            yield metric, (), status[key]
+        yield names.COMMITTED_AT, (), status["committed_at"]
+        waits = status["epoch"] or status["state"] == "starting"
+        yield names.QUIET, (), status["quiet_secs"] if waits else 0
+        for code, count in status["dead_letters_by_code"].items():
+            yield names.DEAD_LETTERS, (code,), count
+        yield from _own(counted)
 
 
-def _rows(status: Json) -> Iterator[Any]:
-    from prometheus_client.metrics_core import CounterMetricFamily as Count
+def bounded(values: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
+    """The first values by their names, and the sum of the others."""
+    listed = list(values)
+    rest = listed[MOST_VALUES:]
+    return [*listed[:MOST_VALUES], *([(OTHER, sum(value for _, value in rest))] if rest else [])]
 
-    where = ["direction", "connector", "topic"]
-    rows = Count("penstock_rows", "Rows of committed epochs.", labels=where)
-    discarded = Count(
-        "penstock_discarded",
-        "Rows that `schema_evolution` left out or took a value from.",
-        labels=["connector", "topic"],
-    )
-    size = Count("penstock_bytes", "Bytes of committed epochs, as the sinks count them.", labels=where)
+
+def _rows(status: Json) -> Iterator[Sample]:
     for name, source in status["sources"].items():
-        rows.add_metric(["in", name, ""], source["rows"])
+        yield names.ROWS, ("in", name, ""), source["rows"]
     for name, sink in status["sinks"].items():
-        for topic, written in sink["topics"].items():
-            rows.add_metric(["out", name, topic], written["rows"])
-            size.add_metric(["out", name, topic], written["bytes"])
-            discarded.add_metric([name, topic], written["discarded"])
-    yield from (rows, size, discarded)
+        for key, metric in (("rows", names.ROWS), ("bytes", names.BYTES)):
+            for topic, value in bounded((topic, written[key]) for topic, written in sink["topics"].items()):
+                yield metric, ("out", name, topic), value
+        for topic, value in bounded((topic, written["discarded"]) for topic, written in sink["topics"].items()):
+            yield names.DISCARDED, (name, topic), value
 
 
-def _health(status: Json) -> Iterator[Any]:
-    from prometheus_client.metrics_core import CounterMetricFamily as Count
-    from prometheus_client.metrics_core import GaugeMetricFamily as Gauge
-
-    retries = Count("penstock_retries", "Failures that were tried again.", labels=["component"])
+def _health(status: Json) -> Iterator[Sample]:
     for component, count in status["retries"].items():
-        retries.add_metric([component], count)
-    errors = Count("penstock_errors", "Errors by code.", labels=["code"])
+        yield names.RETRIES, (component,), count
     for code, count in status["errors_by_code"].items():
-        errors.add_metric([code], count)
-    state = Gauge("penstock_state", "1 for the state a component is in.", labels=["component", "state"])
-    state.add_metric(["pipeline", status["state"]], 1)
+        yield names.ERRORS, (code,), count
+    yield names.STATE, ("pipeline", status["state"]), 1
     for kind in ("source", "sink"):
         for name, part in status[f"{kind}s"].items():
-            state.add_metric([f"{kind}:{name}", part["state"]], 1)
-    tables = Gauge("penstock_table", "1 for the state a table is in.", labels=["connector", "table", "state"])
+            yield names.STATE, (f"{kind}:{name}", part["state"]), 1
+
+
+def _sources(status: Json) -> Iterator[Sample]:
     for name, source in status["sources"].items():
-        for table, its_state in source["tables"]["states"].items():
-            tables.add_metric([name, table, its_state], 1)
-    yield from (retries, errors, state, tables)
+        if source["lag"] is not None:
+            yield names.LAG, (name,), source["lag"]
+        yield names.UNACKED, (name,), source["unacked_secs"]
+        states = source["tables"]["states"]
+        for state in sorted(set(states.values())):
+            yield names.TABLES, (name, state), sum(each == state for each in states.values())
+        shown = sorted(states.items(), key=lambda item: (item[1] != "failed", item[0]))[:MOST_VALUES]
+        for table, state in shown:
+            yield names.TABLE, (name, table, state), 1
+        copying = source["tables"]["copying"]
+        if copying:
+            yield names.COPIED, (name,), sum(each["rows"] for each in copying.values())
+            yield names.TO_COPY, (name,), sum(each["estimate"] or each["rows"] for each in copying.values())
 
 
-def _own(counted: Mapping[str, ConnectorMetrics]) -> Iterator[Any]:
-    from prometheus_client.metrics_core import CounterMetricFamily as Count
-    from prometheus_client.metrics_core import GaugeMetricFamily as Gauge
-
-    journal = {
-        name: (Count if name.endswith("_total") else Gauge)(
-            f"penstock_{name.removesuffix('_total')}", text, labels=["connector"]
-        )
-        for name, text in JOURNAL.items()
-    }
-    own = Gauge("penstock_connector", "What a connector counts itself.", labels=["component", "name"])
+def _own(counted: Mapping[str, ConnectorMetrics]) -> Iterator[Sample]:
     for component, metrics in counted.items():
-        for name in JOURNAL.keys() & metrics.custom.keys():
-            journal[name].add_metric([component.partition(":")[2]], metrics.custom[name])
-        custom = {name: value for name, value in metrics.custom.items() if name not in JOURNAL}
         if metrics == ConnectorMetrics():  # it counts nothing: noughts would say that nothing came
             continue
+        connector = component.partition(":")[2]
+        known = {f"slot_{state}": state for state in names.SLOT_STATES}
         numbers = {
             "records_total": metrics.records_total,
             "bytes_total": metrics.bytes_total,
             "errors_total": metrics.errors_total,
             **({} if metrics.lag is None else {"lag": metrics.lag}),
-            **custom,
+            **metrics.custom,
         }
         for name, value in numbers.items():
-            own.add_metric([component, name], value)
-    yield from (*journal.values(), own)
+            if name in names.CUSTOM:
+                yield names.CUSTOM[name], (connector,), value
+            elif name in known:
+                yield names.SLOT_STATE, (connector, known[name]), value
+            else:
+                yield names.OWN, (component, name), value

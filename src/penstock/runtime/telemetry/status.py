@@ -45,6 +45,11 @@ def assess(status: Mapping[str, Json]) -> tuple[str, list[str]]:
     parts = [(f"{kind[:-1]} {name}", part) for kind in ("sources", "sinks") for name, part in status[kind].items()]
     named = [(own["state"], own["reason"])]
     named += [(part["state"], f"{name} is {part['state']}: {part['reason']}") for name, part in parts]
+    patience = _patience(status["health_timeout_secs"])
+    for what, part in (("the pipeline", own), *parts):
+        if part["failing_secs"] > patience:
+            text = f"{what} has been failing for {part['failing_secs']:.0f} s: {part['reason']}"
+            named.insert(0, (HealthState.UNHEALTHY, text))
     if stuck := _stuck(status):
         named.insert(0, (HealthState.UNHEALTHY, stuck))
     problems = {
@@ -58,6 +63,11 @@ def assess(status: Mapping[str, Json]) -> tuple[str, list[str]]:
     if any(state == HealthState.DEGRADED for state, _ in named):
         return "degraded", problems[HealthState.DEGRADED]
     return "running", []
+
+
+def _patience(timeout: float) -> float:
+    """How long something may fail before it counts as unhealthy: the answer is there within the timeout of the file."""
+    return max(timeout / 2, timeout - 10)
 
 
 def _stuck(status: Mapping[str, Json]) -> str:
@@ -115,7 +125,11 @@ def read_status(state_dir: Path) -> dict[str, Json] | None:
         return None
     if not ended and not alive:
         status |= {
-            "own": _part("dead", f"process {status['pid']} ended without a final status (killed?)"),
+            "own": {
+                "state": "dead",
+                "reason": f"process {status['pid']} ended without a final status (killed?)",
+                "failing_secs": 0.0,
+            },
             "epoch": None,
         }
     elif not ended:
@@ -126,10 +140,6 @@ def read_status(state_dir: Path) -> dict[str, Json] | None:
         status["problems"].append(f"last heard of {age:.0f} s ago, on {status['host']}")
     status["reason"] = "; ".join(status["problems"])
     return status
-
-
-def _part(state: str, reason: str) -> dict[str, Json]:
-    return {"state": state, "reason": reason}
 
 
 def process_started(pid: int) -> str | None:

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import math
 import os
+import platform
 import socket
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
 from penstock.durable import Json
 from penstock.errors import ConnectorError, from_text, without_secrets
+from penstock.runtime.telemetry.history import EPOCH_FIELDS, HEALTH, History
+from penstock.runtime.telemetry.names import CUSTOM, SLOT_STATES
+from penstock.runtime.telemetry.parts import MOST_FLOWS, Looks, Parts, named
+from penstock.runtime.telemetry.ports import listening
 from penstock.runtime.telemetry.prometheus import Metrics
+from penstock.runtime.telemetry.rates import Rates
+from penstock.runtime.telemetry.schemas import SchemaLog
 from penstock.runtime.telemetry.status import StatusFile, assess, process_started, read_status
-from penstock.sink import Topic, WriteResult
+from penstock.runtime.telemetry.totals import Totals, log_epoch, one_line
 from penstock.source import Connector, ConnectorMetrics, HealthState, HealthStatus
 from penstock.tables import TableState
 
@@ -30,9 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-HISTORY_SECS = 60
-_RATE_SECS = 10.0
-_FAILED_NAMED = 3
+_PORTS_EVERY = 12
+"""Samples of the history between two looks at the ports."""
 
 
 @dataclass
@@ -40,49 +48,6 @@ class _Phase:
     number: int
     name: str
     since: float
-
-
-@dataclass
-class _Written:
-    rows: int = 0
-    discarded: int = 0
-    bytes: int = 0
-    last_epoch: int | None = None
-
-    def add(self, result: WriteResult, epoch: int) -> None:
-        self.rows += result.records_written
-        self.bytes += result.bytes_written
-        self.discarded += result.records_discarded
-        self.last_epoch = epoch
-
-
-@dataclass
-class _Totals:
-    """What this run has done."""
-
-    epochs: int = 0
-    recovered: int = 0
-    skipped: int = 0
-    letters: int = 0
-    read: dict[str, int] = field(default_factory=dict)
-    written: dict[tuple[str, Topic], _Written] = field(default_factory=dict)
-    retries: Counter[str] = field(default_factory=Counter)
-    codes: Counter[str] = field(default_factory=Counter)
-    errors: deque[dict[str, Json]] = field(default_factory=lambda: deque(maxlen=10))
-    bad: deque[dict[str, Json]] = field(default_factory=lambda: deque(maxlen=10))
-
-    def add(self, report: EpochReport) -> None:
-        self.epochs += 1
-        self.recovered += report.recovered
-        self.skipped += report.skipped
-        self.letters += sum(report.letters.values())
-        for source, rows in report.rows_in.items():
-            self.read[source] = self.read.get(source, 0) + rows
-        for pair, result in report.rows_out.items():
-            self.written.setdefault(pair, _Written()).add(result, report.number)
-        for each in report.bad:
-            named = {"source": each.source, "stream": each.stream, "topic": each.topic}
-            self.bad.append({"epoch": report.number, **named, "code": each.code, "reason": each.reason})
 
 
 class Telemetry:
@@ -107,42 +72,52 @@ class Telemetry:
         """Where `penstock.web` serves this status; set by it."""
         self.counters: dict[str, Callable[[], ConnectorMetrics]] = {
             f"{kind}:{name}": connector.metrics
-            for kind, named in (("source", _named(sources)), ("sink", _named(sinks)))
-            for name, connector in named.items()
+            for kind, these in (("source", named(sources)), ("sink", named(sinks)))
+            for name, connector in these.items()
             if connector is not None
         }
         """What is asked for a component's own counters."""
+        self.looks = Looks()
+        """What is asked for when a status is made; set by the supervisor."""
+        self.file: Path | None = None
+        """The pipeline file, if there is one."""
+        self.ports: list[dict[str, Json]] = []
+        """The ports on which the run listens, as of the last look."""
         self._clock = clock
         self._lock = threading.Lock()
         self._timeout = health_timeout_secs
         self._notices = list(notices)
-        self._sink_names = list(_named(sinks))
         self._started_at = time.time()
         self._started = self._progress = clock()
         self._engine = ""
-        self._health: dict[str, HealthStatus] = {}
-        self._tables: dict[str, Mapping[str, TableState]] = {}
         self._retrying: set[str] = set()
         self._ended: tuple[str, str] | None = None
         self._in_hand: _Phase | None = None
         self._last: dict[str, Json] | None = None
-        self._totals = _Totals(read=dict.fromkeys(_named(sources), 0))
-        self._lag: dict[str, int | None] = {}
-        self._rates = _Rates(self._started)
+        self._totals = Totals(read=dict.fromkeys(named(sources), 0))
+        self._parts = Parts(self._totals, list(named(sinks)))
+        self._rates = Rates(self._started)
         self._committed_at = 0.0
         self._file = StatusFile(self.status)
+        self._history = History(self._sample)
+        self._schemas = SchemaLog()
+        self._samples = 0
+        self.on_epoch: list[Callable[[EpochReport], None]] = []
+        """Called with the report of every committed epoch, in the thread that commits."""
         self._metrics = Metrics(self.status, self._counted)
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> Telemetry:
         """The telemetry of a checked pipeline."""
-        return cls(
+        made = cls(
             pipeline.name,
             sources=pipeline.sources,
             sinks=pipeline.sinks,
             notices=getattr(pipeline, "notices", ()),
             health_timeout_secs=pipeline.processing.health_timeout_secs,
         )
+        made.file = getattr(pipeline, "file", None)
+        return made
 
     # What the runtime reports.
 
@@ -157,10 +132,12 @@ class Telemetry:
     def state(self, component: str, status: HealthStatus) -> None:
         """The health of `pipeline`, `source:<name>` or `sink:<name>`; the same one again costs nothing."""
         with self._lock:
-            before = self._health.get(component, HealthStatus())
-            if before == status:
+            health = self._parts.health
+            if status.state is HealthState.HEALTHY:
+                self._parts.failing.pop(component, None)
+            if health.get(component, HealthStatus()) == status:
                 return
-            self._health[component] = status
+            health[component] = status
             if component == "pipeline":
                 self._progress = self._clock()
             retrying = component in self._retrying and status.state is not HealthState.UNHEALTHY
@@ -171,11 +148,19 @@ class Telemetry:
         log.log(logging.DEBUG if retrying else level, "%s is %s", component, one_line(str(status)))
         self._file.changed()
 
+    def unreachable(self, component: str, reason: str) -> None:
+        """A component did not answer, or said that it cannot be reached: degraded, and unhealthy if that lasts."""
+        with self._lock:
+            self._parts.failing.setdefault(component, self._clock())
+        self.state(component, HealthStatus.degraded(reason))
+
     def phase(self, number: int, name: str) -> None:
         """Epoch `number` enters a phase; the same phase again is a sign of life from a long one, `idle` ends the epoch."""
         with self._lock:
             now = self._clock()
             self._progress = now
+            for source in self._totals.read if name == "stage" else ():
+                self._parts.unacked.setdefault(source, now)
             if name == "idle":
                 self._in_hand = None
             elif self._in_hand is None or (self._in_hand.number, self._in_hand.name) != (number, name):
@@ -192,6 +177,8 @@ class Telemetry:
             self._in_hand = None
             self._totals.add(report)
             self._committed_at = time.time()
+            latency = {source: max(0.0, self._committed_at - at) for source, at in report.oldest.items()}
+            self._totals.latency = max(latency.values(), default=self._totals.latency)
             self._last = {
                 "number": report.number,
                 "rows_in": rows_in,
@@ -200,15 +187,29 @@ class Telemetry:
                 "recovered": report.recovered,
                 "committed_at": _iso(self._committed_at),
             }
-            self._rates.add(now, sum(report.seconds.values()), rows_in, rows_out)
-        self._metrics.observe(report.seconds)
-        _log_epoch(report, rows_in, rows_out)
+            begin = self._rates.add(now, sum(report.seconds.values()), rows_in, rows_out)
+            for source, rows in report.rows_in.items():
+                self._parts.meters[source].add(begin, now, rows)
+            for pair, written in report.rows_out.items():
+                self._parts.meters[pair].add(begin, now, written.records_written, written.bytes_written)
+        self._metrics.observe(report.seconds, latency)
+        about = {"number": report.number, "rows_in": rows_in, "rows_out": rows_out, **report.seconds}
+        self._history.epoch([about.get(field, 0.0) for field in EPOCH_FIELDS])
+        log_epoch(report, rows_in, rows_out)
+        for tell in self.on_epoch:
+            tell(report)
         self._file.changed()
+
+    def acked(self, source: str) -> None:
+        """All that was committed of a source is acknowledged."""
+        with self._lock:
+            self._parts.unacked.pop(source, None)
 
     def tables(self, source: str, tables: Mapping[str, TableState]) -> None:
         """What a source does with each of its tables; one that failed makes the source degraded."""
         with self._lock:
-            before, self._tables[source] = self._tables.get(source, {}), tables
+            before = self._parts.tables.get(source, {})
+            self._parts.copying(source, tables, self._clock())
         for name, table in tables.items():
             was = before.get(name)
             if table.state == "failed" and (was is None or (was.state, was.error) != ("failed", table.error)):
@@ -226,7 +227,8 @@ class Telemetry:
             self._remember(component, error)
             if backoff_secs > 0:
                 self._retrying.add(component)
-                self._health[component] = HealthStatus.degraded(f"retrying after: {without_secrets(text)}")
+                self._parts.failing.setdefault(component, self._clock())
+                self._parts.health[component] = HealthStatus.degraded(f"retrying after: {without_secrets(text)}")
         logging.getLogger("penstock.retry").warning(
             "%s: %s; trying again in %.1f s", component, one_line(without_secrets(str(error))), backoff_secs
         )
@@ -235,7 +237,7 @@ class Telemetry:
     def lag(self, source: str, value: int | None) -> None:
         """How far a source is behind, in its own unit."""
         with self._lock:
-            self._lag[source] = value
+            self._parts.lag[source] = value
         self._file.changed()
 
     def message(self, level: str, text: str) -> None:
@@ -253,9 +255,10 @@ class Telemetry:
             if self._ended is None:
                 self._ended = ("failed", without_secrets(str(error))) if error else ("stopped", "")
                 self._in_hand = None
-                self._lag.clear()  # nobody asks for it any more
+                self._parts.lag.clear()  # nobody asks for it any more
                 if error:
                     self._remember("pipeline", error)
+        self._history.close()
         self._file.close()
 
     def publish(self, state_dir: Path) -> None:
@@ -268,12 +271,15 @@ class Telemetry:
         with self._lock:
             if earlier is not None and self._last is None:
                 self._last = earlier["last_epoch"]
+        self._schemas.begin(state_dir)
+        self._history.begin(state_dir)
         self._file.begin(state_dir)
 
     # What the fronts show.
 
     def status(self) -> dict[str, Json]:
         """Everything there is to know, as JSON."""
+        positions, flows, counted = self.looks.positions(), self.looks.flows(), self._counted()
         with self._lock:
             now = self._clock()
             totals = self._totals
@@ -284,6 +290,9 @@ class Telemetry:
                 "pid": os.getpid(),
                 "process_started": process_started(os.getpid()),
                 "url": self.url,
+                "ports": self.ports,
+                "file": str(self.file) if self.file else None,
+                "versions": _versions(),
                 "own": self._own(),
                 "engine": self._engine,
                 "started_at": _iso(self._started_at),
@@ -309,11 +318,14 @@ class Telemetry:
                 },
                 "bytes": {"out": sum(topic.bytes for topic in totals.written.values())},
                 "skipped": totals.skipped,
-                "dead_letters": totals.letters,
+                "dead_letters": sum(totals.letters.values()),
+                "dead_letters_by_code": dict(totals.letters),
+                "latency_secs": None if totals.latency is None else round(totals.latency, 3),
                 "discarded": sum(topic.discarded for topic in totals.written.values()),
                 "retries": dict(totals.retries),
-                "sources": self._sources(),
-                "sinks": self._sinks(),
+                "sources": self._parts.all_sources(now, positions, _of_journal_and_slot(counted)),
+                "sinks": self._parts.all_sinks(now),
+                "flows": [list(flow) for flow in flows[:MOST_FLOWS]],
                 "bad": list(totals.bad),
                 "errors": list(totals.errors),
                 "errors_by_code": dict(totals.codes),
@@ -337,47 +349,30 @@ class Telemetry:
 
     def _own(self) -> dict[str, Json]:
         if self._ended:
-            return {"state": self._ended[0], "reason": self._ended[1]}
-        health = self._health.get("pipeline", HealthStatus())
-        return {"state": str(health.state), "reason": health.reason}
+            return {"state": self._ended[0], "reason": self._ended[1], "failing_secs": 0.0}
+        return self._parts.component("pipeline", self._clock())
 
-    def _component(self, name: str) -> dict[str, Json]:
-        health = self._health.get(name, HealthStatus())
-        return {"state": str(health.state), "reason": health.reason, "retries": self._totals.retries[name]}
-
-    def _sources(self) -> dict[str, Json]:
-        found = {}
-        for name, rows in self._totals.read.items():
-            part = self._component(f"source:{name}")
-            tables = self._tables.get(name, {})
-            failed = {
-                table: {"code": known.code, "error": known.error, "hint": known.hint, "next_try": known.next_try}
-                for table, known in sorted(tables.items())
-                if known.state == "failed"
-            }
-            if failed and part["state"] != HealthState.UNHEALTHY:
-                own = f"; {part['reason']}" if part["reason"] else ""
-                part |= {"state": str(HealthState.DEGRADED), "reason": f"{_failures(failed)}{own}"}
-            states = {table: known.state for table, known in tables.items()}
-            about = {"rows": rows, "lag": self._lag.get(name), "tables": {"states": states, "failed": failed}}
-            found[name] = {**about, **part}
-        return found
-
-    def _sinks(self) -> dict[str, Json]:
-        sinks: dict[str, Json] = {
-            name: {"rows": 0, "bytes": 0, **self._component(f"sink:{name}"), "topics": {}}
-            for name in dict.fromkeys([*self._sink_names, *(sink for sink, _ in self._totals.written)])
+    def _sample(self) -> dict[str, float]:
+        """For the history; looks at schemas and ports as well, since it is asked every few seconds."""
+        self._schemas.look(self.looks.schemas(), self._last["number"] if self._last else None)
+        self._samples += 1
+        if self._samples % _PORTS_EVERY == 0:
+            self.ports = listening()
+        status = self.status()
+        lags = [source["lag"] for source in status["sources"].values() if source["lag"] is not None]
+        journals = [source["own"].get("journal_bytes", 0) for source in status["sources"].values()]
+        return {
+            "rows_in": status["rows"]["in"],
+            "rows_out": status["rows"]["out"],
+            "bytes_out": status["bytes"]["out"],
+            "dead_letters": status["dead_letters"],
+            "retries": sum(status["retries"].values()),
+            "epochs": status["epochs"],
+            "lag": max(lags, default=math.nan),
+            "latency": math.nan if status["latency_secs"] is None else status["latency_secs"],
+            "journal": sum(journals),
+            "health": HEALTH.get(status["state"], math.nan),
         }
-        for (sink, topic), written in sorted(self._totals.written.items()):
-            sinks[sink]["rows"] += written.rows
-            sinks[sink]["bytes"] += written.bytes
-            sinks[sink]["topics"][topic] = {
-                "rows": written.rows,
-                "bytes": written.bytes,
-                "discarded": written.discarded,
-                "last_epoch": written.last_epoch,
-            }
-        return sinks
 
     def _remember(self, component: str, error: BaseException | str) -> None:
         code = error.code if isinstance(error, ConnectorError) else "PEN-5012"
@@ -385,95 +380,26 @@ class Telemetry:
             error.message if isinstance(error, ConnectorError) else without_secrets(str(error)) or type(error).__name__
         )
         self._totals.codes[code] += 1
-        self._totals.errors.append({"at": _iso(time.time()), "component": component, "code": code, "text": text})
+        hint = error.hint if isinstance(error, ConnectorError) else ""
+        about = {"component": component, "code": code, "text": text, "hint": hint}
+        self._totals.errors.append({"at": _iso(time.time()), **about})
 
 
-class _Rates:
-    """Rows per second, now and over the last minute."""
-
-    def __init__(self, started: float) -> None:
-        self._spans: deque[tuple[float, float, int, int]] = deque()
-        self._started = started
-        self._worked: tuple[float, float] | None = None
-
-    @property
-    def working_secs(self) -> float:
-        """From the first row to the last."""
-        return round(self._worked[1] - self._worked[0], 3) if self._worked else 0.0
-
-    def add(self, now: float, secs: float, rows_in: int, rows_out: int) -> None:
-        """An epoch's rows count over the time they took, so that few long epochs show an even rate."""
-        begin = max(self._spans[-1][1] if self._spans else self._started, now - max(secs, 1e-3))
-        self._worked = (self._worked[0] if self._worked else begin, now)
-        self._spans.append((min(begin, now - 1e-3), now, rows_in, rows_out))
-        while self._spans[0][1] < now - HISTORY_SECS:
-            self._spans.popleft()
-
-    def shown(self, now: float) -> dict[str, Json]:
-        """As the status has it."""
-        window = min(_RATE_SECS, max(now - self._spans[0][0], 0.5)) if self._spans else 1.0
-        rows_in = rows_out = 0.0
-        for begin, end, read, written in self._spans:
-            share = max(0.0, end - max(begin, now - window)) / (end - begin)
-            rows_in += read * share
-            rows_out += written * share
-        return {
-            "in_per_sec": round(rows_in / window, 1),
-            "out_per_sec": round(rows_out / window, 1),
-            "history": self._history(now),
-        }
-
-    def _history(self, now: float) -> list[int]:
-        seconds = [0.0] * HISTORY_SECS  # rows out in each of the last seconds, the newest last
-        for begin, end, _, written in self._spans:
-            first = max(0, int(HISTORY_SECS - (now - begin)))
-            for second in range(first, HISTORY_SECS):
-                left = now - HISTORY_SECS + second
-                share = max(0.0, min(end, left + 1) - max(begin, left)) / (end - begin)
-                if share == 0 and left > end:
-                    break
-                seconds[second] += written * share
-        return [round(rows) for rows in seconds]
+def _of_journal_and_slot(counted: Mapping[str, ConnectorMetrics]) -> dict[str, dict[str, float]]:
+    shown = {*CUSTOM, *(f"slot_{state}" for state in SLOT_STATES)}
+    return {
+        component: {name: value for name, value in metrics.custom.items() if name in shown}
+        for component, metrics in counted.items()
+    }
 
 
-def one_line(text: str) -> str:
-    """A message and its hint in one line of a log."""
-    return " ".join(text.split())
-
-
-def _log_epoch(report: EpochReport, rows_in: int, rows_out: int) -> None:
-    written = sum(result.bytes_written for result in report.rows_out.values())
-    log.info(
-        "epoch=%d rows_in=%d rows_out=%d bytes_out=%d skipped=%d secs=%.3f %s%s",
-        *(report.number, rows_in, rows_out, written, report.skipped, sum(report.seconds.values())),
-        " ".join(f"{name}={value:.3f}" for name, value in report.seconds.items()),
-        " recovered" if report.recovered else "",
-    )
-    if report.letters:
-        log.warning("epoch=%d dead_letters=%d: `penstock dlq` shows them", report.number, sum(report.letters.values()))
-    for each in report.bad:
-        topic = f" topic={each.topic}" if each.topic else ""
-        log.warning(
-            "epoch=%d bad source=%s stream=%s%s %s: %s (%s)",
-            *(report.number, each.source, each.stream, topic, each.code, one_line(each.reason), each.rule),
-        )
-    for (sink, name), result in report.rows_out.items():
-        if result.records_discarded:
-            log.warning(
-                "epoch=%d discarded=%d sink=%s topic=%s: the target has no place for them (schema_evolution)",
-                *(report.number, result.records_discarded, sink, name),
-            )
-
-
-def _failures(failed: Mapping[str, Json]) -> str:
-    many = f"{len(failed):,} tables" if len(failed) > 1 else "1 table"
-    named = [f"{table} ({why['code']} {why['error']})" for table, why in list(failed.items())[:_FAILED_NAMED]]
-    more = f", and {len(failed) - _FAILED_NAMED:,} more" if len(failed) > _FAILED_NAMED else ""
-    return f"{many} failed: {', '.join(named)}{more}"
-
-
-def _named(connectors: Mapping[str, Any] | Iterable[str]) -> dict[str, Any]:
-    return dict(connectors) if isinstance(connectors, Mapping) else dict.fromkeys(connectors)
+@functools.cache
+def _versions() -> dict[str, str]:
+    found = {"penstock": __version__, "python": platform.python_version()}
+    for package in ("pyspark", "pyarrow", "pandas", "pydantic"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
 
 
 def _iso(seconds: float) -> str:

@@ -1,0 +1,91 @@
+"""The dead letters in the default store of a pipeline, and what has become of each."""
+
+from __future__ import annotations
+
+import base64
+import json as codec
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from penstock.errors import ConfigError
+from penstock.pipeline import Pipeline
+from penstock.runtime.epochs import State
+from penstock.runtime.messages.letters import LETTERS, REPLAY, rows_of
+from penstock.runtime.messages.replay import Replayed, fates, having
+from penstock.runtime.messages.store import read_letters, wants_letters
+
+
+class Store:
+    """The default store of a pipeline, and what its state says of the letters in it."""
+
+    def __init__(self, pipeline: Pipeline, *, whole: bool = False) -> None:
+        """`whole`: with what the letters hold, not only what they are."""
+        processing = pipeline.processing
+        if processing.dead_letter_sink is not None and wants_letters(pipeline):
+            raise ConfigError(
+                f"the dead letters of {pipeline.name} go to the sink {processing.dead_letter_sink!r}",
+                code="PEN-1009",
+                hint="look at the topic /_dead_letters there; to replay from here, leave out `dead_letter_sink`",
+            )
+        self.directory = processing.state_dir
+        self.letters = read_letters(self.directory, LETTERS.names if whole else _ABOUT)
+        state = State(self.directory, pipeline.name).peek()
+        self.incarnation = state.identity.incarnation
+        self.done = _position(state).steps
+
+    def states(self) -> npt.NDArray[np.str_]:
+        """What has become of each letter."""
+        names = np.array([*(_PAST[step.verb] for step in self.done), "open"])  # -1 is the last one
+        mine = having(self.letters, {"incarnation": self.incarnation})
+        return np.where(mine, names[fates(self.letters, self.done)], "superseded")
+
+    def chosen(self, where: Mapping[str, str], *, every: bool = False) -> tuple[pa.Table, list[str]]:
+        """The letters that have these values, the newest last, and what has become of each; only open ones unless `every`."""
+        states = self.states()
+        places = np.flatnonzero(having(self.letters, where) & (every | (states == "open")))
+        places = places[np.argsort(self.letters.column("epoch").to_numpy()[places], kind="stable")]
+        return self.letters.take(pa.array(places, pa.int64())), states[places].tolist()
+
+
+def _position(state: State) -> Replayed:
+    newest = state.newest
+    if newest is None or REPLAY not in newest.ranges:
+        return Replayed()
+    span = newest.ranges[REPLAY]
+    return Replayed.model_validate(span.end if newest.state == "committed" else span.start)
+
+
+_ABOUT = [name for name in LETTERS.names if name not in ("key", "payload", "attributes", "offset")]
+
+_PAST = {"replay": "replayed", "drop": "dropped"}
+
+
+def payload_of(letter: Mapping[str, Any]) -> Any:
+    """The payload for people: text, the row, or bytes in base64."""
+    payload = letter["payload"]
+    if payload is None:
+        return None
+    if letter["kind"] in ("row", "input"):
+        return rows_of(payload).to_pylist()[0]
+    return _text(payload)
+
+
+def _text(value: bytes) -> Any:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(value).decode()}
+
+
+def plain(letter: Mapping[str, Any], state: str) -> dict[str, Any]:
+    """A letter as JSON."""
+    found = {**letter, "payload": payload_of(letter), "attributes": dict(letter["attributes"] or ()), "state": state}
+    if letter["key"] is not None:
+        found["key"] = _text(letter["key"])
+    dates = {name: value.isoformat() for name, value in letter.items() if isinstance(value, datetime)}
+    return codec.loads(codec.dumps({**found, **dates}, default=str))  # type: ignore[no-any-return]

@@ -1,0 +1,243 @@
+"""Pipelines as the console sees them: one that runs in this process, or what any of them left in its state directory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.durable import Json
+from penstock.errors import ACTIONS, CODES, ConfigError, ConnectorError, FatalError, from_text, without_secrets
+from penstock.pipeline import Pipeline
+from penstock.runtime import commands
+from penstock.runtime.messages.box import Store, plain
+from penstock.runtime.telemetry import STATUS_FILE, Telemetry, read_status
+from penstock.runtime.telemetry.history import Rings
+from penstock.runtime.telemetry.schemas import read_schemas
+
+SAMPLES = 5
+"""Dead letters that are shown whole."""
+
+DEPTH = 5
+"""How deep state directories are looked for."""
+
+LOOK_SECS = 5.0
+"""How often new state directories are looked for, and dead letters counted again."""
+
+_TABLE_VERBS = ("pause", "resume", "skip", "resync")
+
+
+class Watched:
+    """One pipeline."""
+
+    def __init__(
+        self, state_dir: Path | None, telemetry: Telemetry | None = None, pipeline: Pipeline | None = None
+    ) -> None:
+        self.state_dir = state_dir
+        self._telemetry = telemetry
+        self._pipeline = pipeline
+        self._loaded: tuple[tuple[str, int], Pipeline] | None = None
+        self._letters: tuple[float, Json] | None = None
+        self._lock = threading.Lock()
+        self.id = hashlib.sha256(str(state_dir).encode()).hexdigest()[:12]
+
+    @classmethod
+    def of_run(cls, telemetry: Telemetry, state_dir: Path | None, pipeline: Pipeline | None) -> Watched:
+        return cls(state_dir, telemetry, pipeline)
+
+    def status(self) -> dict[str, Json] | None:
+        """What it does, or how it ended; None if it has left nothing."""
+        if self._telemetry is not None:
+            return self._telemetry.status()
+        return read_status(self.state_dir) if self.state_dir is not None else None
+
+    def summary(self) -> dict[str, Json] | None:
+        """A line of the table of all pipelines."""
+        status = self.status()
+        if status is None:
+            return None
+        lags = [source["lag"] for source in status["sources"].values() if source["lag"] is not None]
+        kept = ("pipeline", "state", "reason", "latency_secs", "dead_letters", "epochs", "uptime_secs")
+        return {
+            "id": self.id,
+            **{name: status.get(name) for name in kept},
+            "in_per_sec": status["rows"]["in_per_sec"],
+            "out_per_sec": status["rows"]["out_per_sec"],
+            "lag": max(lags, default=None),
+        }
+
+    def history(self, since: float) -> dict[str, Json]:
+        """The last hours, from a time on."""
+        return Rings(self.state_dir or Path(os.devnull)).read(since)
+
+    def detail(self) -> dict[str, Json]:
+        """What changes seldom: columns, the file without its secrets, dead letters, the audit."""
+        directory = self.state_dir or Path(os.devnull)
+        return {
+            "schemas": read_schemas(directory),
+            "file": self._file_text(),
+            "letters": self._open_letters(),
+            "audit": commands.read_audit(directory),
+        }
+
+    def act(self, body: Mapping[str, Json], who: str) -> list[str]:
+        """Do what the command line would do; gives its answer."""
+        action = body.get("action")
+        pipeline = self.pipeline()
+        if action in ("stop", "drain"):
+            return commands.end_asked(pipeline, action, who)
+        if action in _TABLE_VERBS:
+            tables = body.get("tables")
+            if not (isinstance(tables, list) and tables and all(isinstance(each, str) for each in tables)):
+                raise ConfigError(f"{action} needs the names of tables")
+            return commands.tables_asked(pipeline, action, tables, who)
+        if action in ("replay", "drop"):
+            where = body.get("where", {})
+            if not (isinstance(where, dict) and all(isinstance(each, str) for each in where.values())):
+                raise ConfigError(f"{action} needs `where` to be a table of texts")
+            from penstock.runtime.messages.replay import parse_where
+
+            chosen = parse_where([f"{name}={value}" for name, value in where.items()])
+            self._letters = None
+            return commands.letters_asked(pipeline, action, chosen, who)[1]
+        raise ConfigError(f"there is no action {action!r}")
+
+    def pipeline(self) -> Pipeline:
+        """The pipeline itself, read from its file again when that has changed."""
+        if self._pipeline is not None:
+            return self._pipeline
+        status = self.status()
+        file = status and status["file"]
+        if not file:
+            raise FatalError("this pipeline was not started from a file", hint="use the console of its own run")
+        with self._lock:
+            try:
+                key = (file, os.stat(file).st_mtime_ns)
+            except OSError as error:
+                raise FatalError(f"cannot read {file}: {error.strerror}") from error
+            if self._loaded is None or self._loaded[0] != key:
+                self._loaded = (key, Pipeline.from_toml(file))
+            return self._loaded[1]
+
+    def _file_text(self) -> str | None:
+        status = self.status()
+        try:
+            return hidden(Path(status["file"]).read_text()) if status and status["file"] else None
+        except (OSError, UnicodeDecodeError):
+            return None
+
+    def _open_letters(self) -> Json:
+        now = time.monotonic()
+        if self._letters is None or now - self._letters[0] > LOOK_SECS:
+            try:
+                found = _letters(Store(self.pipeline(), whole=True)) if self._has_letters() else {"open": 0}
+            except ConnectorError as error:
+                found = {"error": error.message}
+            self._letters = (now, found)
+        return self._letters[1]
+
+    def _has_letters(self) -> bool:
+        return self.state_dir is not None and (self.state_dir / "dead_letters").is_dir()
+
+
+def _letters(store: Store) -> Json:
+    letters, states = store.chosen({})
+    names = ("topic", "code", "rule", "attempt")
+    counts = Counter(zip(*(letters.column(name).to_pylist() for name in names), strict=True))
+    newest = letters.slice(max(0, letters.num_rows - SAMPLES))
+    return {
+        "open": letters.num_rows,
+        "groups": [
+            {**dict(zip(names, group, strict=True)), "count": count}
+            for group, count in sorted(counts.items(), key=lambda each: (-each[1], repr(each[0])))
+        ],
+        "samples": [
+            plain(letter, state)
+            for letter, state in zip(newest.to_pylist(), states[letters.num_rows - newest.num_rows :], strict=True)
+        ],
+    }
+
+
+class Fleet:
+    """The pipelines whose state directories are in or under some directories; they may come, die and go."""
+
+    def __init__(self, directories: Sequence[Path]) -> None:
+        self._directories = directories
+        self._looked = float("-inf")
+        self._known: dict[str, Watched] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of_run(cls, watched: Watched) -> Fleet:
+        fleet = cls(())
+        fleet._known = {watched.id: watched}
+        return fleet
+
+    def all(self) -> list[Watched]:
+        with self._lock:
+            if self._directories and time.monotonic() - self._looked > LOOK_SECS:
+                self._looked = time.monotonic()
+                found = [Watched(path) for top in self._directories for path in _state_dirs(Path(top))]
+                self._known = {each.id: self._known.get(each.id, each) for each in found}
+            return list(self._known.values())
+
+    def get(self, id: str) -> Watched | None:
+        return next((each for each in self.all() if each.id == id), None)
+
+
+def _state_dirs(top: Path, depth: int = DEPTH) -> Iterator[Path]:
+    try:
+        entries = sorted(os.scandir(top), key=lambda entry: entry.name)
+    except OSError:
+        return
+    if any(entry.name == STATUS_FILE for entry in entries):
+        yield top.resolve()
+        return
+    for entry in entries:
+        if depth and entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+            yield from _state_dirs(Path(entry.path), depth - 1)
+
+
+def codes() -> list[Json]:
+    """Every error code, what it means and what the runtime does about it."""
+    return [
+        {"code": code, "meaning": meaning, "action": str(ACTIONS[_class_of(code)])} for code, meaning in CODES.items()
+    ]
+
+
+def _class_of(code: str) -> Any:
+    error = from_text(code)
+    assert error is not None
+    return next(kind for kind in type(error).__mro__ if kind in ACTIONS)
+
+
+_SENSITIVE = re.compile(
+    r"""(?ix)
+    ( [\w.-]* (?:password|passwd|secret|token|credential|authorization
+      |api[_-]?key|access[_-]?key|private[_-]?key|cookie) [\w.-]* ["']?
+      \s*=\s* )
+    (?: \"{3}.*?\"{3} | '{3}.*?'{3} | "(?:[^"\\\n]|\\.)*" | '[^'\n]*' )""",
+    re.DOTALL,
+)
+_IN_ADDRESS = re.compile(r"(://)[^/\s\"'@]*@")
+_IN_QUERY = re.compile(r"([?&](?:sig|signature|token|key|password|secret)=)[^&\s\"']+", re.IGNORECASE)
+_IN_DSN = re.compile(r"(\bpassword=)(?:'[^']*'|[^\s\"']+)", re.IGNORECASE)
+
+
+def hidden(text: str) -> str:
+    """A pipeline file without what may be secret: values by their names, parts of addresses, and what references name."""
+    for name in re.findall(r"""\benv\s*=\s*["']([^"']+)["']""", text):
+        if len(value := os.environ.get(name, "")) > 3:
+            text = text.replace(value, "…")
+    text = _SENSITIVE.sub(r'\1"…"', text)
+    for pattern in (_IN_ADDRESS,):
+        text = pattern.sub(r"\1…@", text)
+    for pattern in (_IN_QUERY, _IN_DSN):
+        text = pattern.sub(r"\1…", text)
+    return without_secrets(text)

@@ -1,0 +1,342 @@
+"""The console over HTTP: what it answers, who may do what, and what it does not let through."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from console_pipeline import TOKEN, Running, until
+from penstock.config import Secret
+from penstock.errors import CODES, ConfigError
+from penstock.runtime.commands import read_audit
+from penstock.tables import Requests
+from penstock.web import serve_all, server
+from penstock.web.watched import hidden
+
+AUTH = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    os.environ["CONSOLE_TEST_TOKEN"] = TOKEN
+    sys.path.insert(0, str(Path(__file__).parent))
+    made = Running(tmp_path_factory.mktemp("console"))
+    until(lambda: made.telemetry.status()["epochs"] > 2 and made.telemetry.status()["dead_letters"])
+    yield made
+    made.end()
+
+
+def ask(
+    url: str, path: str, method: str = "GET", body: Any = None, headers: dict[str, str] | None = None
+) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+    given = body if isinstance(body, str | bytes | None) else json.dumps(body)
+    connection.request(method, path, given, headers or {})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, json.loads(text) if answer.headers.get_content_type() == "application/json" else text
+
+
+@pytest.fixture
+def one(running: Running) -> str:
+    return str(ask(running.url, "/api/pipelines")[1]["pipelines"][0]["id"])
+
+
+def test_the_page_is_small_and_loads_nothing_from_elsewhere(running: Running) -> None:
+    parts = [ask(running.url, path)[1] for path in ("/", "/app.js", "/style.css", "/icon.svg")]
+    assert sum(len(part.encode()) for part in parts) < 60_000
+    for part in parts:
+        assert "https://" not in part
+        assert set(part.split("http://")[1:]) <= {
+            each for each in part.split("http://")[1:] if each.startswith("www.w3.org")
+        }
+
+
+def test_everything_that_a_panel_needs_is_answered(running: Running, one: str) -> None:
+    status = ask(running.url, f"/api/p/{one}/status")[1]
+    assert status["pipeline"] == "shop"
+    assert ["sensors", "/readings", "lake"] in status["flows"]
+    assert status["sources"]["sensors"]["own"]["journal_limit_bytes"] > 0
+    assert status["sources"]["database"]["position"]
+    assert set(status["sources"]["database"]["tables"]["states"]) == {"public.customers", "public.orders"}
+    assert {"penstock", "python", "pyarrow"} <= set(status["versions"])
+    assert status["latency_secs"] is not None
+    running.telemetry._history.take()
+    history = ask(running.url, f"/api/p/{one}/history?since=0")[1]
+    assert history["epochs"]
+    assert history["fine"]
+    detail = ask(running.url, f"/api/p/{one}/detail")[1]
+    assert detail["letters"]["groups"][0]["code"] == "PEN-3001"
+    assert detail["letters"]["samples"][0]["payload"] == '{"device": "broken'
+    assert detail["schemas"]["topics"]["/readings"] == {"device": "string", "celsius": "int64"}
+    assert {each["code"] for each in ask(running.url, "/api/codes")[1]["codes"]} == set(CODES)
+
+
+def test_the_ports_of_the_run_are_listed(running: Running) -> None:
+    port = int(running.url.rpartition(":")[2])
+    assert {"address": "127.0.0.1", "port": port} in [
+        {"address": each["address"], "port": each["port"]} for each in running.telemetry.status()["ports"]
+    ]
+
+
+def test_the_file_is_shown_without_secrets(running: Running, one: str) -> None:
+    text = ask(running.url, f"/api/p/{one}/detail")[1]["file"]
+    assert 'connector_name = "shop"' in text
+    assert "hunter2-in-the-file" not in text
+    assert '{ env = "CONSOLE_TEST_TOKEN" }' in text
+
+
+def test_what_may_be_secret_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HIDDEN_HERE", "walrus-77")
+    text = """
+        dsn = "postgresql://me:geheim1@host/db?sig=geheim2&x=1"
+        other = "host=h password=geheim3 dbname=d"
+        api_key = 'geheim4'
+        headers = { Authorization = "Bearer geheim5", "x-api-key" = "geheim6" }
+        client_secret = \"\"\"geheim7
+        geheim8\"\"\"
+        key = { env = "HIDDEN_HERE" }
+        note = "walrus-77"
+        columns = ["id"]
+    """
+    shown = hidden(text)
+    assert "geheim" not in shown
+    assert "walrus-77" not in shown
+    assert 'columns = ["id"]' in shown
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"Content-Type": "application/json"}, 401),
+        ({**AUTH, "Authorization": "Bearer wrong"}, 401),
+        ({**AUTH, "Authorization": "Bearer "}, 401),
+        ({**AUTH, "Origin": "http://evil.example"}, 403),
+        ({**AUTH, "Sec-Fetch-Site": "cross-site"}, 403),
+        ({**AUTH, "Host": "evil.example"}, 403),
+        ({**AUTH, "Content-Type": "text/plain"}, 415),
+        ({**AUTH, "Content-Type": "application/x-www-form-urlencoded"}, 415),
+    ],
+)
+def test_who_may_not_act_does_not(running: Running, one: str, headers: dict[str, str], code: int) -> None:
+    before = len(read_audit(running.directory / "state", 1000))
+    body = {"action": "pause", "tables": ["public.orders"]}
+    assert ask(running.url, f"/api/p/{one}/actions", "POST", body, headers)[0] == code
+    assert len(read_audit(running.directory / "state", 1000)) == before
+    assert Requests(running.directory / "state/sources/database").pending() == []
+
+
+@pytest.mark.parametrize("body", ["", "[]",
+     "{", "[" * 10_000, '{"action": "format"}', '{"action": "pause"}',
+    '{"action": "pause", "tables": [1]}', '{"action": "pause", "tables": ["no.such"]}',
+    '{"action": "replay", "where": {"x": "1"}}',
+    '{"action": "drop", "where": []}'])  # fmt: skip
+def test_a_body_that_makes_no_sense_is_refused(running: Running, one: str, body: str) -> None:
+    assert ask(running.url, f"/api/p/{one}/actions", "POST", body, AUTH)[0] in (400, 409)
+
+
+def test_a_body_that_is_too_large_is_refused(running: Running, one: str) -> None:
+    body = json.dumps({"action": "pause", "tables": ["x" * 20_000]})
+    assert ask(running.url, f"/api/p/{one}/actions", "POST", body, AUTH)[0] == 413
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/../pyproject.toml", "/%2e%2e/%2e%2e/etc/passwd", "/static/app.js", "/app.js/../../__init__.py", "//etc/passwd",
+     "/api/p/../../etc/status", "/api/p/000000000000/status", "/api/p/%2e%2e/detail", "/app.js%00.css"],
+)  # fmt: skip
+def test_no_path_leads_out(running: Running, path: str) -> None:
+    assert ask(running.url, path)[0] == 404
+
+
+def raw(url: str, data: bytes) -> bytes:
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as client:
+        client.sendall(data)
+        found = b""
+        while more := client.recv(65536):
+            found += more
+    return found
+
+
+def test_nothing_of_a_request_becomes_a_header(running: Running) -> None:
+    for path in (b"/%0d%0aX-Evil:%201", b"/api/p/x%0d%0aX-Evil:1/status", b"/healthz?a=%0d%0aX-Evil:1"):
+        head = raw(running.url, b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\n\r\n").partition(b"\r\n\r\n")[0]
+        assert b"X-Evil" not in head
+    odd = raw(running.url, b"BREW /<script>alert(1)</script> HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert b"<script" not in odd
+    assert b"501" in odd.splitlines()[0]
+
+
+def test_the_page_cannot_be_framed_and_runs_no_foreign_code(running: Running) -> None:
+    for path in ("/", "/api/pipelines", "/nothing"):
+        connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=30)
+        connection.request("GET", path)
+        headers = connection.getresponse().headers
+        policy = headers["Content-Security-Policy"]
+        assert "frame-ancestors 'none'" in policy
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert headers["X-Frame-Options"] == "DENY"
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Access-Control-Allow-Origin"] is None
+        connection.close()
+
+
+def test_a_name_that_is_not_of_this_machine_is_refused(running: Running) -> None:
+    assert ask(running.url, "/api/pipelines", headers={"Host": "evil.example:80"})[0] == 421
+    assert ask(running.url, "/api/pipelines", headers={"Host": "localhost"})[0] == 200
+
+
+def test_slow_clients_are_closed_and_others_are_served(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "CONNECTION_SECS", 3.0)
+    host, port = running.url.removeprefix("http://").split(":")
+    slow = [socket.create_connection((host, int(port)), timeout=60) for _ in range(10)]
+    ended = served = 0
+    for each in slow:
+        each.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
+    give_up = time.monotonic() + 60
+    while ended < len(slow):
+        with contextlib.suppress(http.client.RemoteDisconnected):  # on a busy machine we are slow ourselves
+            served += ask(running.url, "/healthz")[0] == 200
+        assert time.monotonic() < give_up
+        ended = 0
+        for each in slow:
+            try:
+                each.sendall(b"X-Slow: 1\r\n")  # always a little more
+            except OSError:
+                ended += 1
+        time.sleep(0.2)
+    assert served
+    for each in slow:
+        each.close()
+
+
+def test_too_many_connections_are_closed_at_once(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "CONNECTIONS", 5)
+    host, port = running.url.removeprefix("http://").split(":")
+    held = [socket.create_connection((host, int(port)), timeout=60) for _ in range(6)]
+    try:
+        ends = []
+        for each in held:
+            each.settimeout(3)
+            try:
+                ends.append(each.recv(1) == b"")
+            except TimeoutError:
+                ends.append(False)
+            if ends[-1]:
+                break
+        assert any(ends)
+    finally:
+        for each in held:
+            each.close()
+    monkeypatch.undo()
+    until(lambda: ask(running.url, "/healthz")[0] == 200)
+
+
+def test_a_table_is_paused_as_the_command_line_does_it(running: Running, one: str) -> None:
+    code, answer = ask(
+        running.url, f"/api/p/{one}/actions", "POST", {"action": "pause", "tables": ["public.customers"]}, AUTH
+    )
+    assert (code, answer["said"]) == (200, ["pause public.customers: taken up with the next epoch"])
+    states = lambda: running.telemetry.status()["sources"]["database"]["tables"]["states"]  # noqa: E731
+    running.database.put("public.orders", 900, "more")
+    until(lambda: states()["public.customers"] == "paused")
+    entry = read_audit(running.directory / "state")[0]
+    assert (entry["who"], entry["action"], entry["outcome"]) == ("console 127.0.0.1", "tables pause", "done")
+    assert (
+        ask(running.url, f"/api/p/{one}/actions", "POST", {"action": "resume", "tables": ["public.customers"]}, AUTH)[0]
+        == 200
+    )
+    running.database.put("public.orders", 901, "more")
+    until(lambda: states()["public.customers"] == "active")
+
+
+def test_letters_are_dropped_as_the_command_line_does_it(running: Running, one: str) -> None:
+    body = {"action": "drop", "where": {"code": "PEN-3001"}}
+    code, answer = ask(running.url, f"/api/p/{one}/actions", "POST", body, AUTH)
+    assert code == 200
+    assert answer["said"][0].startswith("drop ")
+    assert read_audit(running.directory / "state")[0]["action"] == "letters drop"
+
+
+def test_another_address_needs_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="without a token"):
+        serve_all([tmp_path], "0.0.0.0", 0, None)
+    monkeypatch.setenv("CONSOLE_TEST_TOKEN", TOKEN)
+    with serve_all([tmp_path], "0.0.0.0", 0, Secret(env="CONSOLE_TEST_TOKEN")) as open_server:
+        url = f"http://127.0.0.1:{open_server.port}"
+        assert ask(url, "/api/pipelines")[0] == 401
+        assert ask(url, "/api/pipelines", headers=AUTH)[0] == 200
+        assert ask(url, "/")[0] == 200, "the page itself holds no data"
+
+
+def test_without_a_token_it_is_read_only(tmp_path: Path) -> None:
+    with serve_all([tmp_path], "127.0.0.1", 0, None) as only_shows:
+        assert ask(only_shows.url, "/api/me")[1] == {"writable": False, "token": False}
+        assert (
+            ask(only_shows.url, "/api/p/000000000000/actions", "POST", {}, {**AUTH, "Authorization": "Bearer "})[0]
+            == 403
+        )
+
+
+def test_the_console_of_a_machine_survives_a_pipeline_that_dies(running: Running, tmp_path: Path) -> None:
+    (tmp_path / "deep" / "down").mkdir(parents=True)
+    code = f"""if True:
+        import time
+        from pathlib import Path
+        from penstock.runtime.telemetry import Telemetry
+        telemetry = Telemetry("short-lived", sources=["s"])
+        telemetry.publish(Path({str(tmp_path / "deep" / "down")!r}))
+        print("ready", flush=True)
+        time.sleep(600)
+    """
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    with serve_all([tmp_path, running.directory], "127.0.0.1", 0, None) as both:
+
+        def states() -> dict[str, str]:
+            return {each["pipeline"]: each["state"] for each in ask(both.url, "/api/pipelines")[1]["pipelines"]}
+
+        assert states()["short-lived"] == "starting"
+        assert states()["shop"] in ("running", "degraded")
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert states()["short-lived"] == "dead"
+        (tmp_path / "deep" / "down" / "status.json").write_text("{")
+        assert "short-lived" not in states()
+        assert states()["shop"] in ("running", "degraded")
+
+
+def test_stop_is_left_for_the_running_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONSOLE_TEST_TOKEN", TOKEN)
+    made = Running(tmp_path)
+    try:
+        until(lambda: made.telemetry.status()["epochs"] > 0)
+        id = ask(made.url, "/api/pipelines")[1]["pipelines"][0]["id"]
+        assert ask(made.url, f"/api/p/{id}/actions", "POST", {"action": "stop"}, AUTH)[0] == 200
+        made.thread.join(60)
+        assert made.telemetry.status()["state"] == "stopped"
+    finally:
+        made.end()
+    before = made.telemetry.status()["epochs"]
+    again = Running(tmp_path, prepared=False)
+    try:
+        until(lambda: again.telemetry.status()["epochs"] > 0)
+        assert again.thread.is_alive(), f"the request was for the run before, of {before} epochs"
+    finally:
+        again.end()

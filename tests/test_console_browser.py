@@ -1,0 +1,300 @@
+"""The console in a real browser: every panel with live data, every action, labels, contrast, keyboard, a phone."""
+
+# ruff: noqa: E501 (scripts for the browser)
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from console_pipeline import TOKEN, Running, until
+from penstock.runtime.commands import read_audit
+from penstock.runtime.telemetry import history
+
+pytestmark = pytest.mark.xdist_group("browser")
+
+PANELS = [
+    "flow", "totals", "rates", "bytes", "lag", "latency", "epochs", "journal", "retries", "parts", "slots", "tables",
+    "schemas", "errors", "letters", "file", "about", "audit",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser(need: Callable[[object, str], None]) -> Iterator[Any]:
+    need(shutil.which("chromium") and shutil.which("chromedriver"), "chromium and its driver are not installed")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(shutil.which("chromium"))
+    for flag in ("headless", "no-sandbox", "disable-gpu", "no-first-run", "disable-background-networking",
+                 "disable-component-update", "disable-sync", "disable-dev-shm-usage"):  # fmt: skip
+        options.add_argument(f"--{flag}")
+    driver = webdriver.Chrome(options, Service(shutil.which("chromedriver")))
+    driver.set_page_load_timeout(120)
+    driver.set_script_timeout(120)
+    driver.set_window_size(1400, 1000)
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    os.environ["CONSOLE_TEST_TOKEN"] = TOKEN
+    sys.path.insert(0, str(Path(__file__).parent))
+    before, history.FINE_SECS = history.FINE_SECS, 1
+    made = Running(tmp_path_factory.mktemp("browser"))
+    until(lambda: made.telemetry.status()["epochs"] > 2 and made.telemetry.status()["dead_letters"])
+    made.telemetry.retry("sink:lake", "the store is away", 0.0)
+    yield made
+    made.end()
+    history.FINE_SECS = before
+
+
+@pytest.fixture
+def page(browser: Any, running: Running) -> Any:
+    browser.get("about:blank")
+    browser.set_window_size(1400, 1000)
+    browser.get(running.url)
+    until(lambda: script(browser, "return document.querySelectorAll('.panel').length") == len(PANELS))
+    return browser
+
+
+def script(browser: Any, code: str, *given: Any) -> Any:
+    return browser.execute_script(code, *given)
+
+
+def text(browser: Any, panel: str) -> str:
+    return str(script(browser, "return document.querySelector('#panel-' + arguments[0]).innerText", panel))
+
+
+def click(browser: Any, panel: str, name: str, row: str = "") -> None:
+    """Click a button of a panel by what it says; in the row that holds a text."""
+    code = """
+        const [panel, name, row] = arguments;
+        const inside = [...document.querySelectorAll('#panel-' + panel + ' button, #ends button')];
+        const found = inside.find((b) => b.textContent === name && (!row || b.closest('tr').innerText.includes(row)));
+        if (!found || found.disabled) return false;
+        found.click();
+        return true;
+    """
+    until(lambda: script(browser, code, panel, name, row))
+
+
+def answer(browser: Any, yes: bool) -> None:
+    until(lambda: script(browser, "return document.getElementById('ask').open"))
+    value = "yes" if yes else "no"
+    script(browser, "document.querySelector(`#ask button[value=${arguments[0]}]`).click()", value)
+    until(lambda: not script(browser, "return document.getElementById('ask').open"))
+
+
+def unlock(browser: Any) -> None:
+    script(browser, "document.getElementById('unlock').click()")
+    until(lambda: script(browser, "return document.getElementById('ask').open"))
+    script(browser, "document.getElementById('ask-input').value = arguments[0]", TOKEN)
+    answer(browser, yes=True)
+    until(lambda: script(browser, "return document.getElementById('unlock').textContent") == "Lock")
+
+
+def test_every_panel_shows_live_data_without_a_reload(page: Any, running: Running) -> None:
+    expected: dict[str, Callable[[str], bool]] = {
+        "flow": lambda text: "sensors" in text and "/readings" in text and "lake" in text,
+        "rates": lambda text: "out" in text and "Not enough" not in text,
+        "bytes": lambda text: "Not enough" not in text,
+        "lag": lambda text: "sensors" in text and "Not enough" not in text,
+        "latency": lambda text: "Not enough" not in text and ("s" in text),
+        "epochs": lambda text: "commit" in text and "epoch" in text,
+        "journal": lambda text: "sensors" in text and "of 1.1 GB" in text,
+        "retries": lambda text: "sink:lake" in text,
+        "parts": lambda text: "row " in text and "healthy" in text,
+        "slots": lambda text: "No source of this pipeline has a slot." in text,
+        "tables": lambda text: "public.orders" in text and "active" in text,
+        "schemas": lambda text: "/readings: 2 columns" in text,
+        "errors": lambda text: "PEN-5012" in text and "the store is away" in text,
+        "letters": lambda text: "json.syntax" in text,
+        "file": lambda text: 'connector_name = "shop"' in text and "hunter2" not in text,
+        "about": lambda text: "pyarrow" in text and "127.0.0.1:" in text,
+        "totals": lambda text: "ROWS IN" in text.upper(),
+        "audit": lambda text: "Audit" in text,
+    }
+    assert set(expected) == set(PANELS)
+    for panel, holds in expected.items():
+        until(lambda panel=panel, holds=holds: holds(text(page, panel)))
+    script(page, "window.stays = 1")
+    before = text(page, "totals")
+    until(lambda: text(page, "totals") != before)
+    assert script(page, "return window.stays") == 1
+    assert script(page, "return document.querySelectorAll('#panel-epochs svg rect.stage').length") > 2
+
+
+def test_no_request_goes_to_another_host(page: Any, running: Running) -> None:
+    asked = script(page, "return performance.getEntriesByType('resource').map((each) => each.name)")
+    assert len(asked) > 4
+    assert [each for each in asked if not each.startswith(running.url)] == []
+    first = script(
+        page, "return performance.getEntriesByType('resource').slice(0, 8).reduce((sum, e) => sum + e.transferSize, 0)"
+    )
+    assert first < 200_000
+
+
+def test_without_the_token_every_action_is_off(page: Any) -> None:
+    script(page, "sessionStorage.clear()")
+    page.refresh()
+    until(lambda: script(page, "return document.querySelectorAll('#panel-tables button').length") >= 8)
+    off = "return [...document.querySelectorAll('.panel button, #ends button')].every((each) => each.disabled)"
+    until(lambda: script(page, off))
+
+
+def test_each_action_asks_once_and_is_done(page: Any, running: Running) -> None:
+    unlock(page)
+    audit = lambda: read_audit(running.directory / "state", 1000)  # noqa: E731
+    before = len(audit())
+    click(page, "tables", "pause", "public.customers")
+    answer(page, yes=False)
+    assert len(audit()) == before, "a no does nothing"
+    number = 5000
+    for verb, becomes in (("pause", "paused"), ("resume", "active"), ("skip", "skipped"), ("resync", "active")):
+        click(page, "tables", verb, "public.customers")
+        answer(page, yes=True)
+        until(lambda before=before: len(audit()) > before)
+        before = len(audit())
+        number += 1
+        running.database.put("public.orders", number, verb)
+
+        def shown(becomes: str = becomes) -> bool:
+            lines = text(page, "tables").splitlines()
+            return any(
+                "public.customers" in line and becomes in "\n".join(lines[at : at + 2]) for at, line in enumerate(lines)
+            )
+
+        until(shown)
+    for verb in ("replay", "drop"):
+        click(page, "letters", verb, "json.syntax")
+        answer(page, yes=True)
+        until(lambda before=before: len(audit()) > before)
+        before = len(audit())
+        assert audit()[0]["action"] == f"letters {verb}"
+    until(lambda: "letters drop" in text(page, "audit"))
+
+
+def test_a_keyboard_is_enough(page: Any) -> None:
+    from selenium.webdriver import ActionChains, Keys
+
+    script(page, "sessionStorage.clear()")
+    page.refresh()
+    until(lambda: script(page, "return document.querySelectorAll('.panel').length") == len(PANELS))
+    keys = lambda *pressed: ActionChains(page).send_keys(*pressed).perform()  # noqa: E731
+    script(page, "document.body.focus()")
+    for _ in range(12):
+        keys(Keys.TAB)
+        if script(page, "return document.activeElement.id") == "unlock":
+            break
+    assert script(page, "return document.activeElement.id") == "unlock"
+    keys(Keys.ENTER)
+    until(lambda: script(page, "return document.getElementById('ask').open"))
+    keys(Keys.ESCAPE)
+    until(lambda: not script(page, "return document.getElementById('ask').open"))
+    keys(Keys.ENTER)
+    until(lambda: script(page, "return document.getElementById('ask').open"))
+    script(page, "document.getElementById('ask-input').focus()")
+    keys(TOKEN, Keys.ENTER)
+    until(lambda: script(page, "return document.getElementById('unlock').textContent") == "Lock")
+    script(page, "document.querySelector('#panel-tables button').focus()")
+    key = script(page, "return document.activeElement.dataset.key")
+    drawn = text(page, "parts")
+    until(lambda: text(page, "parts") != drawn)
+    assert script(page, "return document.activeElement.dataset.key") == key, "what is drawn again keeps the focus"
+
+
+def test_everything_has_a_name(page: Any) -> None:
+    problems = script(
+        page,
+        """
+        const wrong = [];
+        for (const b of document.querySelectorAll('button, a')) if (!(b.textContent.trim() || b.ariaLabel)) wrong.push(b.outerHTML);
+        for (const i of document.querySelectorAll('input')) if (!i.labels.length) wrong.push(i.outerHTML);
+        for (const s of document.querySelectorAll('main svg')) if (!s.getAttribute('aria-label') && !s.ariaHidden) wrong.push(s.outerHTML);
+        for (const p of document.querySelectorAll('progress')) if (!p.ariaLabel) wrong.push(p.outerHTML);
+        for (const t of document.querySelectorAll('table')) if (!t.querySelector('th[scope=col]')) wrong.push('table without heads');
+        for (const s of document.querySelectorAll('section')) if (!document.getElementById(s.getAttribute('aria-labelledby'))) wrong.push(s.id);
+        for (const i of document.querySelectorAll('img')) if (!i.hasAttribute('alt')) wrong.push(i.outerHTML);
+        if (document.documentElement.lang !== 'en') wrong.push('lang');
+        if (document.querySelectorAll('h1').length !== 1) wrong.push('h1');
+        return wrong;
+    """,
+    )
+    assert problems == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_has_enough_contrast(page: Any, theme: str) -> None:
+    low = script(
+        page,
+        """
+        document.documentElement.dataset.theme = arguments[0];
+        const style = getComputedStyle(document.documentElement);
+        const probe = document.createElement('span');
+        document.body.append(probe);
+        const rgb = (name) => { probe.style.color = style.getPropertyValue(name); return getComputedStyle(probe).color.match(/[\\d.]+/g).map(Number); };
+        const light = (c) => { const [r, g, b] = c.map((v) => { v /= 255; return v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4; }); return .2126 * r + .7152 * g + .0722 * b; };
+        const ratio = (a, b) => { const [x, y] = [light(rgb(a)), light(rgb(b))].sort((p, q) => q - p); return (x + .05) / (y + .05); };
+        const low = [];
+        for (const ground of ['--panel', '--page', '--soft']) for (const text of ['--text', '--quiet', '--link', '--good', '--warn', '--bad', '--none'])
+            if (ratio(text, ground) < (ground === '--soft' ? 3.0 : 4.5)) low.push([text, ground, ratio(text, ground)]);
+        if (ratio('--act-text', '--act') < 4.5) low.push(['--act-text', '--act', ratio('--act-text', '--act')]);
+        probe.remove();
+        delete document.documentElement.dataset.theme;
+        return low;
+    """,
+        theme,
+    )
+    assert low == []
+
+
+def test_a_phone_has_no_sideways_scroll(page: Any) -> None:
+    page.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    )
+    try:
+        until(lambda: script(page, "return window.innerWidth") <= 400)
+        wide = script(page, "return document.scrollingElement.scrollWidth - document.documentElement.clientWidth")
+        assert wide <= 0
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_a_code_leads_to_its_meaning_and_back(page: Any) -> None:
+    until(lambda: "PEN-5012" in text(page, "errors"))
+    script(page, "document.querySelector('#panel-errors a').click()")
+    until(lambda: "an unexpected failure" in script(page, "return document.getElementById('main').innerText"))
+    script(page, "history.back()")
+    until(lambda: script(page, "return document.querySelectorAll('.panel').length") == len(PANELS))
+
+
+def test_the_last_state_stays_when_the_pipeline_is_stopped_from_the_page(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Running(tmp_path)
+    try:
+        until(lambda: made.telemetry.status()["epochs"] > 1)
+        browser.get("about:blank")
+        browser.get(made.url)
+        until(lambda: script(browser, "return document.querySelectorAll('#ends button').length") == 2)
+        if script(browser, "return document.getElementById('unlock').textContent") != "Lock":
+            unlock(browser)
+        click(browser, "ends", "Drain")
+        answer(browser, yes=True)
+        until(lambda: read_audit(tmp_path / "state") and read_audit(tmp_path / "state")[0]["action"] == "drain")
+        click(browser, "ends", "Stop")
+        answer(browser, yes=True)
+        made.thread.join(90)
+        assert not made.thread.is_alive()
+        until(lambda: "not reachable" in script(browser, "return document.getElementById('link').textContent"))
+        assert "shop" in script(browser, "return document.getElementById('main').innerText")
+    finally:
+        made.end()

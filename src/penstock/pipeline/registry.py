@@ -80,6 +80,7 @@ BUILT_IN: dict[tuple[Kind, str], Entry] = {
             "postgres",
             ("psycopg", "adbc_driver_postgresql"),
         ),
+        Entry("sink", "kafka", "penstock.connectors.kafka.sink:KafkaSink", "kafka", ("confluent_kafka",)),
         Entry("sink", "delta", "penstock.connectors.delta:Delta", "delta", ("deltalake",)),
         Entry("sink", "iceberg", "penstock.connectors.iceberg:Iceberg", "iceberg", ("pyiceberg", "sqlalchemy")),
     )

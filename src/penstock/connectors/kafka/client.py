@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -17,7 +18,7 @@ from confluent_kafka import (
     TopicCollection,
     TopicPartition,
 )
-from confluent_kafka.admin import AdminClient, OffsetSpec
+from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
 from pydantic import field_validator
 
 from penstock.config import Config, Secret
@@ -102,6 +103,7 @@ class TopicInfo:
 
     id: str
     partitions: tuple[int, ...]
+    has_leaders: bool = True
 
 
 def failure(error: KafkaError, what: str) -> ConnectorError:
@@ -199,8 +201,26 @@ class Cluster:
                     continue
                 raise failure(error.args[0], f"cannot describe the topic {name!r}") from None
             # Without a leader for now, a partition is still there.
-            found[name] = TopicInfo(str(answer.topic_id), tuple(sorted(each.id for each in answer.partitions)))
+            led = all(each.leader is not None and each.leader.id >= 0 for each in answer.partitions)
+            found[name] = TopicInfo(str(answer.topic_id), tuple(sorted(each.id for each in answer.partitions)), led)
         return found
+
+    def create(self, name: str, partitions: int, replication: int, settings: Mapping[str, str]) -> None:
+        """Make a topic, unless somebody else just did, and wait until it has leaders."""
+        new = NewTopic(name, partitions, replication, config=dict(settings))
+        with errors(f"cannot create the topic {name!r}"):
+            asked = self._client.create_topics([new], operation_timeout=ANSWER_SECS, request_timeout=ANSWER_SECS)
+            try:
+                asked[name].result()
+            except KafkaException as error:
+                if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                    raise
+        until, pause = time.monotonic() + ANSWER_SECS, threading.Event()
+        # By this question and not by its offsets: the client remembers for a while that it found no leader.
+        while not (found := self.describe([name]).get(name)) or not found.has_leaders:
+            if time.monotonic() > until:
+                raise RetryableError(f"the new topic {name!r} has no leader yet", code="PEN-2007")
+            pause.wait(0.02)
 
     def edges(self, places: Iterable[Place], committed: bool = True) -> tuple[dict[Place, int], dict[Place, int]]:
         """
@@ -213,6 +233,8 @@ class Cluster:
         end = self._ask(places, OffsetSpec.latest(), committed)
         firsts, ends = _answers(first), _answers(end)
         both = firsts.keys() & ends.keys()
+        if len(both) < len(places):
+            self.names()  # else the client goes on believing for a while that there is no leader
         return {place: firsts[place] for place in both}, {place: ends[place] for place in both}
 
     def at(self, places: Iterable[Place], timestamp_ms: int) -> dict[Place, int]:
@@ -243,6 +265,7 @@ _NO_LEADER = (
     KafkaError.UNKNOWN_LEADER_EPOCH,
     KafkaError.OFFSET_NOT_AVAILABLE,
     KafkaError.KAFKA_STORAGE_ERROR,
+    KafkaError._NOENT,
     *_UNKNOWN_TOPIC,  # of a partition that not every broker knows of yet
 )
 

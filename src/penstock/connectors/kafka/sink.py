@@ -1,0 +1,243 @@
+"""Write topics to Kafka in transactions, each epoch exactly once."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import pyarrow as pa
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import ConfigResource
+from pydantic import Field, PositiveInt, field_validator
+
+from penstock import failpoints
+from penstock.connectors.kafka.client import ANSWER_SECS, Cluster, ClusterConfig, failure
+from penstock.connectors.kafka.publish import Publisher
+from penstock.connectors.kafka.rows import as_messages
+from penstock.connectors.kafka.staging import STAGING_PARTITIONS, KafkaReceipt, Stage
+from penstock.connectors.messages import refuse_rows
+from penstock.errors import ConfigError, FatalError
+from penstock.sink import (
+    CommittedEpoch,
+    Epoch,
+    Positions,
+    SinkConnector,
+    SinkConnectorCapabilities,
+    SinkContext,
+    Task,
+    Topic,
+    WriteResult,
+    is_committed,
+)
+from penstock.source import Finding, HealthStatus
+
+RECORD_OVERHEAD = 200
+"""Bytes that a record takes besides key, value and headers, and the frame of a batch that holds only this one."""
+
+MARKER_SETTINGS = {
+    "cleanup.policy": "compact",
+    "segment.ms": "600000",
+    "min.cleanable.dirty.ratio": "0.01",  # else a week of epochs is read at each start
+}
+STAGING_SETTINGS = {"cleanup.policy": "delete", "max.message.bytes": str(100 << 20)}
+
+
+class KafkaSinkConfig(ClusterConfig):
+    topic: str = "{topic}"
+    """The Kafka topic; `{topic}` is the pipeline's topic with dots for slashes: `/lake/orders` is `lake.orders`."""
+
+    mode: Literal["append", "upsert", "changes"] = "append"
+    """
+    `append` writes each row. `upsert` writes the newest row of a key under the key, and a delete as a tombstone, for compacted
+    topics. `changes` writes each change with its change columns, or in Debezium's envelope, by the topic's `[[schemas]]`.
+    """
+
+    key: tuple[str, ...] = ()
+    """Columns that make the record's key; none: the topic's own key. One column is written as text, several as a JSON object."""
+
+    create: bool = True
+    """Make topics that do not exist; `false`: such a topic stops the pipeline."""
+
+    partitions: Annotated[int, Field(ge=-1)] = -1
+    """Partitions of topics that are made; -1: the broker's default."""
+
+    replication: Annotated[int, Field(ge=-1)] = -1
+    """Replicas of topics that are made; -1: the broker's default."""
+
+    topic_config: Mapping[str, str | int | float | bool] = {}
+    """Settings of topics that are made, such as `{ "cleanup.policy" = "compact" }`."""
+
+    compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = "lz4"
+    """How batches of records are compressed."""
+
+    headers: bool = False
+    """Add the headers `penstock.epoch` (pipeline, incarnation and number) and `penstock.row` (the row's place in the epoch)."""
+
+    transaction_timeout_ms: Annotated[PositiveInt, Field(ge=1000)] = 300_000
+    """The longest time that publishing an epoch may take; not over the broker's `transaction.max.timeout.ms`."""
+
+    marker_topic: str = ""
+    """
+    Where the sink records which epochs are in Kafka, and its transactional id; none: `_penstock.`, the pipeline's name and a hash
+    of `topic`. Rows wait for their commit in a topic of this name with `.staging` added.
+    """
+
+    @field_validator("topic")
+    @classmethod
+    def _only_topic(cls, topic: str) -> str:
+        if re.search(r"[{}]", topic.replace("{topic}", "")):
+            raise ValueError("only {topic} can be in braces")
+        return topic
+
+
+class KafkaSink(SinkConnector[KafkaSinkConfig, KafkaReceipt]):
+    """
+    Tasks encode rows and stage them in a Kafka topic of their own; the driver publishes an epoch and its marker in one
+    transaction, after it has fenced every earlier producer.
+
+    Supports exactly-once for consumers with `isolation.level = read_committed`: they see each row once, and whole epochs.
+    Others also see rows of transactions that are open or were aborted.
+    """
+
+    name = "kafka"
+
+    def __init__(self, config: KafkaSinkConfig) -> None:
+        super().__init__(config)
+        promised = SinkConnectorCapabilities().with_exactly_once().with_two_phase_commit()
+        more = {"upsert": promised.with_upsert, "changes": promised.with_changelog}.get(config.mode)
+        self.capabilities = more() if more else promised
+        self._cluster: Cluster | None = None
+        self._publisher: Publisher | None = None
+        self._stage: Stage | None = None
+        self._limits: dict[str, int] = {}
+
+    def open(self, context: SinkContext = SinkContext()) -> None:
+        self.close()
+        super().open(context)
+        self._cluster = Cluster(self.config)
+        self._cluster.connect()
+
+    def close(self) -> None:
+        self._cluster = self._stage = None
+        if self._publisher is not None:
+            self._publisher.close()
+        self._publisher = None
+        self._limits = {}
+
+    def check(self) -> Sequence[Finding]:
+        cluster = Cluster(self.config)
+        cluster.connect()
+        return [Finding(True, f"the cluster at {self.config.bootstrap_servers} answers")]
+
+    def health_check(self) -> HealthStatus:
+        return HealthStatus()
+
+    # -- tasks ---------------------------------------------------------------------------------------------------
+
+    def begin_epoch(self, epoch: Epoch, task: Task) -> None:
+        marker = self._marker_topic(epoch.pipeline)
+        staging = f"{marker}.staging"
+        self._make(staging, STAGING_PARTITIONS, STAGING_SETTINGS)
+        self._stage = Stage(self.config, staging, epoch, task)
+
+    def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
+        assert self._stage is not None, "begin_epoch comes first"
+        name = self._target(topic)
+        messages = as_messages(batch, self.context.topic(topic), self.config)
+        most = self._limits[name]
+        refuse_rows(
+            messages.sizes_over(most - RECORD_OVERHEAD),
+            f"a record is larger than the {most} bytes that the topic {name!r} takes",
+            "raise `max.message.bytes` of the topic, or leave such rows out",
+        )
+        self._stage.write(topic, name, messages)
+        return WriteResult(batch.num_rows, messages.nbytes)
+
+    def pre_commit(self, epoch: Epoch) -> KafkaReceipt:
+        assert self._stage is not None, "begin_epoch comes first"
+        stage, self._stage = self._stage, None
+        return stage.finish()
+
+    # -- driver --------------------------------------------------------------------------------------------------
+
+    def commit_epoch(self, epoch: Epoch, receipts: Sequence[KafkaReceipt], end: Positions) -> None:
+        topics = sorted({topic for receipt in receipts for topic in receipt.topics()})
+        if not topics:
+            return
+        publisher = self._published(epoch.pipeline)
+        markers = publisher.markers()
+        left = [topic for topic in topics if not is_committed(markers.get((epoch.pipeline, topic)), epoch)]
+        if left:
+            publisher.publish(epoch, left, receipts, end, lambda: failpoints.hit("commit.before"))
+
+    def committed_epoch(self, pipeline: str, topic: Topic) -> CommittedEpoch | None:
+        return self._published(pipeline).markers().get((pipeline, topic))
+
+    def sweep(self, epoch: Epoch, keep: Sequence[KafkaReceipt]) -> None:
+        """What dead tries staged goes with the next commit, or with the topic's retention."""
+
+    # -- topics --------------------------------------------------------------------------------------------------
+
+    @property
+    def _asked(self) -> Cluster:
+        assert self._cluster is not None, "the sink is not open"
+        return self._cluster
+
+    def _marker_topic(self, pipeline: str) -> str:
+        if self.config.marker_topic:
+            return self.config.marker_topic
+        digest = hashlib.sha256(f"{pipeline}\0{self.config.topic}".encode()).hexdigest()[:8]
+        return f"_penstock.{re.sub(r'[^a-zA-Z0-9._-]', '-', pipeline)[:180]}.{digest}"
+
+    def _published(self, pipeline: str) -> Publisher:
+        """The publisher of a pipeline; only the driver has one, since making it fences all others."""
+        name = self._marker_topic(pipeline)
+        if self._publisher is not None and self._publisher.name != name:
+            self._publisher.close()
+            self._publisher = None
+        if self._publisher is None:
+            self._make(name, 1, MARKER_SETTINGS)
+            self._publisher = Publisher(self.config, self._asked, name)
+        return self._publisher
+
+    def _target(self, topic: Topic) -> str:
+        """The Kafka topic of a topic, made if it does not exist; in a task, before anything is staged for it."""
+        name = self.config.topic.replace("{topic}", topic.lstrip("/").replace("/", "."))
+        if name in self._limits:
+            return name
+        if not re.fullmatch(r"[a-zA-Z0-9._-]{1,249}", name) or name in (".", ".."):
+            raise ConfigError(
+                f"{name!r} cannot be the name of a Kafka topic",
+                code="PEN-1010",
+                hint="letters, digits, dots, dashes and underscores, at most 249: correct the route's `to` or the sink's `topic`",
+            )
+        if name not in self._asked.describe([name]):
+            if not self.config.create:
+                raise FatalError(
+                    f"there is no topic {name!r}", code="PEN-5010", hint="create it, or leave `create = false` out"
+                )
+            settings = {key: _text(value) for key, value in self.config.topic_config.items()}
+            self._make(name, self.config.partitions, settings, self.config.replication)
+        self._limits[name] = self._largest(name)
+        return name
+
+    def _make(self, name: str, partitions: int, settings: Mapping[str, str], replication: int = -1) -> None:
+        if name not in self._asked.describe([name]):
+            self._asked.create(name, partitions, replication, settings)
+
+    def _largest(self, name: str) -> int:
+        asked = self._asked.client.describe_configs(
+            [ConfigResource(ConfigResource.Type.TOPIC, name)], request_timeout=ANSWER_SECS
+        )
+        for future in asked.values():
+            try:
+                return int(future.result()["max.message.bytes"].value)
+            except KafkaException as error:
+                raise failure(error.args[0], f"cannot ask for the settings of the topic {name!r}") from None
+        raise AssertionError
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

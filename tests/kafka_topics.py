@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
-from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from penstock.testing.processes import wait_until
@@ -92,7 +92,7 @@ def records(address: str, topic: str, committed: bool = True) -> list[Any]:
         if topic not in metadata or metadata[topic].error is not None:
             return []
         left = set(metadata[topic].partitions)
-        reader.assign([TopicPartition(topic, partition, 0) for partition in sorted(left)])
+        reader.assign([TopicPartition(topic, partition, OFFSET_BEGINNING) for partition in sorted(left)])
 
         def at_end() -> bool:
             for message in reader.consume(1000, 0.05):

@@ -128,13 +128,15 @@ class KafkaServer:
     """
     `with KafkaServer() as server: AdminClient({"bootstrap.servers": server.bootstrap})`.
 
-    `listeners` names the protocols that it also speaks beside PLAINTEXT (`SASL_PLAINTEXT`, `SSL`, `SASL_SSL`), each on a
-    port of its own; their details go to `settings`.
+    `listeners` names the protocols that it also speaks beside PLAINTEXT (`SASL_PLAINTEXT`, `SSL`, `SASL_SSL`, or another name
+    for one of them: `OTHER:SSL`), each on a port of its own; their details go to `settings`.
     """
 
     def __init__(self, *, listeners: Iterable[str] = (), settings: Mapping[str, str] | None = None) -> None:
         self.settings = {**SETTINGS, **(settings or {})}
-        self.ports: dict[str, int] = dict.fromkeys(("PLAINTEXT", "CONTROLLER", *listeners), 0)
+        named = (each.partition(":") for each in ("PLAINTEXT", "CONTROLLER:PLAINTEXT", *listeners))
+        self._protocols = {name: protocol or name for name, _, protocol in named}
+        self.ports = dict.fromkeys(self._protocols, 0)
         self._home: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._watch: subprocess.Popen[bytes] | None = None
@@ -254,7 +256,7 @@ class KafkaServer:
     def _write_settings(self) -> None:
         addresses = ",".join(f"{name}://127.0.0.1:{port}" for name, port in self.ports.items())
         public = ",".join(each for each in addresses.split(",") if not each.startswith("CONTROLLER"))
-        protocols = ",".join(f"{name}:{'PLAINTEXT' if name == 'CONTROLLER' else name}" for name in self.ports)
+        protocols = ",".join(f"{name}:{protocol}" for name, protocol in self._protocols.items())
         own = {
             "log.dirs": str(self._place / "data"),
             "listeners": addresses,

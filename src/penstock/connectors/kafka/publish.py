@@ -67,7 +67,7 @@ class Publisher:
         topics: Sequence[Topic],
         receipts: Sequence[KafkaReceipt],
         end: Positions,
-        before_commit: Callable[[], None],
+        before_commit: Callable[[], None],  # called for each topic; at the last one all is sent
     ) -> None:
         """The rows of `topics`, in the order of tasks and rows, and a marker of each topic: visible at once or not at all."""
         producer = self._fence()
@@ -81,13 +81,12 @@ class Publisher:
                     chunks = receipt.chunks.get(topic, ())
                     for batch in staged(self._config, receipt.staging, chunks):
                         sending.send(chunks[0].target, batch)
-            for topic in topics:
                 value = canonical(marker.model_dump(mode="json"))
                 producer.produce(
                     self.name, value.encode(), key=canonical([epoch.pipeline, topic]).encode(), partition=0
                 )
-            sending.flush()
-            before_commit()
+                sending.flush()
+                before_commit()
             producer.commit_transaction(self._config.transaction_timeout_ms / 1000)
         except KafkaException as error:
             raise self._broken(error.args[0], time.monotonic() - began) from None

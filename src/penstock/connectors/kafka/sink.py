@@ -18,7 +18,7 @@ from penstock.connectors.kafka.publish import Publisher
 from penstock.connectors.kafka.rows import as_messages
 from penstock.connectors.kafka.staging import STAGING_PARTITIONS, KafkaReceipt, Stage
 from penstock.connectors.messages import refuse_rows
-from penstock.errors import ConfigError, FatalError
+from penstock.errors import ConfigError, FatalError, StagingLost
 from penstock.sink import (
     CommittedEpoch,
     Epoch,
@@ -167,10 +167,19 @@ class KafkaSink(SinkConnector[KafkaSinkConfig, KafkaReceipt]):
         if not topics:
             return
         publisher = self._published(epoch.pipeline)
-        markers = publisher.markers()
-        left = [topic for topic in topics if not is_committed(markers.get((epoch.pipeline, topic)), epoch)]
-        if left:
+        left = self._left(publisher, epoch, topics)
+        if not left:
+            return
+        try:
             publisher.publish(epoch, left, receipts, end, lambda: failpoints.hit("commit.before"))
+        except StagingLost:
+            # A successor that committed the epoch while we were stopped has removed what it published.
+            if self._left(publisher, epoch, topics):
+                raise
+
+    def _left(self, publisher: Publisher, epoch: Epoch, topics: Sequence[Topic]) -> list[Topic]:
+        markers = publisher.markers()
+        return [topic for topic in topics if not is_committed(markers.get((epoch.pipeline, topic)), epoch)]
 
     def committed_epoch(self, pipeline: str, topic: Topic) -> CommittedEpoch | None:
         return self._published(pipeline).markers().get((pipeline, topic))

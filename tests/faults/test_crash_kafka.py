@@ -1,0 +1,73 @@
+"""The crash suite over the Kafka sink, against a real broker."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from kafka_topics import delete_topic, fresh, records, truncate
+from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
+from penstock.testing import CrashContract
+from penstock.testing.kafka import KafkaServer
+from thorough import THOROUGH
+
+
+def told(path: Path) -> list[str]:
+    """What the test's own process has written down for those that it starts: the broker, and a name of the test's own."""
+    return next(file for each in (path, *path.parents) if (file := each / "broker").exists()).read_text().split()
+
+
+def address(path: Path) -> str:
+    return told(path)[0]
+
+
+def stem(path: Path) -> str:
+    return "crash-" + hashlib.sha256(f"{told(path)[1]} {path}".encode()).hexdigest()[:16]
+
+
+class TestKafkaCrash(CrashContract):
+    ordered = True
+
+    @pytest.fixture(autouse=True)
+    def _told(self, kafka: KafkaServer, tmp_path: Path) -> None:
+        (tmp_path / "broker").write_text(f"{kafka.bootstrap} {fresh('crash')}")
+
+    @pytest.fixture(autouse=True)
+    def _few(self, request: pytest.FixtureRequest) -> None:
+        """Each of these starts five runs with producers of their own; `make soak NAME=tests` plays all of them."""
+        given = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+        few = given.get("method", "commit_epoch") in ("commit_epoch", "pre_commit")
+        if "lost_state" in request.node.name:
+            few = given.get("step", "commit.before@3") == "commit.before@3"
+        if not few and not THOROUGH:
+            pytest.skip("left to `make soak NAME=tests`")
+
+    def make_sink(self, path: Path) -> KafkaSink:
+        topic = f"{stem(path)}.{{topic}}"
+        marker = f"_{stem(path)}"
+        return KafkaSink(
+            KafkaSinkConfig(
+                bootstrap_servers=address(path),
+                topic=topic,
+                marker_topic=marker,
+                partitions=1,
+                mode="append",
+            )
+        )
+
+    def visible(self, path, topic):
+        return [json.loads(each.value()) for each in records(address(path), f"{stem(path)}.{topic[1:]}")]
+
+    def lose_staged(self, path):
+        staging = f"_{stem(path)}.staging"
+        found = [each for each in records(address(path), staging) if each.key().startswith(b"000000000002-")]
+        assert found, "nothing of epoch 2 is staged"
+        for each in found:
+            truncate(address(path), staging, each.offset() + 1, each.partition())
+
+    def empty(self, path):
+        for name in (*(f"{stem(path)}.{topic}" for topic in ("a", "b")), f"_{stem(path)}"):
+            delete_topic(address(path), name)

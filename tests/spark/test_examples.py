@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -20,7 +21,9 @@ from penstock.pipeline import Pipeline
 from penstock.testing.postgres import binaries
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-SMALL = sorted(path.name for path in EXAMPLES.glob("*.toml") if path.stem not in ("quickstart", "shop"))
+SMALL = sorted(
+    path.name for path in EXAMPLES.glob("*.toml") if path.stem not in ("quickstart", "shop", "debezium_kafka")
+)
 
 
 @pytest.fixture
@@ -44,6 +47,38 @@ def test_files_become_rows_of_a_table(drained, examples):
     drained("files_to_delta.toml")
     table = DeltaTable(str(examples.parent / "run/files-to-delta/lake/events")).to_pyarrow_table()
     assert sorted(table["id"].to_pylist()) == list(range(12))
+
+
+def test_changes_of_debezium_in_kafka_become_tables(drained, examples, kafka):
+    from kafka_topics import make_topic, send
+
+    file = examples / "debezium_kafka.toml"
+    file.write_text(file.read_text().replace("localhost:9092", kafka.bootstrap))
+    topics = [make_topic(kafka.bootstrap, f"shop.public.{name}") for name in ("orders", "customers")]
+
+    def change(lsn: int, op: str, before: object, after: object) -> bytes:
+        source = {"connector": "postgresql", "lsn": lsn, "txId": lsn, "ts_ms": 1_700_000_000_000 + lsn}
+        payload = {"before": before, "after": after, "op": op, "source": source, "ts_ms": 1_700_000_000_000}
+        return json.dumps({"schema": {"type": "struct"}, "payload": payload}).encode()
+
+    def sent(id: int, *values: bytes | None) -> None:
+        for topic in topics:
+            send(kafka.bootstrap, topic, values, key=json.dumps({"schema": {}, "payload": {"id": id}}).encode())
+
+    def tables() -> list[dict[int, str]]:
+        places = (examples.parent / f"run/debezium-kafka/lake/lake/{name}" for name in ("orders", "customers"))
+        found = (DeltaTable(str(place)).to_pyarrow_table().to_pylist() for place in places)
+        return [{row["id"]: row["name"] for row in rows} for rows in found]
+
+    for id in range(3):
+        sent(id, change(id, "r", None, {"id": id, "name": "copied"}))
+    drained(file.name)
+    assert tables() == [{0: "copied", 1: "copied", 2: "copied"}] * 2
+    sent(1, change(10, "u", None, {"id": 1, "name": "updated"}))
+    sent(2, change(11, "d", {"id": 2, "name": "copied"}, None), None)
+    sent(3, change(12, "c", None, {"id": 3, "name": "new"}))
+    drained(file.name)
+    assert tables() == [{0: "copied", 1: "updated", 3: "new"}] * 2
 
 
 def test_sql_and_passthrough_stand_side_by_side(drained, examples):

@@ -23,6 +23,7 @@ from penstock.health import HealthState as HealthState
 from penstock.health import HealthStatus as HealthStatus
 
 C = TypeVar("C", bound=Config)
+T = TypeVar("T")
 
 Schemas = Mapping[str, pa.Schema]
 """The Arrow schema of each stream."""
@@ -358,7 +359,7 @@ class PollingSource(SourceConnector[C]):
     """A source that is asked for records; they are journaled before anything else happens."""
 
     def poll_batch(self, max_records: int) -> SourceBatch | list[SourceEnvelope] | None:
-        """Up to about `max_records` new records; None when there are none yet, or when rate limited."""
+        """Up to about `max_records` new records; none if only the checkpoint moved; None: nothing yet, or rate limited."""
         raise NotImplementedError
 
     def checkpoint(self) -> SourceCheckpoint:
@@ -405,41 +406,44 @@ class StreamingSource(SourceConnector[C]):
         raise NotImplementedError
 
 
-class BufferedBridge:
+class BufferedBridge(Generic[T]):
     """
     Lets a client that calls back serve a source that is polled: `put` from the client's thread, `take` in `poll_batch`.
 
-    `put` blocks while `capacity` envelopes wait, which is the backpressure; return `ready` from `data_ready_notify`.
+    `put` blocks while `capacity` items wait, which is the backpressure; return `ready` from `data_ready_notify`.
     """
 
     def __init__(self, capacity: int = 10_000) -> None:
         self.ready = threading.Event()
         self._capacity = capacity
-        self._waiting: deque[SourceEnvelope] = deque()
+        self._waiting: deque[T] = deque()
         self._changed = threading.Condition()
         self._closed = False
 
-    def put(self, envelope: SourceEnvelope, timeout_secs: float | None = None) -> bool:
-        """Hand over an envelope; False if the bridge was closed or stayed full."""
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, item: T, timeout_secs: float | None = None) -> bool:
+        """Hand over an item, such as an envelope; False if the bridge was closed or stayed full."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self._waiting) < self._capacity, timeout_secs)
             if self._closed or len(self._waiting) >= self._capacity:
                 return False
-            self._waiting.append(envelope)
+            self._waiting.append(item)
         self.ready.set()
         return True
 
-    def take(self, max_records: int) -> list[SourceEnvelope] | None:
-        """Up to `max_records` envelopes in the order they came, or None."""
+    def take(self, most: int) -> list[T] | None:
+        """Up to so many items in the order they came, or None."""
         with self._changed:
-            taken = [self._waiting.popleft() for _ in range(min(max_records, len(self._waiting)))]
+            taken = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
             if self._waiting:
                 self.ready.set()
             self._changed.notify_all()
         return taken or None
 
     def close(self) -> None:
-        """Refuse further envelopes and wake threads that wait to put one."""
+        """Refuse further items and wake threads that wait to put one."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -24,11 +24,13 @@ class Polling(Feeder[PollingSource[Any]]):
         self._to_commit: deque[Mapping[str, Json]] = deque()  # offsets that are on disk and not yet committed
         self._after_ack: deque[tuple[int, SourceCheckpoint]] = deque()  # wait until direct rows are committed
         self._ack_lock = threading.Lock()
+        self._last: SourceCheckpoint | None = None  # the newest that was journaled, or is about to be
 
     def restore(self) -> None:
         if self.line.journal.checkpoint is not None:
             checkpoint = SourceCheckpoint.model_validate(self.line.journal.checkpoint)
             once(self.line.name, lambda: self.source.restore(checkpoint))
+            self._last = checkpoint
             # It may have died between the fsync and this: a source that stays idle must hear of it too.
             self._to_commit.append(checkpoint.offsets)
 
@@ -44,11 +46,14 @@ class Polling(Feeder[PollingSource[Any]]):
                 line.skip(error)
                 line.stop.wait(line.processing.poll_interval_ms / 1000)  # it may raise the same again and again
                 continue
-            if records is None or not _rows(records):
+            checkpoint = None if records is None else line.retry(self.source.checkpoint)
+            if records is None or checkpoint is None or (not _rows(records) and checkpoint == self._last):
                 self._rest()
                 continue
-            line.idle.clear()
-            self._take(records, line.retry(self.source.checkpoint))
+            self._last = checkpoint
+            if _rows(records):
+                line.idle.clear()
+            self._take(records, checkpoint)
             if _rows(records) < wanted:  # it has caught up: commit at once. Else the disk works while it reads on.
                 self.settle()
             else:

@@ -115,7 +115,7 @@ class JournaledLaws(Comparing):
             assert stored == checkpoints[taken], "JSON does not bring the checkpoint back"
             with opened_source(source) as another:
                 another.restore(stored)
-                rest = _poll(another, 3, None, len(polls) - taken - 1)[0]
+                rest = _poll(another, 3, None, sum(map(len, joined(polls[taken + 1 :]).values())))[0]
             self._same(joined([*polls[: taken + 1], *rest]), whole, f"polling from checkpoint {taken} and in one go")
 
     @kind(PollingSource)
@@ -163,24 +163,22 @@ class JournaledLaws(Comparing):
 
 
 def _poll(
-    source: PollingSource[Any], limit: int, expected: Any, polls: int | None = None
+    source: PollingSource[Any], limit: int, expected: Any, wanted: int | None = None
 ) -> tuple[list[Rows], list[SourceCheckpoint]]:
-    """Poll until all that is expected has come, or so many times, or until there is nothing."""
+    """Poll until all that is expected has come, or so many records, or until there is nothing."""
     found: list[Rows] = []
     checkpoints: list[SourceCheckpoint] = []
-    wanted = None if expected is None else sum(map(len, expected_rows(expected, {}).values()))
+    if expected is not None:
+        wanted = sum(map(len, expected_rows(expected, {}).values()))
 
     def poll() -> bool:
         batch = source.poll_batch(limit)
-        if batch is not None:
+        if batch is not None and (isinstance(batch, SourceBatch) or batch):  # else only its checkpoint moved
             found.append(_polled([batch] if isinstance(batch, SourceBatch) else batch))
             checkpoints.append(source.checkpoint())
-        count = sum(map(len, joined(found).values()))
-        if wanted is not None:
-            return count >= wanted
-        return batch is None if polls is None else len(found) >= polls
+        return batch is None if wanted is None else sum(map(len, joined(found).values())) >= wanted
 
-    if polls != 0:
+    if wanted != 0:
         wait_until(poll, "the records that the source holds")
     return found, checkpoints
 

@@ -79,6 +79,9 @@ java:
 	@$(BIN)/python -m penstock.spark.java
 
 servers:  # what single tests need; a test whose server is not there says so
+	@command -v mosquitto >/dev/null || [ -x /usr/sbin/mosquitto ] || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		echo "installing Mosquitto; only this once" && apt-get -qq update && \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y mosquitto >/dev/null; } || true
 	@command -v strace >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 		echo "installing strace; only this once" && apt-get -qq update && \
 		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y strace >/dev/null; } || true

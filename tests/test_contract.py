@@ -30,10 +30,8 @@ CONTRACTS = ("health.py", "source.py", "tables.py", "capture.py", "sink.py", "sc
 USERS = ("schema/registry", "connectors", "pipeline", "runtime", "spark", "web", "cli", "reference.py")
 
 LATER = {
-    "BufferedBridge": "the first client that calls back",
     "from_string": "message sources",
     "from_number": "message sources",
-    "with_attribute": "message sources",
     "with_offset": "message sources",
     "with_partition": "message sources",
 }

@@ -71,6 +71,8 @@ BUILT_IN: dict[tuple[Kind, str], Entry] = {
         ),
         Entry("source", "http_poll", "penstock.connectors.http_poll:HttpPoll", "http-poll", ("httpx",)),
         Entry("sink", "http", "penstock.connectors.http:HttpSink", "http", ("httpx",)),
+        Entry("source", "mqtt", "penstock.connectors.mqtt.source:Mqtt", "mqtt", ("paho",)),
+        Entry("sink", "mqtt", "penstock.connectors.mqtt.sink:MqttSink", "mqtt", ("paho",)),
         Entry("sink", "console", "penstock.connectors.console:Console"),
         Entry("sink", "files", "penstock.connectors.files.sink:FilesSink"),
         Entry(

@@ -143,12 +143,13 @@ class Window:
         self._waiting = 0
         self._answers = 0
         self._failure: ConnectorError | None = None
+        self._end: ConnectorError | None = None
 
     def enter(self) -> None:
         """One more message is sent; waits while the window is full."""
         with self._changed:
-            if self._waiting >= self._most or self._failure:
-                self._wait(lambda: self._waiting < self._most)
+            if self._waiting >= self._most or self._failure or self._end:
+                self._wait(lambda: self._waiting < self._most and self._end is None)
             self._waiting += 1
 
     def leave(self, error: ConnectorError | None = None) -> None:
@@ -163,7 +164,7 @@ class Window:
     def fail(self, error: ConnectorError) -> None:
         """Nothing more will be acknowledged, such as when the connection broke."""
         with self._changed:
-            self._failure = self._failure or error
+            self._end = self._end or error
             self._changed.notify_all()
 
     def settle(self) -> None:
@@ -174,12 +175,14 @@ class Window:
     def _wait(self, done: Callable[[], bool]) -> None:
         answers = -1
         while not self._failure and not done():
+            if self._end is not None:
+                raise self._end
             if answers == self._answers:
                 raise RetryableError(
                     f"no answer for {self._timeout:g} s, and {self._waiting} messages wait for one", code="PEN-2003"
                 )
             answers = self._answers
-            self._changed.wait_for(lambda: self._failure or done(), self._timeout)
+            self._changed.wait_for(lambda: self._failure or self._end or done(), self._timeout)
         if self._failure:
             raise self._failure
 

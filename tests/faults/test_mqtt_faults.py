@@ -1,0 +1,142 @@
+"""Kill a run that reads from MQTT, restart its broker, take its session over, stall its network: nothing lost or doubled."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paho.mqtt import client as paho
+from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
+from paho.mqtt.packettypes import PacketTypes
+from paho.mqtt.properties import Properties
+
+from brokers import numbered, peer
+from penstock.testing.mosquitto import Mosquitto, Way, is_installed
+from penstock.testing.processes import wait_until
+from pushed import Pushed, await_kill
+from thorough import THOROUGH
+
+STEPS = ["journal.data", "journal.index", "journal.told", "stage.task", "commit.after", "ack.after"]
+CASES = [(version, qos, step) for version in ("3.1.1", "5") for qos in (1, 2) for step in STEPS]
+FEW = [
+    ("3.1.1", 2, "journal.index"),
+    ("3.1.1", 2, "journal.told"),
+    ("5", 2, "journal.data"),
+    ("5", 1, "journal.index"),
+    ("3.1.1", 1, "journal.told"),
+    ("5", 1, "commit.after"),
+]
+
+
+@pytest.fixture(scope="module")
+def broker(need: Callable[[bool, str], None]) -> Iterator[Mosquitto]:
+    need(is_installed(), "mosquitto is not installed: `make servers` installs it")
+    with Mosquitto() as running:
+        yield running
+
+
+@pytest.fixture
+def topic(request: pytest.FixtureRequest) -> str:
+    return f"t{abs(hash(request.node.nodeid))}"
+
+
+def pipeline(path: Path, url: str, topic: str, version: str = "5", qos: int = 1, **options: Any) -> Pushed:
+    more = "".join(f"{name} = {value!r}\n" for name, value in options.items())
+    run = Pushed(
+        path,
+        f'connector = "mqtt"\nurl = "{url}"\ntopics = ["{topic}/#"]\nversion = "{version}"\nqos = {qos}\n'
+        f'client_id = "c-{topic}"\n{more}',
+    )
+    run.drain()  # it has subscribed
+    return run
+
+
+@pytest.mark.parametrize(("version", "qos", "step"), CASES if THOROUGH else FEW)
+def test_a_kill_under_load_loses_nothing_and_doubles_nothing(
+    version: str, qos: int, step: str, broker: Mosquitto, topic: str, tmp_path: Path
+) -> None:
+    run = pipeline(tmp_path, broker.url, topic, version, qos)
+    enough, sent = threading.Event(), 0
+
+    def send() -> None:
+        nonlocal sent
+        while not enough.is_set():
+            sender.publish_all(f"{topic}/x", numbered(20, sent), qos)  # returns once the broker has them
+            sent += 20
+
+    with peer(broker) as sender:
+        sending = threading.Thread(target=send)
+        sending.start()
+        for count in (2, 3):
+            await_kill(run.start(f"{step}=kill@{count}"))
+        enough.set()
+        sending.join()
+    run.drain()
+    assert run.ids() == Counter(range(sent))
+
+
+def test_a_broker_that_is_restarted_is_joined_again(topic: str, tmp_path: Path, broker: Mosquitto) -> None:
+    with Mosquitto() as own:
+        run = pipeline(tmp_path, own.url, topic)
+        running = run.start()
+        for start in (0, 100, 200):
+            with peer(own) as sender:
+                sender.publish_all(f"{topic}/x", numbered(100, start))
+            run.await_ids(start + 50)
+            own.stop()
+            own.start()
+        run.await_ids(300)
+        running.kill()
+        run.drain()
+        assert run.ids() == Counter(range(300))
+
+
+def test_a_session_that_another_client_takes_over_is_taken_back(topic: str, tmp_path: Path, broker: Mosquitto) -> None:
+    run = pipeline(tmp_path, broker.url, topic)
+    running = run.start()
+    with peer(broker) as sender:
+        for start in (0, 100, 200):
+            sender.publish_all(f"{topic}/x", numbered(100, start))
+            thief = paho.Client(
+                CallbackAPIVersion.VERSION2, f"c-{topic}", protocol=MQTTProtocolVersion.MQTTv5, manual_ack=True
+            )
+            wishes = Properties(PacketTypes.CONNECT)
+            wishes.SessionExpiryInterval = 3600
+            thief.connect("127.0.0.1", broker.port, clean_start=False, properties=wishes)
+            thief.loop_start()
+            wait_until(lambda: thief.is_connected(), "the session to be taken over")  # noqa: B023
+            thief.disconnect()
+            thief.loop_stop()
+    run.await_ids(300)
+    running.kill()
+    run.drain()
+    assert run.ids() == Counter(range(300))
+
+
+def test_a_network_that_stalls_is_given_up_and_joined_again(topic: str, tmp_path: Path, broker: Mosquitto) -> None:
+    clear = threading.Event()
+    clear.set()
+    dropped: list[bytes] = []
+
+    def rule(to_broker: bool, packet: bytes) -> bool:
+        if not clear.is_set():
+            dropped.append(packet)
+        return clear.is_set()
+
+    with Way(broker.port, rule) as way, peer(broker) as sender:
+        run = pipeline(tmp_path, way.url, topic, keepalive_secs=1, timeout_secs=2)
+        running = run.start()
+        sender.publish_all(f"{topic}/x", numbered(100))
+        run.await_ids(100)
+        clear.clear()  # from here on packets vanish, and nobody hangs up
+        sender.publish_all(f"{topic}/x", numbered(100, 100))
+        wait_until(lambda: any(packet[0] >> 4 == 1 for packet in dropped), "the source to connect again")
+        clear.set()
+        run.await_ids(200)
+        running.kill()
+        run.drain()
+    assert run.ids() == Counter(range(200))

@@ -87,7 +87,7 @@ class Mosquitto:
 
 class Way:
     """
-    Stands between clients and a broker, packet by packet.
+    Is between clients and a broker, packet by packet.
 
     `rule(to_broker, packet)` says what becomes of a packet: True passes it on, False loses it, None ends the connection.
     """

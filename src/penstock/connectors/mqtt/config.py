@@ -38,7 +38,7 @@ class BrokerConfig(Config):
     """Private key (PEM) of `cert_file`."""
 
     keepalive_secs: PositiveInt = 30
-    """A broker that was silent for so long is asked if it is there; if it stays silent, the connection is given up."""
+    """A broker that was silent for this long is asked if it is there; if it stays silent, the connection is given up."""
 
     timeout_secs: PositiveFloat = 20
     """Longest wait for an answer of the broker."""

@@ -121,7 +121,7 @@ SYNONYMS = {
     "dsn": ["connection_string", "conninfo", "connection"],
     "url": ["uri", "address", "endpoint", "urls"],
     "tables": ["relations", "table_list"],  # `table` is the template by which a sink names a topic's
-    "topics": ["topic", "channels", "subjects", "queues"],
+    "topics": ["channels", "subjects", "queues"],  # `topic` is the template by which a sink names a message's
     "path": ["paths", "directory", "dir", "folder", "file", "location", "prefix", "root"],
     "mode": ["write_mode", "save_mode", "operation"],
     "snapshot": ["initial_snapshot", "snapshot_mode", "initial_load"],

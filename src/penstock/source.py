@@ -210,8 +210,12 @@ class SourceContext:
     If all do, the stream need not be copied. If only some do, a copy must begin with a clear (see `TableState.copy`).
     """
 
-    refused: Callable[[str, Sequence[bytes]], Failed] = _none_refused
-    """On the driver: which payloads of a stream the schemas of its topics have no row for, by position: rule and reason."""
+    refused: Callable[[str, Sequence[bytes]], Failed | None] = _none_refused
+    """
+    On the driver: which payloads of a stream the schemas of its topics have no row for, by position: rule and reason.
+
+    None: none of its topics has a schema.
+    """
 
     in_task: bool = False
     """True where splits are read, False where ranges are planned."""

@@ -14,7 +14,7 @@ import pytest
 from connectors.webhooks import Answer, answer, config, request, serving
 from penstock.connectors.webhook import Webhook
 from penstock.errors import ConfigError
-from penstock.source import ProducerConfig, ReadLimit, SourceContext
+from penstock.source import ReadLimit, SourceContext
 from penstock.testing import SourceContract
 from penstock.testing.processes import wait_until
 
@@ -231,7 +231,7 @@ def test_validation_refuses_the_whole_request_before_anything_is_stored(tmp_path
 def test_validation_without_a_schema_is_refused_at_the_start():
     source = Webhook(config(validate_on_receive=True))
     with pytest.raises(ConfigError, match="PEN-1016"):
-        source.open(SourceContext(produces=(ProducerConfig("/events"),)))
+        source.open(SourceContext(refused=lambda stream, payloads: None))
 
 
 # -- the server ----------------------------------------------------------------------------------------------------------

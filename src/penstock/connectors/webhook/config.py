@@ -194,8 +194,8 @@ class WebhookConfig(Config):
     `dedupe`."""
 
     auth: Auth
-    """Who may send, where an endpoint does not say: `{ type = "none" }`, `"api_key"`, `"hmac"` or `"jwt"`; see the page on
-    webhooks."""
+    """Who may send, where an endpoint does not say: `{ type = "none" }`, `"api_key"`, `"hmac"` or `"jwt"`; see
+    `docs/webhook.md`."""
 
     tls: Tls | None = None
     """Serve HTTPS: `cert_file`, `key_file`, and `client_ca_file` if clients must have certificates."""

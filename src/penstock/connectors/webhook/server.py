@@ -8,11 +8,15 @@ It is written by hand since a request must cost little: in one measurement 9 µs
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import socket
 from collections import deque
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import httptools
 
@@ -106,6 +110,9 @@ class Server:
         self.idle: dict[Connection, None] = {}
         """Those between two requests, idle longest first."""
         self.stopping = False
+        self.sockets: list[socket.socket] = []
+        """Those that listen."""
+        _servers.add(self)
 
     def connect(self) -> Connection:
         """The protocol of a new connection."""
@@ -198,6 +205,11 @@ class Connection(asyncio.Protocol):
             self.fail(503, "stopping", "the pipeline is stopping", {"Retry-After": "1"})
         elif not self._waiting and not self.ended:
             self.end()
+
+    def let_go(self) -> None:
+        """In a forked child: its copy of the socket would keep a client waiting after the parent was killed."""
+        with contextlib.suppress(OSError):
+            os.close(self._transport.get_extra_info("socket").fileno())
 
     def abort(self) -> None:
         """Close at once; the client gets no answer, and will send again."""
@@ -417,6 +429,8 @@ def _ambiguous(version: str, headers: Mapping[bytes, bytes]) -> str:
             return "Content-Length and Transfer-Encoding exclude each other"
         if version != "1.1" or encoding.lower() != b"chunked":
             return "the only Transfer-Encoding is chunked, in HTTP/1.1"
+    if b"upgrade" in headers:
+        return "the server does not change protocols"
     length = headers.get(b"content-length")
     if length is not None and not length.isdigit():
         return "Content-Length is not a number"
@@ -431,3 +445,17 @@ def response(status: int, body: Mapping[str, Any], headers: Mapping[str, str] | 
     lines = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
     head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n{lines}"
     return f"{head}Content-Length: {len(text)}\r\n\r\n".encode("latin-1") + text
+
+
+_servers: WeakSet[Server] = WeakSet()
+
+
+def _after_fork() -> None:
+    for server in list(_servers):
+        for listening in server.sockets:
+            listening.close()
+        for connection in server.connections:
+            connection.let_go()
+
+
+os.register_at_fork(after_in_child=_after_fork)

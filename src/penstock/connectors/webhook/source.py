@@ -59,13 +59,13 @@ class Webhook(StreamingSource[WebhookConfig]):
         self.close()
         super().open(context)
         config = self.config
-        schemas = [produced.schema_config for produced in context.produces]
-        if config.validate_on_receive and schemas and not any(schemas):
-            raise ConfigError(
-                "validate_on_receive needs a [[schemas]] entry for the topic of an endpoint",
-                code="PEN-1016",
-                hint="add one, or leave out validate_on_receive",
-            )
+        for endpoint in config.endpoints if config.validate_on_receive else ():
+            if context.refused(endpoint.stream, ()) is None:
+                raise ConfigError(
+                    f"validate_on_receive needs a [[schemas]] entry for the topic of {endpoint.stream!r}",
+                    code="PEN-1016",
+                    hint="add one, or leave out validate_on_receive",
+                )
         self._tls = _tls(config.tls) if config.tls is not None else None
         self._routes = {each.path.encode(): Route(each, guard(each.auth or config.auth)) for each in config.endpoints}
         self._rates = Rates(config.rate_limit_per_sec, config.client_rate_limit_per_sec)
@@ -152,7 +152,7 @@ class Serving:
         rates: Rates,
         sender: Sender,
         loop: asyncio.AbstractEventLoop,
-        refused: Callable[[str, Sequence[bytes]], dict[int, tuple[str, str]]],
+        refused: Callable[[str, Sequence[bytes]], dict[int, tuple[str, str]] | None],
     ) -> None:
         self._config = config
         self._routes = routes
@@ -176,6 +176,7 @@ class Serving:
         config, server = self._config, self._server
         handshake = config.header_timeout_secs if tls is not None else None
         own = listening.dup()  # the loop closes what it is given, and the source may serve again
+        server.sockets = [listening, own]
         listener = await self._loop.create_server(
             server.connect, sock=own, ssl=tls, backlog=1024, ssl_handshake_timeout=handshake
         )
@@ -311,7 +312,7 @@ class Serving:
                 streams.setdefault(record.stream, []).append((waiting, number, record.payload or b""))
         bad: dict[Waiting, Refused] = {}
         for stream, events in streams.items():
-            for at, (rule, reason) in self._refused(stream, [payload for _, _, payload in events]).items():
+            for at, (rule, reason) in (self._refused(stream, [each[2] for each in events]) or {}).items():
                 waiting, number, _ = events[at]
                 bad.setdefault(waiting, Refused(422, "invalid", reason, rule=rule, event=number))
         for waiting, refused in bad.items():

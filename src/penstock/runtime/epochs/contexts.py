@@ -52,7 +52,7 @@ class Contexts:
         held, refused = partial(self.copies.held, name), partial(self._refused, name)
         return SourceContext(self._sources / name, produces, held, refused)
 
-    def _refused(self, source: str, stream: str, payloads: Sequence[bytes]) -> Failed:
+    def _refused(self, source: str, stream: str, payloads: Sequence[bytes]) -> Failed | None:
         """By the routes that take every message of the stream; which others take one is found when it is routed."""
         topics = [each.topic for each in self.wiring.router.targets(source, stream) if not each.route.match]
         return self._codecs.refused(dict.fromkeys(topics), payloads)

@@ -70,11 +70,19 @@ class Codecs:
             self._last = (chosen, self.decoders(chosen, {}))
         return chosen
 
-    def refused(self, topics: Iterable[Topic], payloads: Sequence[bytes]) -> Failed:
-        """The payloads that no row of some topic can be made of, by the versions that were chosen last: rule and reason."""
+    def refused(self, topics: Iterable[Topic], payloads: Sequence[bytes]) -> Failed | None:
+        """
+        The payloads that no row of some topic can be made of, by the versions that were chosen last: rule and reason.
+
+        None: no topic has a schema.
+        """
+        decoders = [decoder for decoder in map(self._last[1].of, topics) if decoder is not None]
+        if not decoders or not payloads:
+            return {} if decoders else None
         found: Failed = {}
-        envelopes = pa.record_batch({"key": pa.nulls(len(payloads), pa.binary()), "payload": list(payloads)})
-        for decoder in filter(None, map(self._last[1].of, topics)):
+        texts = pa.array(payloads, pa.binary())
+        envelopes = pa.record_batch({"key": pa.nulls(len(payloads), pa.binary()), "payload": texts})
+        for decoder in decoders:
             failures = decoder.decode(envelopes).failures
             every = zip(failures.positions.tolist(), failures.rules, failures.reasons, strict=True)
             # Whether all columns are unknown is for the epoch to say: it knows the columns of those before it.

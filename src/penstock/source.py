@@ -398,8 +398,14 @@ class Sender(Protocol):
     def send_batch(self, envelopes: Sequence[SourceEnvelope], on_durable: Callable[[], None] | None = None) -> None:
         """Hand over many envelopes as one unit."""
 
-    def offer(self, envelopes: Sequence[SourceEnvelope], on_durable: Callable[[], None] | None = None) -> bool:
-        """As `send_batch`, for a thread that must not wait: False where it would have to, and nothing was taken."""
+    def offer(
+        self, items: SourceBatch | Sequence[SourceEnvelope], on_durable: Callable[[], None] | None = None
+    ) -> bool:
+        """
+        As `send` and `send_batch`, for a thread that must not wait: False where it would have to, and nothing was taken.
+
+        Many messages without dedupe keys are cheapest as a batch of `ENVELOPE_SCHEMA`.
+        """
 
 
 class StreamingSource(SourceConnector[C]):

@@ -14,7 +14,7 @@ import pytest
 from connectors.webhooks import Answer, answer, config, request, serving
 from penstock.connectors.webhook import Webhook
 from penstock.errors import ConfigError
-from penstock.source import ReadLimit, SourceContext
+from penstock.source import ENVELOPE_SCHEMA, ReadLimit, SourceContext
 from penstock.testing import SourceContract
 from penstock.testing.processes import wait_until
 
@@ -116,6 +116,17 @@ def test_gzip_is_unpacked_up_to_the_limit(tmp_path):
         assert hook.post(two[:-4], content_encoding="gzip").status == 400
         assert hook.post(b"nothing of the kind", content_encoding="gzip").status == 400
         assert hook.post(two, content_encoding="br").status == 415
+
+
+def test_many_events_of_a_request_are_stored_as_few_are(tmp_path):
+    endpoints = [{"path": "/events", "stream": "events", "headers": ["X-From", "X-Other"]}]
+    lines = [b'{"id": %d}' % number for number in range(500)]
+    with serving(tmp_path, endpoints=endpoints) as hook:
+        for part in (lines[:1], lines[1:300], lines[300:305], lines[305:]):
+            sent = hook.post(b"\n".join(part), content_type="application/x-ndjson", x_from="shop")
+            assert sent.body == {"accepted": len(part)}
+        assert hook.rows() == [(line, {"x-from": "shop"}) for line in lines]
+        assert hook.ingest.range_source.schema() == {"events": ENVELOPE_SCHEMA}
 
 
 def test_named_headers_are_kept_as_attributes_and_each_path_is_a_stream(tmp_path):

@@ -64,7 +64,7 @@ def cut(body: bytes, how: Cut) -> Sequence[bytes]:
     if how == "form":
         return (_form(body),)
     if how == "ndjson":
-        return [line for line in (each.strip(_SPACE) for each in body.split(b"\n")) if line]
+        return [line for line in body.split(b"\n") if line and not line.isspace()]
     first = body.lstrip(_SPACE)[:1]
     if first == b"[":
         return _items(body)

@@ -7,9 +7,12 @@ import contextlib
 import resource
 import socket
 import ssl
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+
+import pyarrow as pa
 
 from penstock.connectors.webhook.auth import Guard, guard
 from penstock.connectors.webhook.bodies import Cut, cut, cut_by, inflate, member
@@ -23,6 +26,7 @@ from penstock.source import (
     HealthStatus,
     Schemas,
     Sender,
+    SourceBatch,
     SourceContext,
     SourceEnvelope,
     SourceRecord,
@@ -33,6 +37,8 @@ LOOK_SECS = 0.1
 """How often the server looks if it has to stop."""
 DRAIN_SECS = 8.0
 """How long a stop waits for answers that are due."""
+MANY = 32
+"""From so many events on, those of a request are made into rows at once."""
 GROUP_BYTES = 1 << 20
 """About how much is handed to the journal as one unit."""
 
@@ -119,9 +125,32 @@ class Route:
         headers, stream = exchange.headers, self.stream
         attributes = {name: headers[key].decode("latin-1") for key, name in self.kept if key in headers}
         records = [SourceRecord(stream, event, None, attributes) for event in events]
-        if self._header is None and self._path is None:
+        if not self.dedupes:
             return [SourceEnvelope(record) for record in records]
         return [SourceEnvelope(record, None, self._key(headers, record, n)) for n, record in enumerate(records)]
+
+    def batch(self, exchange: Exchange, events: Sequence[bytes]) -> SourceBatch:
+        """Many events of a request, column by column."""
+        count, headers = len(events), exchange.headers
+        attributes = {name: headers[key].decode("latin-1") for key, name in self.kept if key in headers}
+        size = len(attributes)
+        columns = [
+            pa.repeat(pa.scalar(self.stream, pa.string()), count),
+            pa.nulls(count, pa.binary()),
+            pa.array(events, pa.binary()),
+            pa.MapArray.from_arrays(
+                pa.array(range(0, size * count + 1, size) if size else [0] * (count + 1), pa.int32()),
+                pa.array([*attributes] * count, pa.string()),
+                pa.array([*attributes.values()] * count, pa.string()),
+            ),
+            pa.repeat(pa.scalar(time.time_ns() // 1_000_000, pa.timestamp("ms", tz="UTC")), count),
+            pa.nulls(count, ENVELOPE_SCHEMA.field("offset").type),
+        ]
+        return SourceBatch(pa.RecordBatch.from_arrays(columns, schema=ENVELOPE_SCHEMA), stream=self.stream)
+
+    @property
+    def dedupes(self) -> bool:
+        return self._header is not None or self._path is not None
 
     def _key(self, headers: dict[bytes, bytes], record: SourceRecord, number: int) -> str | None:
         if self._path is not None:
@@ -135,11 +164,13 @@ class Route:
 class Waiting:
     """A request whose events are not stored yet."""
 
-    __slots__ = ("envelopes", "exchange")
+    __slots__ = ("events", "exchange", "route", "size")
 
-    def __init__(self, exchange: Exchange, envelopes: list[SourceEnvelope]) -> None:
+    def __init__(self, exchange: Exchange, route: Route, events: Sequence[bytes], size: int) -> None:
         self.exchange = exchange
-        self.envelopes = envelopes
+        self.route = route
+        self.events = events
+        self.size = size
 
 
 class Serving:
@@ -243,7 +274,7 @@ class Serving:
         exchange.chunks = []
         if not self._group:
             self._loop.call_soon(self._hand_over)
-        self._group.append(Waiting(exchange, route.envelopes(exchange, cut(body, how))))
+        self._group.append(Waiting(exchange, route, cut(body, how), len(body)))
 
     def _answer_health(self, exchange: Exchange) -> None:
         if exchange.method not in (b"GET", b"HEAD"):
@@ -263,25 +294,31 @@ class Serving:
         part: list[Waiting] = []
         size = 0
         for waiting in group:
+            if len(waiting.events) >= MANY and not waiting.route.dedupes:
+                self._offer([waiting], waiting.route.batch(waiting.exchange, waiting.events))
+                continue
             part.append(waiting)
-            size += sum(len(envelope.record.payload or b"") for envelope in waiting.envelopes)
+            size += waiting.size
             if size >= GROUP_BYTES:
-                self._offer(part)
+                self._offer_singly(part)
                 part, size = [], 0
         if part:
-            self._offer(part)
+            self._offer_singly(part)
 
-    def _offer(self, group: list[Waiting]) -> None:
-        envelopes = [envelope for waiting in group for envelope in waiting.envelopes]
+    def _offer_singly(self, group: list[Waiting]) -> None:
+        self._offer(group, [each for w in group for each in w.route.envelopes(w.exchange, w.events)])
+
+    def _offer(self, group: list[Waiting], items: SourceBatch | list[SourceEnvelope]) -> None:
         self._due += len(group)
+        refused = None
         try:
-            taken = self._sender.offer(envelopes, partial(self._call_soon, self._stored, group))
-            refused = self._unavailable()
+            if not self._sender.offer(items, partial(self._call_soon, self._stored, group)):
+                refused = self._unavailable()
         except RetryableError:
-            taken, refused = False, self._unavailable()
+            refused = self._unavailable()
         except DataError as error:
-            taken, refused = False, Refused(400, "bad_request", error.message)
-        if not taken:
+            refused = Refused(400, "bad_request", error.message)
+        if refused is not None:
             self._due -= len(group)
             for waiting in group:
                 waiting.exchange.refuse(refused)
@@ -293,7 +330,7 @@ class Serving:
     def _stored(self, group: list[Waiting]) -> None:
         self._due -= len(group)
         for waiting in group:
-            count = len(waiting.envelopes)
+            count = len(waiting.events)
             self._accepted += 1
             self._events += count
             reply = self._replies.get(count)
@@ -307,9 +344,8 @@ class Serving:
         """The requests whose events the schemas take; the others are answered."""
         streams: dict[str, list[tuple[Waiting, int, bytes]]] = {}
         for waiting in group:
-            for number, envelope in enumerate(waiting.envelopes):
-                record = envelope.record
-                streams.setdefault(record.stream, []).append((waiting, number, record.payload or b""))
+            for number, event in enumerate(waiting.events):
+                streams.setdefault(waiting.route.stream, []).append((waiting, number, event))
         bad: dict[Waiting, Refused] = {}
         for stream, events in streams.items():
             for at, (rule, reason) in (self._refused(stream, [each[2] for each in events]) or {}).items():

@@ -63,9 +63,11 @@ class Sender:
     def send_batch(self, envelopes: Sequence[SourceEnvelope], on_durable: Callable[[], None] | None = None) -> None:
         self._accept(envelopes, on_durable)
 
-    def offer(self, envelopes: Sequence[SourceEnvelope], on_durable: Callable[[], None] | None = None) -> bool:
+    def offer(
+        self, items: SourceBatch | Sequence[SourceEnvelope], on_durable: Callable[[], None] | None = None
+    ) -> bool:
         try:
-            self._accept(envelopes, on_durable, wait=False)
+            self._accept(items, on_durable, wait=False)
         except Full:
             return False
         return True

@@ -16,7 +16,7 @@ from penstock.runtime.journal import segment as segments
 from penstock.runtime.journal.disk import Disk
 from penstock.runtime.journal.envelopes import Repeats, encode, size_of
 from penstock.runtime.journal.segment import Block, coalesced, corrupt, gone, schema_of
-from penstock.source import Schemas, SourceBatch, SourceEnvelope
+from penstock.source import ENVELOPE_SCHEMA, Schemas, SourceBatch, SourceEnvelope
 
 PENDING_BYTES = 64 << 20
 """How much may wait in memory for the disk."""
@@ -251,7 +251,9 @@ class Journal:
         if blocks or checkpoint is not None:
             envelopes = [envelope for entry in group for envelope in entry.envelopes]
             keys = [each.dedupe_key for each in envelopes if each.dedupe_key is not None]
-            self._disk.commit(blocks, keys, checkpoint, {each.record.stream for each in envelopes})
+            streams = {each.record.stream for each in envelopes}
+            streams |= {each.stream for entry in group for each in entry.batches if _is_messages(each)}
+            self._disk.commit(blocks, keys, checkpoint, streams)
         with self._lock:
             self._pending_bytes -= sum(entry.size for entry in group)
             self._held = self._disk.held(self._acked)
@@ -302,7 +304,8 @@ def _pieces(item: list[SourceEnvelope] | Sequence[SourceBatch]) -> Iterator[Bloc
     if not item:
         return
     if isinstance(item[0], SourceBatch):
-        yield from ((batch.stream, batch.records) for batch in item)  # type: ignore[union-attr]
+        for batch in item:
+            yield (None if _is_messages(batch) else batch.stream), batch.records  # type: ignore[arg-type,union-attr]
         return
     envelopes: list[SourceEnvelope] = item  # type: ignore[assignment]
     start = size = 0
@@ -313,3 +316,8 @@ def _pieces(item: list[SourceEnvelope] | Sequence[SourceBatch]) -> Iterator[Bloc
             start, size = end + 1, 0
     if start < len(envelopes):
         yield None, encode(envelopes[start:])
+
+
+def _is_messages(batch: SourceBatch) -> bool:
+    """True for messages that came as a batch: they are stored as envelopes are."""
+    return bool(batch.records.schema.equals(ENVELOPE_SCHEMA))

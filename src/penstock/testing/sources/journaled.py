@@ -58,8 +58,10 @@ class RecordingSender:
     def send_batch(self, envelopes: Sequence[SourceEnvelope], on_durable: Callable[[], None] | None = None) -> None:
         self._keep(envelopes, on_durable)
 
-    def offer(self, envelopes: Sequence[SourceEnvelope], on_durable: Callable[[], None] | None = None) -> bool:
-        self._keep(envelopes, on_durable)
+    def offer(
+        self, items: SourceBatch | Sequence[SourceEnvelope], on_durable: Callable[[], None] | None = None
+    ) -> bool:
+        self._keep([items] if isinstance(items, SourceBatch) else items, on_durable)
         return True
 
     def make_durable(self) -> None:

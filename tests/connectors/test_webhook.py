@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from connectors.webhooks import Answer, answer, config, request, serving
+from connectors.webhooks import Answer, Running, answer, answers, config, request, serving
 from penstock.connectors.webhook import Webhook
 from penstock.errors import ConfigError
+from penstock.pipeline.options import Processing
+from penstock.runtime.ingest import Ingest
 from penstock.source import ENVELOPE_SCHEMA, ReadLimit, SourceContext
 from penstock.testing import SourceContract
 from penstock.testing.processes import wait_until
@@ -197,6 +199,30 @@ def test_a_full_journal_is_answered_503_until_there_is_room(tmp_path):
         source.ack(source.latest(source.initial(), ReadLimit()))
         assert hook.get("/healthz") == Answer(200, {"status": "ok"}, hook.get("/healthz").headers)
         assert hook.post({}).status == 200
+
+
+def test_a_disk_that_refuses_is_never_answered_200(tmp_path, monkeypatch):
+    def refuse(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    ingest = Ingest("webhook", Webhook(config()), tmp_path / "journal", Processing(linger_ms=0))
+    ingest.open()
+    hook = Running(ingest, ingest.source, tmp_path / "journal")
+    ingest.start()
+    try:
+        monkeypatch.setattr("penstock.runtime.journal.disk.os.fsync", refuse)
+        with (
+            hook.connect() as first
+        ):  # it is with the disk when the disk refuses: it gets no answer, and will come again
+            first.sendall(request(b'{"n": 1}'))
+            wait_until(lambda: ingest.failure, "the disk to refuse")
+            assert hook.post({"n": 2}).status == 503
+            assert ingest.stop(60)
+            assert [each.status for each in answers(first)] in ([], [503])
+    finally:
+        monkeypatch.undo()
+        ingest.close()
+    assert hook.events() == []
 
 
 # -- retries -------------------------------------------------------------------------------------------------------------

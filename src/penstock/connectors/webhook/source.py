@@ -19,7 +19,7 @@ from penstock.connectors.webhook.bodies import Cut, cut, cut_by, inflate, member
 from penstock.connectors.webhook.config import Endpoint, Tls, WebhookConfig
 from penstock.connectors.webhook.limits import Networks, Rates, client_of
 from penstock.connectors.webhook.server import Exchange, Refused, Server, response
-from penstock.errors import ConfigError, DataError, RetryableError
+from penstock.errors import ConfigError, ConnectorError, DataError
 from penstock.source import (
     ENVELOPE_SCHEMA,
     ConnectorMetrics,
@@ -314,10 +314,10 @@ class Serving:
         try:
             if not self._sender.offer(items, partial(self._call_soon, self._stored, group)):
                 refused = self._unavailable()
-        except RetryableError:
-            refused = self._unavailable()
         except DataError as error:
             refused = Refused(400, "bad_request", error.message)
+        except ConnectorError:  # the source stops, or the disk refuses: the runtime knows why
+            refused = self._unavailable()
         if refused is not None:
             self._due -= len(group)
             for waiting in group:
@@ -359,7 +359,7 @@ class Serving:
         pause = {"Retry-After": str(self._config.retry_after_secs)}
         if self._sender.stopped:
             return Refused(503, "stopping", "the pipeline is stopping", pause)
-        return Refused(503, "full", "the journal is full: events wait to be committed", pause)
+        return Refused(503, "full", "the journal takes no more now", pause)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -8,13 +8,14 @@ from datetime import UTC, datetime
 from itertools import chain, pairwise
 from typing import Any
 
+import pyarrow as pa
 import pytest
-from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewPartitions
 from pydantic import ValidationError
 
 from kafka_topics import delete_topic, fresh, make_topic, remake_topic, send, transaction, truncate, values
-from penstock.connectors.kafka import read
+from penstock.connectors.kafka import bulk, read
 from penstock.connectors.kafka.position import Offsets, Piece, packed
 from penstock.connectors.kafka.source import Kafka, KafkaConfig
 from penstock.errors import ConfigError, FatalError, RetryableError
@@ -111,7 +112,7 @@ def test_only_committed_records_are_read_and_their_order_is_kept(kafka: KafkaSer
 
 
 def test_a_record_keeps_its_key_headers_time_partition_and_offset(kafka: KafkaServer) -> None:
-    topic = make_topic(kafka.bootstrap, fresh("whole"), 2)
+    topic = make_topic(kafka.bootstrap, fresh("whole"), 2, retention_ms=-1)
     headers = [("a", b"1"), ("b", b"\xff"), ("a", b"2"), ("n", None)]
     send(kafka.bootstrap, topic, [b"v", None, b""], 1, key=b"k", headers=headers, timestamp=1_700_000_000_123)
     send(kafka.bootstrap, topic, [b"bare"], 0, timestamp=1_700_000_000_000)
@@ -259,7 +260,7 @@ def test_partitions_and_topics_that_come_later_are_read_from_their_first_record(
 
 @pytest.mark.parametrize("how", ["earliest", "latest", "timestamp", "group"])
 def test_a_first_run_begins_where_it_is_told(kafka: KafkaServer, how: str) -> None:
-    topic, group = make_topic(kafka.bootstrap, fresh("start"), 2), fresh("group")
+    topic, group = make_topic(kafka.bootstrap, fresh("start"), 2, retention_ms=-1), fresh("group")
     for number in range(4):
         send(kafka.bootstrap, topic, [str(number).encode()], timestamp=1_700_000_000_000 + number * 1000)
     if how == "group":
@@ -296,6 +297,59 @@ def test_lag_counts_what_is_there_and_not_planned(kafka: KafkaServer) -> None:
         assert source.lag() == 6
         assert str(source.health_check()) == "healthy"
         assert source.check()[0].what == "1 topics with 1 partitions"
+
+
+# -- in bulk, and one by one -------------------------------------------------------------------------------------------
+
+
+def read_all(source: Kafka) -> pa.Table:
+    start = source.initial()
+    splits = source.split(start, source.latest(start, ReadLimit()))
+    batches = [batch.records for split in splits for batch in source.read(split)]
+    return pa.Table.from_batches(batches).drop_columns(["attributes"]) if batches else pa.table({})
+
+
+@pytest.mark.parametrize("codec", ["none", "gzip", "snappy", "lz4", "zstd"])
+def test_both_ways_of_reading_give_the_same_records(kafka: KafkaServer, codec: str) -> None:
+    assert bulk.available(), "reading in bulk does not work with this client"
+    topic = make_topic(kafka.bootstrap, fresh("routes"))
+    texts = [None, b"", b"x", b"x" * 12, b"y" * 13, b"\0" * 200, bytes(range(256)) * 3000, None, b"z"]
+    producer = Producer({"bootstrap.servers": kafka.bootstrap, "compression.type": codec, "linger.ms": 20})
+    for number, value in enumerate(texts * 3):
+        producer.produce(topic, value, key=texts[number % 7 - 3] if codec != "gzip" else None)
+    assert producer.flush(60) == 0
+    with transaction(kafka.bootstrap, commit=False) as aborted:
+        aborted.produce(topic, b"aborted")
+    send(kafka.bootstrap, topic, [b"last"])
+    found = []
+    for headers in (False, True):
+        with opened_source(make_source(kafka, topic, headers=headers)) as source:
+            wait_until(lambda: source.latest(source.initial(), ReadLimit()).topics[topic].next["0"] == 30, "the end")
+            found.append(read_all(source))
+    assert found[0].column("payload").to_pylist() == [*texts * 3, b"last"]
+    assert found[0].equals(found[1])
+    found[0].validate(full=True)
+
+
+def test_records_of_nothing_but_nulls_are_read_in_bulk(kafka: KafkaServer) -> None:
+    topic = make_topic(kafka.bootstrap, fresh("nulls"), 3)
+    for partition in range(3):
+        send(kafka.bootstrap, topic, [None] * 100, partition)
+    with opened_source(make_source(kafka, topic, headers=False)) as source:
+        found = read_all(source)
+    assert found.num_rows == found.column("key").null_count == found.column("payload").null_count == 300
+
+
+def test_a_client_whose_structs_are_others_is_read_one_by_one(
+    kafka: KafkaServer, filled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "_TIME", 104)
+    monkeypatch.setattr(bulk, "_off", False)
+    with opened_source(make_source(kafka, filled, headers=False)) as source:
+        with pytest.raises(RetryableError, match="one by one"):
+            everything(source)
+        assert not bulk.available()
+        assert everything(source) == values(kafka.bootstrap, filled)
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------

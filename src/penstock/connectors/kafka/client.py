@@ -300,9 +300,14 @@ READING = {
 """Settings of every reader of a range."""
 
 
-def consumer(config: ClusterConfig, committed: bool = True, **more: Any) -> Consumer:
-    """A reader that is assigned partitions and offsets, and commits nothing by itself."""
+def reading(config: ClusterConfig, committed: bool = True, **more: Any) -> dict[str, Any]:
+    """The settings of a reader that is assigned partitions and offsets, and commits nothing by itself."""
     own = {name.replace("_", "."): value for name, value in more.items()}
     isolation = "read_committed" if committed else "read_uncommitted"
+    return {**READING, **config.settings(), **own, "isolation.level": isolation}
+
+
+def consumer(config: ClusterConfig, committed: bool = True, **more: Any) -> Consumer:
+    """A reader with those settings."""
     with errors("the consumer cannot be made"):
-        return Consumer({**READING, **config.settings(), **own, "isolation.level": isolation})
+        return Consumer(reading(config, committed, **more))

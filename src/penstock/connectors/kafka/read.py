@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
-from confluent_kafka import Consumer, KafkaError, TopicPartition
+from confluent_kafka import KafkaError, TopicPartition
 
-from penstock.connectors.kafka.client import Cluster, Place, consumer, errors, failure, lost
+from penstock.connectors.kafka import bulk
+from penstock.connectors.kafka.bulk import BulkConsumer, LayoutError, Run
+from penstock.connectors.kafka.client import Cluster, Place, consumer, errors, failure, lost, reading
 from penstock.connectors.kafka.position import KafkaSplit, Piece
 from penstock.errors import RetryableError
 from penstock.source import ENVELOPE_SCHEMA, SourceBatch
@@ -22,6 +25,7 @@ NO_PROGRESS_SECS = 30.0
 """After this time without a record or an end the topic is looked at: reading a deleted one says nothing, for ever."""
 
 _NOT_THERE = 0
+_ATTRIBUTES = ENVELOPE_SCHEMA.field("attributes").type
 
 
 class Reader:
@@ -39,47 +43,52 @@ class Reader:
         A piece is read when a record with the last offset of it, or a later one, or the end of the partition after it was
         seen: the last offset of a transactional topic is never a record.
         """
-        reader = consumer(self._config, self._config.isolation_level == "read_committed")
+        reader = self._reader()
         try:
             with errors("cannot read"):
-                reader.assign([TopicPartition(*piece.place, piece.start) for piece in split.pieces])
+                reader.assign({piece.place: piece.start for piece in split.pieces})
             yield from self._batches(reader, {piece.place: piece for piece in split.pieces})
+        except LayoutError as error:
+            bulk.switch_off()
+            raise RetryableError(f"reading in bulk does not work here ({error}); it is read one by one") from None
         finally:
             reader.close()
         self._require_same(split.pieces)
 
-    def _batches(self, reader: Consumer, left: dict[Place, Piece]) -> Iterator[SourceBatch]:
+    def _reader(self) -> BulkConsumer | OneByOne:
+        committed = self._config.isolation_level == "read_committed"
+        if not self._headers and bulk.available():
+            return BulkConsumer(reading(self._config, committed))
+        return OneByOne(self._config, committed, self._headers)
+
+    def _batches(self, reader: BulkConsumer | OneByOne, left: dict[Place, Piece]) -> Iterator[SourceBatch]:
         until = time.monotonic() + NO_PROGRESS_SECS
         while left:
             with errors("cannot read"):
-                messages = reader.consume(BATCH_ROWS, WAIT_SECS)
-            if messages:
+                runs = reader.consume(BATCH_ROWS, WAIT_SECS)
+            if runs:
                 until = time.monotonic() + NO_PROGRESS_SECS
             elif time.monotonic() > until:
                 self._require_same(list(left.values()))
                 waiting = ", ".join(map(str, left.values()))
                 raise RetryableError(f"nothing came of {waiting} for {NO_PROGRESS_SECS:g} s", code="PEN-2003")
-            rows: dict[Place, list[Any]] = {}
-            done: list[Place] = []
-            for message in messages:
-                place = message.topic(), message.partition()
-                if (piece := left.get(place)) is None:
+            done = []
+            for run in runs:
+                if (piece := left.get(run.place)) is None:
                     continue
-                if (error := message.error()) is not None:
-                    if error.code() != KafkaError._PARTITION_EOF:
-                        raise self._failure(error, piece)
-                    is_last = message.offset() >= piece.end
+                if run.error is not None:
+                    if run.error.code() != KafkaError._PARTITION_EOF:
+                        raise self._failure(run.error, piece)
+                    is_last = run.offsets[0] >= piece.end
                 else:
-                    if message.offset() < piece.end:
-                        rows.setdefault(place, []).append(message)
-                    is_last = message.offset() >= piece.end - 1
+                    if count := int(np.searchsorted(run.offsets, piece.end)):
+                        yield SourceBatch(_envelopes(run, count), stream=piece.topic)
+                    is_last = run.offsets[-1] >= piece.end - 1
                 if is_last:
-                    del left[place]
-                    done.append(place)
+                    del left[run.place]
+                    done.append(run.place)
             if done and left:
-                reader.pause([TopicPartition(*place) for place in done])
-            for place, found in rows.items():
-                yield SourceBatch(self._envelopes(place, found), stream=place[0])
+                reader.pause(done)
 
     def _failure(self, error: KafkaError, piece: Piece) -> Exception:
         if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
@@ -98,36 +107,61 @@ class Reader:
                 what = "is gone" if now is None else "was deleted and made again while it was read"
                 raise lost(f"the topic {piece.topic!r} {what}")
 
-    def _envelopes(self, place: Place, messages: Sequence[Any]) -> pa.RecordBatch:
-        count = len(messages)
-        offsets = pa.array([m.offset() for m in messages], pa.int64())
-        stamps = [m.timestamp() for m in messages]
-        times = [stamp if kind != _NOT_THERE else 0 for kind, stamp in stamps]
+
+class OneByOne:
+    """A reader by way of a Python object for each record: for headers, and where reading in bulk does not work."""
+
+    def __init__(self, config: Any, committed: bool, headers: bool) -> None:
+        self._consumer = consumer(config, committed)
+        self._headers = headers
+
+    def assign(self, starts: Mapping[Place, int]) -> None:
+        self._consumer.assign([TopicPartition(*place, offset) for place, offset in starts.items()])
+
+    def pause(self, places: Sequence[Place]) -> None:
+        self._consumer.pause([TopicPartition(*place) for place in places])
+
+    def close(self) -> None:
+        self._consumer.close()
+
+    def consume(self, count: int, timeout_secs: float) -> list[Run]:
+        runs: list[Run] = []
+        records: dict[Place, list[Any]] = {}
+        for message in self._consumer.consume(count, timeout_secs):
+            place = message.topic(), message.partition()
+            if message.error() is None:
+                records.setdefault(place, []).append(message)
+                continue
+            runs += [self._run(*each) for each in records.items()]
+            records = {}
+            none = pa.nulls(0, pa.binary())
+            at = np.array([message.offset() or 0], np.int64)
+            runs.append(Run(place, at, none, none, at[:0], error=message.error()))
+        return runs + [self._run(*each) for each in records.items()]
+
+    def _run(self, place: Place, messages: Sequence[Any]) -> Run:
+        times = [stamp if kind != _NOT_THERE else 0 for kind, stamp in (m.timestamp() for m in messages)]
         attributes = [_attributes(m.headers()) for m in messages] if self._headers else None
-        return envelopes(
+        return Run(
             place,
+            np.array([m.offset() for m in messages], np.int64),
             pa.array([m.key() for m in messages], pa.binary()),
             pa.array([m.value() for m in messages], pa.binary()),
-            pa.nulls(count, _ATTRIBUTES) if attributes is None else pa.array(attributes, _ATTRIBUTES),
-            pa.array(times, pa.int64()),
-            offsets,
+            np.array(times, np.int64),
+            None if attributes is None else pa.array(attributes, _ATTRIBUTES),
         )
 
 
-_ATTRIBUTES = ENVELOPE_SCHEMA.field("attributes").type
-
-
-def envelopes(
-    place: Place, keys: pa.Array, payloads: pa.Array, attributes: pa.Array, times: pa.Array, offsets: pa.Array
-) -> pa.RecordBatch:
-    """Records of one partition as messages."""
-    topic, partition = place
-    count = len(offsets)
+def _envelopes(run: Run, count: int) -> pa.RecordBatch:
+    """The first so many records of one partition as messages."""
+    topic, partition = run.place
     offset = pa.StructArray.from_arrays(
-        [pa.repeat(str(partition), count), offsets.cast(pa.string())], fields=list(ENVELOPE_SCHEMA.field("offset").type)
+        [pa.repeat(str(partition), count), pa.array(run.offsets[:count]).cast(pa.string())],
+        fields=list(ENVELOPE_SCHEMA.field("offset").type),
     )
-    stamps = times.cast(ENVELOPE_SCHEMA.field("timestamp").type)
-    arrays = [pa.repeat(topic, count), keys, payloads, attributes, stamps, offset]
+    stamps = pa.array(run.times[:count]).cast(ENVELOPE_SCHEMA.field("timestamp").type)
+    attributes = pa.nulls(count, _ATTRIBUTES) if run.attributes is None else run.attributes[:count]
+    arrays = [pa.repeat(topic, count), run.keys[:count], run.payloads[:count], attributes, stamps, offset]
     return pa.RecordBatch.from_arrays(arrays, schema=ENVELOPE_SCHEMA)
 
 

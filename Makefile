@@ -45,8 +45,9 @@ else
 	@set -e; for script in $(if $(NAME),bench/soak/$(NAME).py,$(sort $(wildcard bench/soak/[a-z]*.py))); do $(BIN)/python $$script; done
 endif
 
-docs: $(SET_UP_DEV)  ## write the generated pages
+docs: $(SET_UP_DEV)  ## write the generated pages, and the site with its search to build/site
 	@$(BIN)/python -m penstock.reference docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 clean:  ## everything that running and testing left; .venv stays
 	rm -rf run state build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis spark-warehouse metastore_db derby.log

@@ -50,7 +50,7 @@ Show, check and register the schemas of a pipeline's topics: penstock schemas li
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run one command and exit: 0 done, 1 failed, 2 a wrong setting, 130 aborted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    rest = [word for word in words if word != "--debug"]
+    rest = [word for word in words if word not in ("--debug", "--verbose")]
     guarded(lambda: app(rest, prog_name="penstock"), debug=rest != words)
 
 
@@ -71,7 +71,7 @@ def guarded(work: Callable[[], object], *, debug: bool = False) -> NoReturn:
     except Exception as error:
         if debug:
             raise
-        show(FatalError(_unexpected(error), code="PEN-5012", hint="run it again with --debug to see where"))
+        show(FatalError(_unexpected(error), code="PEN-5012", hint="run it again with --verbose to see where"))
         sys.exit(1)
     sys.exit(0)
 
@@ -98,7 +98,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
+    debug: Annotated[bool, typer.Option("--verbose", "--debug", help="Show where an error comes from.")] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
     ] = False,
@@ -117,6 +117,9 @@ def run(
     lost_state: Annotated[
         str, typer.Option(help="When the target knows more than the state directory: stop, resume or start-over.")
     ] = "stop",
+    log_format: Annotated[
+        str, typer.Option(help="How events are logged: auto (a live view on a terminal), text, or json.")
+    ] = "auto",
 ) -> None:
     """Run a pipeline until it is stopped."""
     from penstock.cli import running
@@ -125,9 +128,11 @@ def run(
 
     if lost_state not in ("stop", "resume", "start-over"):
         raise ConfigError(f"--lost-state is {lost_state}", hint="it is stop, resume or start-over")
+    if log_format not in ("auto", "text", "json"):
+        raise ConfigError(f"--log-format is {log_format}", hint="it is auto, text or json")
     pipeline = load(file)
     require(pipeline, master)
-    telemetry = running.run(pipeline, drain=drain, master=master, lost_state=lost_state)
+    telemetry = running.run(pipeline, drain=drain, master=master, lost_state=lost_state, log_format=log_format)
     if drain and failed_tables(telemetry.status()):  # the closing line names them
         raise typer.Exit(1)
 
@@ -136,12 +141,29 @@ def run(
 def check(
     file: File = None,
     master: Annotated[str | None, typer.Option(help="The Spark master that the run will have.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the findings and the streams as JSON.")] = False,
 ) -> None:
-    """Say what is wrong with a pipeline. Shows where its rows would go, too; changes nothing."""
+    """Say what is wrong with a pipeline. Shows where its rows would go, too; changes nothing. Exits with 1 if so."""
     from penstock.cli.checking import check
 
-    if not check(load(file), stdout(), master):
+    if not check(load(file), stdout(), master, json=json):
         raise typer.Exit(1)
+
+
+@app.command()
+def init(
+    file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("pipeline.toml"),
+    source: Annotated[str | None, typer.Option(help="The source; asked for if left out.")] = None,
+    sink: Annotated[str | None, typer.Option(help="The sink; asked for if left out.")] = None,
+    name: Annotated[str | None, typer.Option(help="The pipeline's name; by default that of its directory.")] = None,
+    given: Annotated[
+        list[str] | None, typer.Option("--set", metavar="source.NAME=VALUE", help="An option, instead of being asked.")
+    ] = None,
+) -> None:
+    """Write a pipeline file with a comment for each option; asks for what it needs."""
+    from penstock.cli import initial
+
+    initial.write(file, source, sink, name, given or [], stdout())
 
 
 @app.command()
@@ -237,6 +259,32 @@ def console(
     from penstock.cli import consoles
 
     consoles.serve(directories or [Path()], host, port, token_env)
+
+
+@app.command()
+def peek(
+    target: Annotated[str, typer.Argument(help="A directory, a file, or a topic such as /orders.")],
+    file: File = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, max=1000, help="How many rows.")] = 10,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON object per row.")] = False,
+) -> None:
+    """Print the first rows of a target: a Delta table, a directory of files, or one file."""
+    from penstock.cli import peeking
+
+    peeking.peek(
+        target, load(file) if target.startswith("/") and not Path(target).exists() else None, rows, json, stdout()
+    )
+
+
+@app.command()
+def logs(
+    file: File = None,
+    lines: Annotated[int, typer.Option("--lines", min=1, help="How many of the last lines.")] = 50,
+) -> None:
+    """Print the last errors of a pipeline and the end of Spark's log."""
+    from penstock.cli import peeking
+
+    peeking.logs(load(file), lines, stdout())
 
 
 @app.command("dlq", help=DLQ)

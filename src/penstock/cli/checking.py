@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json as codec
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.cli.schemas import checked, entries_of
+from penstock.durable import Json
 from penstock.errors import ConfigError, ConnectorError, is_of_stream
 from penstock.pipeline import Pipeline
 from penstock.pipeline.checks import stream_notices
@@ -38,8 +41,10 @@ def require(pipeline: Pipeline, master: str | None) -> None:
         raise problem
 
 
-def check(pipeline: Pipeline, console: Console, master: str | None = None) -> bool:
+def check(pipeline: Pipeline, console: Console, master: str | None = None, *, json: bool = False) -> bool:
     """Print all findings and the planned routes; True when nothing has to be fixed."""
+    if json:
+        console = Console(file=io.StringIO())
     report = _Report(console)
     console.print(Text.assemble((printable(pipeline.name), "bold"), f" · {pipeline.delivery}"), soft_wrap=True)
     for notice in pipeline.notices:
@@ -59,10 +64,17 @@ def check(pipeline: Pipeline, console: Console, master: str | None = None) -> bo
     _routes(pipeline, streams, console)
     for notice in stream_notices(pipeline, streams):
         report.notice(notice)
+    report.part = "routes"
     for problem in pipeline.check_streams(streams):
         report.add(Finding(False, f"{problem.code} {problem.what}", problem.hint))
     if any(route.sql or route.transform for route in pipeline.router.routes):
         console.print(Text("  SQL and transforms are analysed by Spark when the run starts", style="dim"))
+    if json:
+        columns = {
+            s: {n: {c.name: str(c.type) for c in schema} for n, schema in each.items()} for s, each in streams.items()
+        }
+        found = {"pipeline": pipeline.name, "ok": not report.faults, "findings": report.found, "streams": columns}
+        print(codec.dumps(found, ensure_ascii=False, indent=1))
     if report.faults:
         console.print(Text(f"{report.faults} to fix", style="bold red"))
     else:
@@ -76,12 +88,16 @@ class _Report:
 
     console: Console
     faults: int = field(default=0)
+    found: list[Json] = field(default_factory=list)
+    part: str = "machine"
 
     def notice(self, text: str) -> None:
+        self.found.append({"part": "notice", "ok": True, "what": text, "fix": ""})
         self.console.print(Text(f"! {printable(text)}", style="yellow"), soft_wrap=True)
 
     def add(self, finding: Finding, indent: str = "") -> None:
         self.faults += not finding.ok
+        self.found.append({"part": self.part, "ok": finding.ok, "what": finding.what, "fix": finding.fix})
         mark = (f"{indent}✓ ", "green") if finding.ok else (f"{indent}✗ ", "bold red")
         line = Text.assemble(mark, (printable(finding.what), "" if finding.ok else "red"))
         self.console.print(line, soft_wrap=True)
@@ -89,6 +105,7 @@ class _Report:
             self.console.print(Text(f"{indent}  → {printable(finding.fix)}"), soft_wrap=True)
 
     def connector(self, kind: str, name: str, connector: Connector[Any] | None, findings: Sequence[Finding]) -> None:
+        self.part = f"{kind} {name}"
         mark = ("✓ ", "green") if all(finding.ok for finding in findings) else ("✗ ", "bold red")
         system = name if connector is None else getattr(type(connector), "name", type(connector).__name__)
         beside = (f" ({system})" if system != name else "", "dim")

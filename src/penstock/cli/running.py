@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
+import re
 import signal
 import sys
 import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from rich.console import Console
@@ -33,6 +36,7 @@ def run(
     stop: threading.Event | None = None,
     master: str | None = None,
     lost_state: Any = "stop",
+    log_format: str = "auto",
     closing_line: bool = True,
 ) -> Telemetry:
     """Run until stopped, by a signal or the caller, or drained; the telemetry that is handed back has ended."""
@@ -42,7 +46,7 @@ def run(
 
     telemetry = Telemetry.of(pipeline)
     stop = stop or threading.Event()
-    with shown(telemetry, pipeline.processing.log_level) as view, signals(stop, view):
+    with shown(telemetry, pipeline.processing.log_level, log_format) as view, signals(stop, view):
         try:
             aside(
                 lambda: supervisor.run(
@@ -118,16 +122,16 @@ def signals(stop: threading.Event, view: LiveView | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def shown(telemetry: Telemetry, log_level: str = "info") -> Iterator[LiveView | None]:
+def shown(telemetry: Telemetry, log_level: str = "info", log_format: str = "auto") -> Iterator[LiveView | None]:
     """A live view when the terminal can show one, otherwise one log line per event on stderr."""
     # A descriptor of our own: while Spark starts, its JVM is given a log file for descriptor 2.
     with os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace") as stderr:
         console = Console(file=stderr)
-        if console.is_terminal and not console.is_dumb_terminal:
+        if log_format == "auto" and console.is_terminal and not console.is_dumb_terminal:
             with _live(telemetry, console, log_level) as view:
                 yield view
         else:
-            with logging_to(plain_handler(stderr), log_level):
+            with logging_to(json_handler(stderr) if log_format == "json" else plain_handler(stderr), log_level):
                 yield None
 
 
@@ -192,6 +196,21 @@ def plain_handler(stream: TextIO) -> logging.Handler:
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)
     return handler
+
+
+def json_handler(stream: TextIO) -> logging.Handler:
+    """One JSON object per record, for programs that collect logs."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(_AsJson())
+    return handler
+
+
+class _AsJson(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line = {"at": at, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+        found = dict(re.findall(r"(?:^|\s)(\w+)=(\S+)", record.getMessage())) if record.name == "penstock" else {}
+        return json.dumps({**line, **({"fields": found} if found else {})}, ensure_ascii=False)
 
 
 class _AboveTheView(logging.Handler):

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 import penstock
+from penstock.durable import disk_errors
 from penstock.errors import (
     ConfigError,
     ConnectorError,
@@ -158,6 +159,8 @@ class SparkEngine:
 
     def hold(self, lock: Path) -> None:
         """Hold a lock inside the driver's JVM, which outlives a killed Python by seconds; waits for an older JVM to end."""
+        with disk_errors(lock):
+            lock.touch(0o600)  # the JVM would let others read it
         channel = self.session._jvm.java.io.RandomAccessFile(str(lock.absolute()), "rw").getChannel()
         give_up = time.monotonic() + JVM_LOCK_WAIT_SECS
         while (held := try_lock(channel)) is None:

@@ -3,13 +3,46 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from penstock.errors import (
+    ConnectorError,
     FatalError,
     RetryableError,
     from_text,
+    without_secrets,
 )
+
+T = TypeVar("T")
+
+
+def discreet(task: Callable[..., Iterator[T]]) -> Callable[..., Iterator[T]]:
+    """
+    The task, of whose failure no secret becomes known: Spark writes the whole trace of a worker into its log, its event log
+    and its page, with the messages of every cause, and a client's own message may hold the password that it was given.
+    """
+
+    @functools.wraps(task)
+    def guarded(*arguments: Any) -> Iterator[T]:
+        try:
+            yield from task(*arguments)
+        except Exception as error:
+            trace = "".join(traceback.format_exception(error))
+            if without_secrets(trace) == trace:
+                raise
+            raise _without_secrets(error) from None
+
+    return guarded
+
+
+def _without_secrets(error: Exception) -> ConnectorError:
+    if isinstance(error, ConnectorError):
+        return type(error)(error.message, code=error.code, hint=error.hint)
+    text = without_secrets(f"{type(error).__name__}: {error}")
+    return FatalError(text, code="PEN-5012", hint="its cause is left out, since a secret is in it")
 
 
 @contextlib.contextmanager

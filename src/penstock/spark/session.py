@@ -56,8 +56,10 @@ def start_session(master: str | None, name: str, log: Path | None, plain: bool =
         "spark.python.unix.domain.socket.enabled": "true",
         **{f"spark.executorEnv.{name}": value for name, value in _WORKER_MEMORY.items()},
     }
+    if "spark.ui.enabled" not in os.environ.get("PYSPARK_SUBMIT_ARGS", "") and "PYSPARK_GATEWAY_PORT" not in os.environ:
+        # A second of the start, and a page without a password on every address, unless somebody asks for it.
+        settings["spark.ui.enabled"] = "false"
     if master is not None and master.startswith("local["):
-        settings["spark.ui.enabled"] = "false"  # a second of the start, for a page that few open on a laptop
         # Arrow checks the bounds of every value that Spark writes into vectors which it has sized itself: a third of the
         # way from rows to Python. On a cluster these options are the operator's.
         settings["spark.driver.extraJavaOptions"] = f"{_ARROW_OPTIONS} {_LIGHT}" if plain else _ARROW_OPTIONS

@@ -25,6 +25,7 @@ from penstock.runtime.task import run_task, run_work
 from penstock.runtime.writing import Writer
 from penstock.sink import Task, Topic
 from penstock.spark.deletes import FilteredChanges
+from penstock.spark.failures import discreet
 from penstock.spark.sieve import Sieve, letters_of
 
 
@@ -49,6 +50,7 @@ def _freeze() -> None:
 
 
 def plain_task(packed: bytes, groups: list[list[Part]]) -> Callable[[int, Iterable[int]], Iterator[bytes]]:
+    @discreet
     def task(index: int, nothing: Iterable[int]) -> Iterator[bytes]:
         list(nothing)  # a worker whose input is not read to its end is thrown away
         _freeze()
@@ -58,6 +60,7 @@ def plain_task(packed: bytes, groups: list[list[Part]]) -> Callable[[int, Iterab
 
 
 def work_task(packed: bytes, groups: list[list[int]]) -> Callable[[int, Iterable[int]], Iterator[bytes]]:
+    @discreet
     def task(index: int, nothing: Iterable[int]) -> Iterator[bytes]:
         list(nothing)
         _freeze()
@@ -83,6 +86,7 @@ def scatter_task(
 ) -> Callable[[int, Iterable[int]], Iterator[tuple[Key, bytes]]]:
     """Read a group; write what needs no order across tasks, and send the rest to its lane as opaque bytes."""
 
+    @discreet
     def task(index: int, nothing: Iterable[int]) -> Iterator[tuple[Key, bytes]]:
         list(nothing)  # a worker whose input is not read to its end is thrown away
         job: Job = pickle.loads(packed)
@@ -110,6 +114,7 @@ def scatter_task(
 def gather_task(packed: bytes, offset: int) -> Callable[[int, Iterable[tuple[Key, bytes]]], Iterator[bytes]]:
     """Write one lane, in the order of the source; results of the readers pass through."""
 
+    @discreet
     def task(index: int, items: Iterable[tuple[Key, bytes]]) -> Iterator[bytes]:
         job: Job = pickle.loads(packed)
         writer = Writer(job, Task(offset + index, _attempt()))
@@ -180,6 +185,7 @@ class Wanted:
 def read_task(
     packed: bytes, groups: list[list[Part]], wanted: Wanted, fates: FilteredChanges | None
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    @discreet
     def task(ids: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         job: Job = pickle.loads(packed)
         with fates.noting(_side_file(job)) if fates else contextlib.nullcontext(lambda rows: None) as note:
@@ -238,6 +244,7 @@ def count_task(
 ) -> Callable[[int, Iterable[int]], Iterator[tuple[int, int]]]:
     """How many rows each task reads for a topic."""
 
+    @discreet
     def task(index: int, nothing: Iterable[int]) -> Iterator[tuple[int, int]]:
         list(nothing)
         reading = Reading(pickle.loads(packed), groups[index], lambda target: _same(target, wanted), failures=False)
@@ -256,6 +263,7 @@ def evaluate_task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]
 def write_task(
     packed: bytes, target: Target, columns: pa.Schema, fates: FilteredChanges | None, origin: Place | None
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    @discreet
     def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext
 

@@ -1,0 +1,142 @@
+"""`init`, `peek`, `logs`, `stop`, `check --json` and `run --log-format json`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock.cli import main, running
+from penstock.connectors.delta import Delta, DeltaConfig
+from penstock.errors import RetryableError
+from penstock.runtime import supervisor
+from penstock.runtime.telemetry import Telemetry
+from penstock.sink import Epoch, Task
+from test_cli import PIPELINE, report
+
+
+@pytest.fixture
+def cli(capfd: pytest.CaptureFixture[str]) -> Any:
+    def run(*words: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit:
+            main([str(word) for word in words])
+        out, err = capfd.readouterr()
+        return int(exit.value.code or 0), out, err
+
+    return run
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "pipeline.toml"
+    path.write_text(PIPELINE)
+    return path
+
+
+def test_what_init_writes_passes_check(cli: Any, tmp_path: Path) -> None:
+    made = tmp_path / "new" / "pipeline.toml"
+    options = ["--source", "generator", "--sink", "files", "--set", "sink.path=lake/{topic}", "--set", "source.rows=5"]
+    code, out, err = cli("init", made, *options)
+    assert code == 0, err
+    assert "penstock check" in out
+    text = made.read_text()
+    assert "rows = 5" in text
+    assert "# How many rows each stream has" in text
+    made.write_text(text.replace("metrics_port = 8601", "metrics_port = 0"))
+    code, out, _ = cli("check", made)
+    assert (code, "ready to run" in out) == (0, True)
+    assert cli("init", made, *options)[0] == 2, "a file that is there stays"
+
+
+def test_init_asks_for_what_it_needs(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(["generator", "files", "lake/{topic}"])
+    monkeypatch.setattr("typer.prompt", lambda text: next(answers))
+    code, _, err = cli("init", tmp_path / "asked.toml")
+    assert code == 0, err
+    assert 'path = "lake/{topic}"' in (tmp_path / "asked.toml").read_text()
+    assert cli("init", tmp_path / "b.toml", "--source", "generator", "--sink", "console", "--set", "rows")[0] == 2
+    assert cli("init", tmp_path / "b.toml", "--source", "generator", "--sink", "console", "--set", "x.rows=1")[0] == 2
+
+
+def test_check_as_json_has_every_finding_with_its_fix(cli: Any, file: Path, tmp_path: Path) -> None:
+    code, out, _ = cli("check", file, "--json")
+    found = json.loads(out)
+    assert (code, found["ok"]) == (0, True)
+    assert {"part", "ok", "what", "fix"} <= set(found["findings"][0])
+    assert found["streams"]
+    (tmp_path / "state").write_text("in the way")
+    code, out, _ = cli("check", file, "--json")
+    wrong = [each for each in json.loads(out)["findings"] if not each["ok"]]
+    assert code == 1
+    assert "PEN-5009" in wrong[0]["what"]
+    assert wrong[0]["fix"]
+
+
+def test_a_log_of_json_has_an_object_per_line(cli: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "run", lambda *_, telemetry, **__: telemetry.epoch(report(7)))
+    code, _, err = cli("run", file, "--log-format", "json")
+    lines = [json.loads(line) for line in err.splitlines() if line.startswith("{")]
+    assert code == 0
+    assert next(line["fields"]["epoch"] for line in lines if "fields" in line) == "7"
+    assert cli("run", file, "--log-format", "xml")[0] == 2
+
+
+def test_verbose_shows_where_an_error_comes_from(file: Path) -> None:
+    file.write_text("[[[")
+    with pytest.raises(Exception, match="PEN-1001"):
+        main(["check", str(file), "--verbose"])
+
+
+def test_peek_shows_the_first_rows_of_files_and_of_delta_tables(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "lake" / "_penstock").mkdir(parents=True)
+    pq.write_table(pa.table({"id": [1, 2, 3]}), tmp_path / "lake" / "a.parquet")
+    code, out, _ = cli("peek", tmp_path / "lake", "--rows", "2", "--json")
+    assert (code, [json.loads(line) for line in out.splitlines()]) == (0, [{"id": 1}, {"id": 2}])
+    sink = Delta(DeltaConfig(path=str(tmp_path / "delta" / "{topic}")))
+    sink.open()
+    epoch = Epoch("p", "i", 1)
+    sink.begin_epoch(epoch, Task(0))
+    sink.write_batch("/orders", pa.record_batch({"id": [7]}))
+    receipt = sink.pre_commit(epoch)
+    sink.commit_epoch(epoch, [receipt], {})
+    code, out, _ = cli("peek", tmp_path / "delta" / "orders")
+    assert code == 0
+    assert "7" in out
+    text = (
+        'connector_name = "x"\n[source]\nconnector = "generator"\n[sink]\nconnector = "delta"\npath = "delta/{topic}"\n'
+    )
+    (tmp_path / "p.toml").write_text(text)
+    assert cli("peek", "/orders", tmp_path / "p.toml")[0] == 0
+    code, _, err = cli("peek", "/nothing", tmp_path / "p.toml")
+    assert code == 2
+    assert "delta/nothing" in err
+
+
+def test_logs_show_the_last_errors_and_the_end_of_sparks_log(cli: Any, file: Path, tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    telemetry = Telemetry("x", sources=["s"])
+    telemetry.publish(tmp_path / "state")
+    telemetry.retry("source:s", RetryableError("away", code="PEN-2001", hint="start it"), 0.1)
+    telemetry.close()
+    (tmp_path / "state" / "spark.log").write_text("".join(f"line {n}\n" for n in range(100)))
+    code, out, _ = cli("logs", file, "--lines", "3")
+    assert code == 0
+    assert "PEN-2001 away" in out
+    assert "→ start it" in out
+    assert out.splitlines()[-3:] == ["line 97", "line 98", "line 99"]
+
+
+def test_stop_of_a_pipeline_that_does_not_run_says_so(cli: Any, file: Path) -> None:
+    code, _, err = cli("stop", file)
+    assert code == 1
+    assert "does not run" in err
+
+
+def test_a_plain_log_is_asked_for_by_name(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    telemetry = Telemetry("x")
+    with running.shown(telemetry, "info", "text") as view:
+        assert view is None

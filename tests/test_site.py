@@ -1,0 +1,68 @@
+"""The docs site: it builds, its links lead somewhere, its search knows the pages."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import yaml
+
+from penstock.runtime.telemetry import boards
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(made)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return made
+
+
+def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
+    broken = []
+    for page in site.rglob("*.html"):
+        if page.name == "404.html":
+            continue
+        for link in re.findall(r'(?:href|src)="([^"]+)"', page.read_text()):
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc or not parts.path:
+                continue
+            there = (page.parent / unquote(parts.path)).resolve()
+            source = (
+                ROOT / "docs" / page.relative_to(site).parent / unquote(parts.path)
+            )  # a file of the repository itself
+            if not there.exists() and not source.exists():
+                broken.append((str(page.relative_to(site)), link))
+    assert broken == []
+
+
+def test_the_search_knows_every_page(site: Path) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    found = {entry["location"].partition("#")[0] for entry in index["docs"]}
+    pages = {str(path.relative_to(ROOT / "docs").with_suffix(".html")) for path in ROOT.glob("docs/**/*.md")}
+    assert {page.replace("README.html", "index.html") for page in pages} - {"index.html"} <= found
+
+
+def test_the_yaml_that_is_shown_is_yaml_and_names_what_exists() -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "production.md").read_text(), re.DOTALL)
+    loaded = [yaml.safe_load(block) for block in blocks]
+    assert [each.get("kind") for each in loaded] == ["StatefulSet", None]
+    container = loaded[0]["spec"]["template"]["spec"]["containers"][0]
+    assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+
+
+def test_the_alert_rules_are_yaml() -> None:
+    rules = yaml.safe_load((ROOT / "docs" / "grafana" / "alerts.yml").read_text())["groups"][0]["rules"]
+    assert [rule["alert"] for rule in rules] == [alert.name for alert in boards.ALERTS]
+    assert [rule["expr"] for rule in rules] == [alert.expression for alert in boards.ALERTS]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.cli import main, running
+from penstock.cli.view import panel
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.errors import RetryableError
 from penstock.runtime import supervisor
 from penstock.runtime.telemetry import Telemetry
 from penstock.sink import Epoch, Task
-from test_cli import PIPELINE, report
+from penstock.tables import TableState
+from test_cli import PIPELINE, report, text_of
 
 
 @pytest.fixture
@@ -140,3 +143,19 @@ def test_a_plain_log_is_asked_for_by_name(file: Path, capfd: pytest.CaptureFixtu
     telemetry = Telemetry("x")
     with running.shown(telemetry, "info", "text") as view:
         assert view is None
+
+
+def test_the_view_shows_copies_with_their_end_and_letters_by_code() -> None:
+    now = [100.0]
+    telemetry = Telemetry("x", sources=["database"], sinks=["out"], clock=lambda: now[0])
+    copying = {"public.orders": TableState("seeding", rows=0, estimate=1000, copy=1)}
+    telemetry.tables("database", copying)
+    now[0] += 10
+    telemetry.tables("database", {"public.orders": replace(copying["public.orders"], rows=250)})
+    telemetry.epoch(replace(report(1), letters={"/orders": 2}, codes={"PEN-3001": 2}))
+    text = text_of(panel(telemetry.status(), 110), 110)
+    assert "copying" in text
+    assert "25%" in text
+    assert "███░░░░░░░░░ ends in 0:00:30" in text
+    assert "PEN-3001 2" in text
+    assert "/s · epoch 1" in text

@@ -41,6 +41,10 @@ _TOPICS = 8
 _ERRORS = 3
 _BAD = 3
 _NAMED = 3
+_COPIES = 5
+"""Tables being copied that are shown."""
+_BAR = 12
+"""Characters of a progress bar."""
 _PROBLEMS = 5
 _PROBLEM_LINES = 3
 """Lines of the terminal that one problem may take."""
@@ -178,12 +182,17 @@ def _numbers(status: Status, width: int) -> Table:
     add("out", "", f"{rows['out']:,}", f"{rows['out_per_sec']:,.0f}/s", size(status["bytes"]["out"]))
     if status["skipped"]:
         add("skipped", "", Text(f"{status['skipped']:,}", style="yellow"), "", "")
+    if status["dead_letters"]:
+        codes = ", ".join(f"{code} {count:,}" for code, count in status.get("dead_letters_by_code", {}).items())
+        add("dead letters", "", Text(f"{status['dead_letters']:,}", style="yellow"), "", Text(codes, style="dim"))
     if status.get("discarded"):
         add("discarded", "", Text(f"{status['discarded']:,}", style="yellow"), "", "")
     add("", "", "", "", "")
     for name, source in status["sources"].items():
         lag = "" if source["lag"] is None else f"lag {source['lag']:,}"
         add("source", name, f"{source['rows']:,}", lag, _health(source))
+        for table, copy in list(source["tables"].get("copying", {}).items())[:_COPIES]:
+            add("copying", table, f"{copy['rows']:,}", *_copied(copy))
     for name, sink in status["sinks"].items():
         topics = sorted(sink["topics"].items(), key=lambda item: -item[1]["rows"])
         if not topics:
@@ -191,13 +200,25 @@ def _numbers(status: Status, width: int) -> Table:
         for number, (topic, written) in enumerate(topics[:_TOPICS]):
             label = Text.assemble(name, (f" {topic}", "cyan"))
             ill = sink["state"] in ("degraded", "unhealthy")
-            more = _health(sink) if number == 0 and ill else Text(f"epoch {written['last_epoch']}", "dim")
+            rate = f"{written['rows_per_sec']:,.0f}/s · " if written.get("rows_per_sec") else ""
+            more = _health(sink) if number == 0 and ill else Text(f"{rate}epoch {written['last_epoch']}", "dim")
             add("sink", label, f"{written['rows']:,}", size(written["bytes"]), more)
         rest = topics[_TOPICS:]
         if rest:
             total = sum(written["rows"] for _, written in rest)
             add("", f"and {_count(len(rest), 'more topic')}", f"{total:,}", "", "")
     return grid
+
+
+def _copied(copy: Status) -> tuple[Text, Text]:
+    """How much of a copy is there, as a bar, and when it will end."""
+    if not copy["estimate"]:
+        return Text(f"{copy['rows_per_sec']:,.0f}/s"), Text("")
+    share = min(1.0, copy["rows"] / copy["estimate"])
+    full = round(share * _BAR)
+    left = f"ends in {duration(copy['eta_secs'])}" if copy["eta_secs"] is not None else ""
+    bar = Text.assemble(("█" * full, "cyan"), ("░" * (_BAR - full), "dim"), f" {left}")
+    return Text(f"{share:.0%}"), bar
 
 
 def _problems(status: Status, width: int) -> list[str]:

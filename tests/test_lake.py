@@ -45,11 +45,13 @@ class TestLists:
     def test_a_sweep_of_one_topic_leaves_the_lists_of_others_alone_even_if_they_are_still_empty(self, tmp_path):
         epoch = Epoch("shop", "one", 1)
         for topic in ("/a", "/b"):
-            name = lists.begin(tmp_path, epoch, f"{epoch.stem()}-00000", topic)
+            begun = lists.begin(tmp_path, epoch, f"{epoch.stem()}-00000", topic)
             file = tmp_path / f"{epoch.stem()}{topic[1:]}"
-            lists.note(tmp_path, "shop", name, file)
+            begun.note(file)
             file.touch()
-        unwritten = tmp_path / "_penstock/.begun/shop" / lists.begin(tmp_path, epoch, f"{epoch.stem()}-00001", "/b")
+        unwritten = (
+            tmp_path / "_penstock/.begun/shop" / lists.begin(tmp_path, epoch, f"{epoch.stem()}-00001", "/b").name
+        )
         unwritten.write_text("")  # its process has opened it, and not written yet
         lists.sweep(tmp_path, epoch, lambda *_: False, only="/a")
         assert [path.name for path in tmp_path.glob("0*")] == [f"{epoch.stem()}b"]
@@ -63,9 +65,9 @@ class TestLists:
 
         def begin_and_drop(number: int) -> None:
             for _ in range(50):
-                name = lists.begin(tmp_path, epoch, f"{epoch.stem()}-{number}", f"/t{number}")
+                begun = lists.begin(tmp_path, epoch, f"{epoch.stem()}-{number}", f"/t{number}")
                 lists.sweep(tmp_path, epoch, lambda *_: False, only=f"/t{number}")
-                lists.drop(tmp_path, "shop", [name])
+                lists.drop(tmp_path, "shop", [begun.name])
 
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(begin_and_drop, range(8)))

@@ -52,6 +52,11 @@ class _Armed:
 _armed: _Armed | None = _Armed(os.environ["PENSTOCK_FAILPOINT"]) if os.environ.get("PENSTOCK_FAILPOINT") else None
 
 
+def armed() -> str | None:
+    """What is armed and has not been passed often enough, as `arm` takes it."""
+    return f"{_armed.name}={_armed.action}@{_armed.left}" if _armed is not None and _armed.left > 0 else None
+
+
 def arm(text: str | None) -> None:
     """Arm `name=action[@count]` in this process (and in those it forks), or disarm with None."""
     global _armed

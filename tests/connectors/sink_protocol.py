@@ -251,9 +251,9 @@ class SinkProtocol:
         with pytest.raises(ConfigError, match="PEN-1010"):
             stage(sink, epoch(1), rows(0), topic=topic)
 
-    def test_addresses_are_not_supported_yet(self, make):
+    def test_addresses_of_stores_that_nobody_knows_are_refused(self, make):
         with pytest.raises(ConfigError, match="PEN-1009"):
-            make(path="s3://bucket/{topic}")
+            make(path="ftp://bucket/{topic}")
 
     def test_seeding_is_remembered_in_the_target(self, make, sink):
         sink.commit_epoch(epoch(1), [stage(sink, epoch(1), rows(0))], END)

@@ -535,11 +535,13 @@ def test_the_log_tells_which_epoch_a_version_is(sink, target):
     assert DeltaTable(str(target)).history(1)[0]["penstock"] == {"pipeline": "shop", "epoch": 1}
 
 
-def test_only_local_addresses_are_written_yet(make, tmp_path, target):
-    for remote in ("s3://bucket/{topic}", "file://host/{topic}"):
-        with pytest.raises(ConfigError, match=r"PEN-1009 .*local"):
-            make(path=remote, storage_options={"region": "x"})
-    sink = make(path=f"file://{tmp_path}/out/{{topic}}", storage_options={"timeout": "30s"})
+def test_addresses_of_disks_are_taken_and_those_of_unknown_stores_refused(make, tmp_path, target):
+    for remote in ("ftp://bucket/{topic}", "file://host/{topic}"):
+        with pytest.raises(ConfigError, match=r"(?s)PEN-1009 .*local"):
+            make(path=remote)
+    with pytest.raises(ConfigError, match=r"PEN-1003 .*`storage_options` are for object stores"):
+        make(storage_options={"region": "x"})
+    sink = make(path=f"file://{tmp_path}/out/{{topic}}")
     commit(sink, 1, rows(0))
     commit(sink, 2, rows(10))
     assert read(target).num_rows == 20

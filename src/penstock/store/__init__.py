@@ -49,6 +49,7 @@ __all__ = [
     "Store",
     "Upload",
     "at",
+    "beside",
     "copy",
     "create",
     "delete",
@@ -63,6 +64,7 @@ __all__ = [
     "put",
     "reader",
     "refuse_without_conditions",
+    "source",
     "sync",
     "writer",
 ]
@@ -78,6 +80,11 @@ def at(where: str, options: Options | None = None) -> Place:
     if where.startswith("file:///"):
         return Path(where.removeprefix("file://"))
     return ObjectStore.at(where, options or {}) if is_object_url(where) else Path(where)
+
+
+def beside(place: Place, text: str) -> Place:
+    """The place in the same store that a text names, which `str` made of it."""
+    return ObjectPath(place.store, place.store.key(text)) if isinstance(place, ObjectPath) else Path(text)
 
 
 def of(place: Place) -> Store[Any]:
@@ -144,6 +151,11 @@ def writer(place: Place) -> Upload:
 def reader(place: Place, expected: Entry | None = None) -> IO[bytes]:
     """A seekable file. With `expected`, it raises `Changed` instead of giving bytes of another version of the object."""
     return of(place).reader(place, expected)
+
+
+def source(place: Place) -> Any:
+    """What `pq.ParquetFile` takes: the path of a local file, which it opens and closes by itself, or a reader."""
+    return place if isinstance(place, Path) else reader(place)
 
 
 def make_directory(place: Place) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import functools
 import os
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -75,11 +76,7 @@ class Bucket:
             yield
         except FileNotFoundError as error:
             if any(mark in str(error) for mark in _NO_BUCKET):
-                raise FatalError(
-                    f"there is no bucket or container {self.url}",
-                    code="PEN-5050",
-                    hint="make it, or correct `path`, `region` and `endpoint`",
-                ) from error
+                raise self.failed(place, error) from error
             raise FileNotFoundError(errno.ENOENT, "no such object", str(place)) from None
         except (PermissionError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
             raise self._refused(place, error) from error
@@ -88,7 +85,7 @@ class Bucket:
         except exceptions.PreconditionError as error:
             raise Changed(f"{place} is not the object that it was") from error
         except (exceptions.BaseError, OSError) as error:
-            raise self._failed(place, error) from error
+            raise self.failed(place, error) from error
 
     def _refused(self, place: object, error: Exception) -> ConnectorError:
         text = _first_line(error)
@@ -104,8 +101,15 @@ class Bucket:
             hint="check the keys in `storage_options`, and that they may list, read, write and delete there",
         )
 
-    def _failed(self, place: object, error: Exception) -> ConnectorError:
+    def failed(self, place: object, error: Exception) -> ConnectorError:
+        """What an error of a client means, of this one or of another that uses the same library."""
         text = str(error)
+        if any(mark in text for mark in _NO_BUCKET):
+            return FatalError(
+                f"there is no bucket or container {self.url}",
+                code="PEN-5050",
+                hint="make it, or correct `path`, `region` and `endpoint`",
+            )
         if any(mark in text for mark in (*_EXPIRED, "403 Forbidden", "401 Unauthorized")):
             return self._refused(place, error)
         code = "PEN-2001"
@@ -142,4 +146,8 @@ def _client(url: str, options: Mapping[str, str]) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:500]
+    """What went wrong, on one line and without colours."""
+    return " ".join(_COLOUR.sub("", str(error)).partition("Debug source")[0].split())[:500]
+
+
+_COLOUR = re.compile(r"\x1b\[\d+m|↳")

@@ -82,6 +82,7 @@ class ObjectStore(Store[ObjectPath]):
         self.options = options
         self._bucket = Bucket(url, options)
         self.errors = self._bucket.errors
+        self.failed = self._bucket.failed
 
     @classmethod
     def at(cls, where: str, options: Options) -> ObjectPath:
@@ -94,6 +95,10 @@ class ObjectStore(Store[ObjectPath]):
                 hint="give scheme, bucket and path, such as s3://lake/shop, without empty parts",
             )
         return ObjectPath(cls(f"{address.scheme}://{address.netloc}", options), key)
+
+    def key(self, text: str) -> str:
+        """The key of an object of this store, by its address."""
+        return text.removeprefix(f"{self.url}/")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ObjectStore) and self.url == other.url

@@ -35,7 +35,7 @@ _PREFIXES = ("aws_", "azure_storage_", "azure_", "google_")
 def is_object_url(where: str) -> bool:
     """True for an address of an object store; one with a scheme that nobody knows is a `ConfigError`."""
     scheme, found, _ = where.partition("://")
-    if not found or scheme == "file":
+    if not found or where.startswith("file:///"):
         return False
     if scheme not in SCHEMES:
         raise ConfigError(

@@ -34,7 +34,7 @@ class Upload(Protocol):
         """Complete the file; gives its size."""
 
     def abandon(self) -> None:
-        """Give it up. What a disk has of it stays for a sweep; an object never appears."""
+        """Give it up: an object never appears, whatever is still written. Close `file` afterwards."""
 
 
 P = TypeVar("P")

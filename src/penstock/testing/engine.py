@@ -9,6 +9,8 @@ import os
 import pickle
 import select
 import signal
+import socket
+import struct
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -37,6 +39,10 @@ T = TypeVar("T")
 
 _LIBC = ctypes.CDLL(None)  # loaded before any fork: a child should do as little as it can
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+
+ZYGOTE = "zygote"
+"""The name of the process that tasks are forked from; they have it too, until they run."""
 
 
 class Killed(Exception):
@@ -96,6 +102,100 @@ class Forked(Generic[T]):
             os.close(self._reader)
 
 
+class Zygote:
+    """
+    A process that is forked before any client is open, and from which tasks are forked later.
+
+    Clients of object stores and of Delta have threads, which a fork leaves without their locks: a task that is forked from a
+    driver with such a client would hang. So the driver sends each task here, pickled, with the failpoint that is armed.
+    """
+
+    def __init__(self, *, orphans: bool = False) -> None:
+        """`orphans`: tasks may outlive the driver."""
+        self._socket, other = socket.socketpair()
+        parent = os.getpid()
+        self.pid = os.fork()
+        if not self.pid:
+            self._socket.close()
+            _serve(other, parent, orphans)
+        other.close()
+
+    def start(self, function: Callable[[], T]) -> Born[T]:
+        reader, writer = os.pipe()
+        work = pickle.dumps((function, failpoints.armed()))
+        socket.send_fds(self._socket, [struct.pack("!cQ", b"t", len(work))], [writer])
+        os.close(writer)
+        self._socket.sendall(work)
+        return Born(self, reader, self._answer())
+
+    def wait(self, pid: int) -> int:
+        """The wait status of a task."""
+        self._socket.sendall(struct.pack("!cQ", b"w", pid))
+        return self._answer()
+
+    def stop(self) -> None:
+        self._socket.close()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+    def _answer(self) -> int:
+        data = _received(self._socket, 8)
+        if len(data) < 8:
+            raise FatalError("the process that forks tasks is gone", code="PEN-5012")
+        return int(struct.unpack("!Q", data)[0])
+
+
+class Born(Forked[T]):
+    """A task that a zygote forked."""
+
+    def __init__(self, zygote: Zygote, reader: int, pid: int) -> None:
+        self._zygote, self._reader, self.pid = zygote, reader, pid
+        self._ended = None
+
+    def wait(self) -> int:
+        if self._ended is None:
+            self._ended = self._zygote.wait(self.pid)
+        return self._ended
+
+
+def _serve(requests: socket.socket, parent: int, orphans: bool) -> None:
+    """The life of a zygote; never returns."""
+    try:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _LIBC.prctl(_PR_SET_NAME, ZYGOTE.encode())
+        while os.getppid() == parent:
+            head, fds, _, _ = socket.recv_fds(requests, 9, 1)
+            if len(head) < 9:
+                break
+            kind, number = struct.unpack("!cQ", head)
+            if kind == b"w":
+                requests.sendall(struct.pack("!Q", os.waitpid(number, 0)[1]))
+                continue
+            work, own = _received(requests, number), os.getpid()
+            pid = os.fork()
+            if not pid:
+                requests.close()
+                _run_and_exit(partial(_unpacked, work), fds[0], None if orphans else own)
+            os.close(fds[0])
+            requests.sendall(struct.pack("!Q", pid))
+    finally:
+        os._exit(0)
+
+
+def _unpacked(work: bytes) -> Any:
+    _LIBC.prctl(_PR_SET_NAME, b"task")
+    function, armed = pickle.loads(work)
+    failpoints.arm(armed)
+    return function()
+
+
+def _received(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count and (more := connection.recv(count - len(data))):
+        data += more
+    return data
+
+
 class ForkEngine:
     """
     An `Engine` of plain processes. A route with `partitions` gets one task per partition that reads everything.
@@ -103,16 +203,25 @@ class ForkEngine:
     `die_with_task`: a task that is killed takes the driver with it, so that a failpoint in a task is a crash of the run.
     `task_attempts`: how often a task is tried when it fails with a retryable error, as Spark does.
     `orphans`: tasks outlive a killed driver, as executors do.
+    `zygote`: tasks are forked from a process that is made now, for sinks whose clients do not survive a fork. Make the
+    engine before any of them is open.
     """
 
     def __init__(
-        self, parallelism: int = 2, *, die_with_task: bool = False, task_attempts: int = 1, orphans: bool = False
+        self,
+        parallelism: int = 2,
+        *,
+        die_with_task: bool = False,
+        task_attempts: int = 1,
+        orphans: bool = False,
+        zygote: bool = False,
     ) -> None:
         self.parallelism = parallelism
         self.version = "forked processes"
         self.die_with_task = die_with_task
         self.task_attempts = task_attempts
         self.orphans = orphans
+        self._zygote = Zygote(orphans=orphans) if zygote else None
 
     def check(self, routes: Sequence[tuple[Target, pa.Schema]], keyed: Collection[str] = ()) -> None:
         for target, _ in routes:
@@ -128,7 +237,10 @@ class ForkEngine:
         return False
 
     def stop(self) -> None:
-        """Every process has ended when `run` returns."""
+        """Every task has ended when `run` returns."""
+        if self._zygote is not None:
+            self._zygote.stop()
+            self._zygote = None
 
     def run(self, job: Job) -> Sequence[TaskResult]:
         for route in job.router.effective:
@@ -147,7 +259,7 @@ class ForkEngine:
             while waiting or running:
                 while waiting and len(running) < self.parallelism:
                     number, attempt = waiting.pop(0)
-                    child = Forked(partial(tasks[number], task=Task(number, attempt)), orphan=self.orphans)
+                    child = self._start(partial(tasks[number], task=Task(number, attempt)))
                     running[child] = (number, attempt)
                 for child in select.select(list(running), [], [])[0]:
                     number, attempt = running.pop(child)
@@ -161,6 +273,9 @@ class ForkEngine:
             for child in running:
                 child.kill()
         return [results[number] for number in range(len(tasks))]
+
+    def _start(self, function: Callable[[], T]) -> Forked[T]:
+        return self._zygote.start(function) if self._zygote is not None else Forked(function, orphan=self.orphans)
 
     def _result(self, child: Forked[T]) -> T:
         try:
@@ -177,12 +292,15 @@ class ForkEngine:
 
 def _tasks(job: Job, parallelism: int) -> list[Callable[..., TaskResult]]:
     tasks: list[Callable[..., TaskResult]] = [
-        partial(run_task, job, group, wanted=lambda target: target.route.partitions == 1)
-        for group in job.groups(parallelism)
+        partial(run_task, job, group, wanted=_is_whole) for group in job.groups(parallelism)
     ]
     for lanes in sorted({route.partitions for route in job.router.effective if route.partitions > 1}):
         tasks += [partial(_run_lane, job, lane, lanes) for lane in range(lanes)]
     return tasks
+
+
+def _is_whole(target: Target) -> bool:
+    return target.route.partitions == 1
 
 
 def _run_lane(job: Job, lane: int, lanes: int, task: Task) -> TaskResult:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from penstock.testing.engine import Forked
+from penstock.testing.engine import ZYGOTE, Forked
 
 T = TypeVar("T")
 
@@ -85,5 +85,9 @@ def stopped_children(pid: int, count: int) -> list[int]:
 
 
 def children_of(pid: int) -> Iterator[int]:
-    for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        yield int(text)
+    """The processes that one has forked, by itself or through its zygote."""
+    for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+        if Path(f"/proc/{child}/comm").read_text().strip() == ZYGOTE:
+            yield from children_of(child)
+        else:
+            yield child

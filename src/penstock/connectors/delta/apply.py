@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
-from pathlib import Path
 from urllib.parse import quote
 
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
+from penstock import store
 from penstock.changes import CHANGE_FIELDS
 from penstock.changes.collapse import Collapsed
 from penstock.changes.keys import Keys
@@ -39,6 +39,7 @@ from penstock.errors import RetryableError
 from penstock.schema import key_of
 from penstock.schema.codec import pack_schema, unpack_schema
 from penstock.sink import Applied, Topic, Work
+from penstock.store import Place
 
 NO_TABLE = -1
 """The version of a table that does not exist yet."""
@@ -128,7 +129,7 @@ class Applying:
     """An upsert at the place where it is planned or done: on the driver or in a task."""
 
     upsert: Upsert
-    path: Path
+    path: Place
     """The topic's target."""
     known: Known = field(default_factory=lambda: Known())
     """What the driver remembers of the table from epoch to epoch."""
@@ -138,7 +139,7 @@ class Applying:
         cls,
         config: DeltaConfig,
         topic: Topic,
-        path: Path,
+        path: Place,
         commit: Commit,
         table: Table | None,
         schema: pa.Schema,
@@ -230,7 +231,7 @@ class Applying:
         pieces = shares(parts, self.upsert.key, self._own, -(-count // SHARE_ROWS))
         if not purged and pieces and count + self._rows_to_read(files) <= small_rows:
             return []
-        staged = sum(part.path.stat().st_size for part in parts)
+        staged = sum(found.size for found in store.heads([part.path for part in parts]) if found is not None)
         new_rows = [
             DeltaWork(
                 topic=self.upsert.topic,
@@ -323,7 +324,7 @@ def index_of(config: DeltaConfig, table: Table) -> str | None:
     return str(table.delta.metadata().id) if marks else None
 
 
-def changes_of(target: Path, pipeline: str) -> Path:
+def changes_of(target: Place, pipeline: str) -> Place:
     """Where the changes of a pipeline are until they are applied."""
     return target / HIDDEN / quote(pipeline, safe="") / "changes"
 

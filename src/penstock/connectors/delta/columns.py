@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -26,6 +25,7 @@ from penstock.connectors.upsert import DELETED, refuse_own_mark
 from penstock.errors import SchemaError
 from penstock.schema.evolution import Policy, follow, refusal, widens
 from penstock.sink import Topic
+from penstock.store import Place
 
 STATS_COLUMNS = 32
 """Columns with statistics in the log; Delta's own default."""
@@ -44,7 +44,7 @@ _LITERAL = re.compile(f'"{_DECIMAL}([^"]*)"')
 class StatsPart(ParquetPart):
     """A Parquet file, and its statistics for Delta's log."""
 
-    def __init__(self, path: Path, schema: pa.Schema, compression: str, **options: Any) -> None:
+    def __init__(self, path: Place, schema: pa.Schema, compression: str, **options: Any) -> None:
         super().__init__(path, schema, compression, **options)
         self._schema = schema
         self._with_nan: set[str] = set()

@@ -6,20 +6,21 @@ import contextlib
 import json
 import os
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError, DeltaProtocolError, TableNotFoundError
 
-from penstock import durable
+from penstock import durable, store
 from penstock.connectors.delta.apply import NO_TABLE, Applying, DeltaWork, Known, changes_of, sent_columns
+from penstock.connectors.delta.client import client_options, delta_errors, store_errors, unknown_feature
 from penstock.connectors.delta.columns import delta_schema
 from penstock.connectors.delta.entries import wants_vectors
 from penstock.connectors.delta.evolve import Evolution
 from penstock.connectors.delta.files import Log
-from penstock.connectors.delta.table import Table, claim, delta_errors, enable_vectors, unknown_feature
+from penstock.connectors.delta.hint import Hint
+from penstock.connectors.delta.table import Table, claim, enable_vectors
 from penstock.connectors.delta.upkeep import Upkeep
 from penstock.connectors.lake import lists
 from penstock.connectors.lake.commit import Commit, LakeTarget
@@ -27,6 +28,7 @@ from penstock.connectors.lake.staging import StagedFile
 from penstock.connectors.lake.targets import HIDDEN
 from penstock.errors import PlanStale, SchemaError
 from penstock.sink import CommittedEpoch, Epoch, Topic
+from penstock.store import Place
 
 if TYPE_CHECKING:
     from penstock.connectors.delta.sink import Delta
@@ -45,6 +47,7 @@ class DeltaTarget(LakeTarget[Table]):
         self._upkeep = Upkeep(self)
         self._table: Table | None = None
         self._known = Known()
+        self._hint = Hint(self.path)
 
     @property
     def name(self) -> str:
@@ -58,9 +61,9 @@ class DeltaTarget(LakeTarget[Table]):
             with delta_errors(self.path):
                 known.refresh()
             self._table = known
-        elif (self.path / "_delta_log").exists():
+        elif not store.is_local(self.path) or (self.path / "_delta_log").exists():
             with contextlib.suppress(TableNotFoundError), delta_errors(self.path):
-                table = Table(self.path, DeltaTable(self.evolution.uri, storage_options=self.config.client_options))
+                table = Table(self.path, DeltaTable(self.evolution.uri, storage_options=client_options(self.path)))
                 table.refuse_unsupported(rewrites=self.config.upserts)
                 self._table = table
         return self._table
@@ -71,16 +74,23 @@ class DeltaTarget(LakeTarget[Table]):
     def marker(self, loaded: Table, pipeline: str) -> CommittedEpoch | None:
         return loaded.marker(pipeline)
 
+    def saw(self, loaded: Table | None) -> None:
+        self._hint.leave(loaded and loaded.delta)
+
     def settle(self, loaded: Table, epoch: Epoch) -> None:
         marker = loaded.marker(epoch.pipeline)
         assert marker is not None
         loaded.sync(marker.version)
 
-    def place(self, commit: Commit, file: StagedFile) -> Path:
+    def place(self, commit: Commit, file: StagedFile) -> Place:
         below = changes_of(self.path, commit.epoch.pipeline) if self.config.upserts else self.path
         return below / file.path
 
     def attempt(self, commit: Commit, loaded: Table | None) -> bool:
+        with store_errors(self.path):
+            return self._attempt(commit, loaded)
+
+    def _attempt(self, commit: Commit, loaded: Table | None) -> bool:
         try:
             if commit.applied:
                 self._refuse_stale(commit, loaded)
@@ -104,12 +114,12 @@ class DeltaTarget(LakeTarget[Table]):
 
     def tidy(self, commit: Commit) -> None:
         if self.config.upserts:  # the changes are applied
-            for file in commit.files:
-                self.place(commit, file).unlink(missing_ok=True)
+            store.delete(self.place(commit, file) for file in commit.files)
             self._upkeep.sweep(commit.epoch)
 
     def commit(self, commit: Commit) -> None:
         super().commit(commit)
+        self._hint.leave(self._table and self._table.delta)
         self._upkeep.run(commit.epoch)
 
     # -- upserts ---------------------------------------------------------------------------------------------------
@@ -198,12 +208,12 @@ class DeltaTarget(LakeTarget[Table]):
         table = self.load()
         if table is None and now is not None:  # no rows came: readers find an empty table, not a missing one
             # If the table cannot hold such columns, the first row will say so.
-            with durable.disk_errors(), contextlib.suppress(DeltaError, SchemaError):
+            with durable.disk_errors(), store_errors(self.path), contextlib.suppress(DeltaError, SchemaError):
                 self.evolution.create([delta_schema(self.topic, now)])
             table = self.load()
-        durable.make_directory(self.path / HIDDEN)
+        store.make_directory(self.path / HIDDEN)
         seeded = {"table": str(table.delta.metadata().id) if table else None}
-        durable.write_atomic(self.path / HIDDEN / ".seeded", durable.canonical(seeded).encode())
+        store.put(self.path / HIDDEN / ".seeded", durable.canonical(seeded).encode())
 
     def live_files(self, pipeline: str) -> set[str]:
         table = self.load()

@@ -6,7 +6,6 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt
 
-from penstock.config import Secret
 from penstock.connectors.lake.sink import LakeConfig
 
 
@@ -46,9 +45,6 @@ class DeltaConfig(LakeConfig):
     """How often to delete files that the table no longer uses, once they are older than its
     `delta.deletedFileRetentionDuration` (a week by default); 0: never."""
 
-    storage_options: dict[str, str | Secret] = Field(default_factory=dict)
-    """Options for the Delta client. Only local directories can be written yet, also as `file://`."""
-
     @property
     def upserts(self) -> bool:
         return self.mode == "upsert"
@@ -57,9 +53,3 @@ class DeltaConfig(LakeConfig):
     def makes_vectors(self) -> bool:
         """True if tables that the sink creates have deletion vectors."""
         return self.upserts and self.apply != "rewrite"
-
-    @property
-    def client_options(self) -> dict[str, str] | None:
-        """`storage_options` as the client takes them."""
-        options = self.storage_options.items()
-        return {name: value if isinstance(value, str) else value.reveal() for name, value in options} or None

@@ -15,7 +15,6 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
@@ -23,10 +22,11 @@ import pyarrow.parquet as pq
 from deltalake import DeltaTable
 from pydantic import BaseModel, ConfigDict
 
-from penstock import durable
+from penstock import store
 from penstock.connectors.delta.vectors import Vector
 from penstock.connectors.lake.staging import StagedFile
 from penstock.errors import FatalError
+from penstock.store import Place
 
 Action: TypeAlias = dict[str, Any]
 
@@ -63,7 +63,7 @@ class Marked(BaseModel):
 class Entries:
     """What the log says about each file of the version that was followed to."""
 
-    log: Path
+    log: Place
     version: int = -1
     adds: dict[str, Action] = field(default_factory=dict)
     """Per path, decoded: the `add` of the file."""
@@ -118,7 +118,7 @@ class Entries:
         said = {"commitInfo": {"timestamp": int(time.time() * 1000), "operationParameters": {}, **info}}
         lines = "".join(f"{json.dumps(each, separators=(',', ':'))}\n" for each in (said, *actions))
         path = self.log / f"{version:020d}.json"
-        if not durable.publish_once(path, lines.encode()):
+        if not store.create(path, lines.encode()):
             raise FileExistsError(f"{path} is there: another writer was first")
 
     def _removed(self, path: str, now: int, data_change: bool) -> Action:
@@ -136,7 +136,7 @@ class Entries:
 
     def _load(self, version: int) -> None:
         self.adds, self.gone = {}, {}
-        names = [path.name for path in self.log.iterdir()]
+        names = store.names(self.log)
         found: dict[int, list[str]] = {}
         for match in filter(None, map(_CHECKPOINT.fullmatch, sorted(names))):
             found.setdefault(int(match[1]), []).append(match[0])
@@ -236,9 +236,9 @@ def _is_whole(parts: Sequence[str]) -> bool:
     return match is not None and int(match[3] or 1) <= len(parts)
 
 
-def _in_checkpoint(path: Path) -> list[Action]:
+def _in_checkpoint(path: Place) -> list[Action]:
     """The actions of a checkpoint as entries have them: without nulls, and without columns that only checkpoints have."""
-    with pq.ParquetFile(path) as parquet:
+    with pq.ParquetFile(store.source(path)) as parquet:
         there = [name for name in ("add", "remove") if name in parquet.schema_arrow.names]
         found = parquet.read(columns=there).to_pylist()
     return [

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from deltalake import DeltaTable
 from deltalake.exceptions import CommitFailedError
 
-from penstock import durable
+from penstock import store
+from penstock.connectors.delta.client import client_options
 from penstock.connectors.delta.columns import MARK, delta_schema, follow_rows, refuse_partitions, stored_columns
 from penstock.connectors.delta.table import Table
 from penstock.connectors.lake.commit import Commit
 from penstock.schema import SchemaChange
 from penstock.schema.evolution import Policy, diff, follow
 from penstock.sink import Topic
+from penstock.store import Place
 
 if TYPE_CHECKING:
     from penstock.connectors.delta.sink import Delta
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 class Evolution:
     """What rows of a topic make of the columns of its table."""
 
-    def __init__(self, sink: Delta, topic: Topic, path: Path) -> None:
+    def __init__(self, sink: Delta, topic: Topic, path: Place) -> None:
         self._sink = sink
         self._config = sink.config
         self._topic = topic
@@ -34,8 +35,8 @@ class Evolution:
 
     @property
     def uri(self) -> str:
-        """The table's address, as the client takes it together with `storage_options`."""
-        return self._path.as_uri() if self._config.client_options else str(self._path)
+        """The table's address, as the client takes it."""
+        return str(self._path)
 
     def joined(self, schemas: Sequence[pa.Schema]) -> pa.Schema:
         """The columns of a table that is created for such rows."""
@@ -45,16 +46,16 @@ class Evolution:
         return schema.append(MARK) if self._config.soft_delete else schema
 
     def create(self, schemas: Sequence[pa.Schema]) -> None:
-        durable.make_directory(self._path)
+        store.make_directory(self._path)
         DeltaTable.create(
             self.uri,
             self.joined(schemas),
             mode="ignore",
             partition_by=list(self._config.partition_by),
             configuration={"delta.enableDeletionVectors": "true"} if self._config.makes_vectors else None,
-            storage_options=self._config.client_options,
+            storage_options=client_options(self._path),
         )
-        durable.fsync(self._path / "_delta_log" / f"{0:020d}.json", self._path / "_delta_log")
+        store.sync([self._path / "_delta_log" / f"{0:020d}.json", self._path / "_delta_log"])
 
     def lacking(self, table: Table, schemas: Sequence[pa.Schema]) -> tuple[list[pa.Field], list[pa.Field]]:
         """The columns that the table lacks for such rows, and those that need a wider type."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -15,6 +14,7 @@ import pyarrow.parquet as pq
 from pyarrow import types
 from pydantic import BaseModel, ConfigDict
 
+from penstock import store
 from penstock.changes import own_columns
 from penstock.changes.keys import Equality, Ints, Mask
 from penstock.connectors.delta.table import Table
@@ -23,6 +23,7 @@ from penstock.connectors.lake.partitions import partition_text
 from penstock.connectors.lake.staging import StagedFile
 from penstock.errors import FatalError, StagingLost
 from penstock.schema.evolution import widened
+from penstock.store import Place
 
 CHUNK_ROWS = 1 << 17
 """Rows of a file that are held at once, if its row groups are not larger."""
@@ -75,7 +76,7 @@ class TableFile(BaseModel):
 
     def read(
         self,
-        table: Path,
+        table: Place,
         schema: pa.Schema,
         names: Sequence[str] | None = None,
         only: Sequence[int] | None = None,
@@ -95,7 +96,7 @@ class TableFile(BaseModel):
                 rows = rows.filter(pa.array(alive))
             yield rows
 
-    def take(self, table: Path, schema: pa.Schema, names: Sequence[str] | None, positions: Ints) -> Iterator[pa.Table]:
+    def take(self, table: Place, schema: pa.Schema, names: Sequence[str] | None, positions: Ints) -> Iterator[pa.Table]:
         """The rows at some positions, in their order; pieces without one are not read."""
 
         def is_hit(_: int, first: int, end: int) -> bool:
@@ -106,18 +107,18 @@ class TableFile(BaseModel):
             begin, after = np.searchsorted(positions, (first, first + rows.num_rows))
             yield rows.take(pa.array(positions[begin:after] - first))
 
-    def dead(self, table: Path) -> Ints:
+    def dead(self, table: Place) -> Ints:
         """The positions of its deleted rows, in their order."""
         if self.vector is None:
             return np.empty(0, np.int64)
         return positions_of(self.vector.rows(lambda file: (table / file).read_bytes()))
 
     def _pieces(
-        self, table: Path, schema: pa.Schema, names: Sequence[str] | None, is_wanted: Callable[[int, int, int], bool]
+        self, table: Place, schema: pa.Schema, names: Sequence[str] | None, is_wanted: Callable[[int, int, int], bool]
     ) -> Iterator[tuple[int, pa.Table]]:
         """All rows of some pieces, each with its first position; `is_wanted` is asked with their place, begin and end."""
         wanted = schema if names is None else pa.schema([schema.field(name) for name in names])
-        with pq.ParquetFile(table / self.path, coerce_int96_timestamp_unit="us") as parquet:
+        with pq.ParquetFile(store.source(table / self.path), coerce_int96_timestamp_unit="us") as parquet:
             there = [each.name for each in wanted if each.name in parquet.schema_arrow.names]
             first = 0
             for place, groups in enumerate(_runs(parquet.metadata)):
@@ -187,7 +188,7 @@ class Log:
 class StagedChanges:
     """A file of changes, in the pieces that it is read in; `stored` gives them the table's types."""
 
-    path: Path
+    path: Place
     stored: Callable[[pa.Table], pa.Table]
     only: Sequence[str] | None = None
     """The columns that are read; None: all."""
@@ -204,12 +205,12 @@ class StagedChanges:
     @cached_property
     def _metadata(self) -> pq.FileMetaData:
         try:
-            return pq.read_metadata(self.path)
+            return pq.read_metadata(store.source(self.path))
         except FileNotFoundError as error:
             raise StagingLost(f"{self.path} is gone") from error
 
     def read(self, columns: Sequence[str], pieces: Sequence[int] | None = None) -> Iterator[pa.Table]:
-        with pq.ParquetFile(self.path, metadata=self._metadata) as parquet:
+        with pq.ParquetFile(store.source(self.path), metadata=self._metadata) as parquet:
             there = [name for name in columns if name in parquet.schema_arrow.names]
             runs = list(_runs(self._metadata))
             for place in range(len(runs)) if pieces is None else pieces:

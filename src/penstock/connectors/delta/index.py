@@ -13,15 +13,17 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from penstock import durable
+from penstock import durable, store
 from penstock.changes.hashing import Words, is_word
 from penstock.changes.keys import Equality, Ints, hashes_of, same_keys
 from penstock.connectors.delta.files import TableFile
 from penstock.connectors.lake.targets import HIDDEN
+from penstock.store import Place
 
 STORED_ROWS = 100_000
 """Parts of files with this many rows are kept on disk. To make a smaller one again takes a few milliseconds."""
@@ -56,7 +58,7 @@ class Part:
 class Index:
     """The index of one table by one key."""
 
-    table: Path
+    table: Place
     identity: str
     """The table's own id."""
     key: pa.Schema
@@ -92,12 +94,10 @@ class Index:
         self._is_tidy = True
         self.known = {name: part for name, part in self.known.items() if name in wanted}
         with contextlib.suppress(FileNotFoundError):
-            for path in self._directory.iterdir():
-                if path.name not in wanted:
-                    path.unlink(missing_ok=True)
+            store.delete(self._directory / name for name in store.names(self._directory) if name not in wanted)
 
     @property
-    def _directory(self) -> Path:
+    def _directory(self) -> Place:
         return self.table / HIDDEN / ".index"
 
     def _name(self, file: TableFile) -> str:
@@ -113,7 +113,7 @@ class Index:
 
     def _stored(self, name: str, file: TableFile) -> Part | None:
         try:
-            rows = pa.ipc.open_file(pa.memory_map(str(self._directory / name))).read_all()
+            rows = pa.ipc.open_file(_mapped(self._directory / name)).read_all()
         except (OSError, pa.ArrowInvalid):
             return None
         return (
@@ -140,8 +140,12 @@ class Index:
         rows = part.rows.replace_schema_metadata({_OF: name.encode()})
         with pa.ipc.new_file(sink, rows.schema) as writer:
             writer.write_table(rows)
-        durable.make_directory(self._directory)
-        durable.write_atomic(self._directory / name, sink.getvalue())
+        store.make_directory(self._directory)
+        store.put(self._directory / name, sink.getvalue().to_pybytes())
+
+
+def _mapped(place: Place) -> Any:
+    return pa.memory_map(str(place)) if isinstance(place, Path) else pa.BufferReader(place.read_bytes())
 
 
 def is_exact(key: pa.Schema) -> bool:

@@ -26,6 +26,7 @@ from penstock.connectors.lake.staging import ROW_GROUP_ROWS, Stage, StagedFile
 from penstock.connectors.lake.targets import HIDDEN
 from penstock.errors import SchemaError
 from penstock.sink import Topic
+from penstock.store import Place
 
 WRITERS = min(4, os.cpu_count() or 1)
 """Files that many new rows are written to at the same time."""
@@ -56,7 +57,7 @@ class TableShape:
     """What the rows of a table must look like."""
 
     topic: Topic
-    path: Path
+    path: Place
     schema: pa.Schema
     required: Sequence[str] = ()
     """Columns that must not be null."""
@@ -227,7 +228,8 @@ class _Kept:
         self.names = [*changes.key, *changes.kept] if changes.kept else []
         if self.names:
             # It has no name, and is gone when the last reader is.
-            self._file = tempfile.TemporaryFile(dir=shape.path / HIDDEN)  # noqa: SIM115 - closed when all is collected
+            below = shape.path / HIDDEN if isinstance(shape.path, Path) else None
+            self._file = tempfile.TemporaryFile(dir=below)  # noqa: SIM115 - closed when all is collected
             schema = pa.schema([shape.schema.field(name) for name in self.names])
             self._writer = pa.ipc.new_file(self._file, schema)
 

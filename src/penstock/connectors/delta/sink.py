@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import ClassVar
 
 import pyarrow as pa
@@ -25,6 +24,7 @@ from penstock.schema import ChangeKind, SchemaChange
 from penstock.schema.evolution import diff, widens
 from penstock.sink import Applied, Epoch, Positions, SinkContext, Task, Topic, Work
 from penstock.source import Finding
+from penstock.store import Place
 
 
 class Delta(LakeSink[DeltaConfig]):
@@ -105,7 +105,7 @@ class Delta(LakeSink[DeltaConfig]):
         assert isinstance(target, DeltaTarget)
         return target
 
-    def _begin_file(self, path: Path, schema: pa.Schema) -> Part:
+    def _begin_file(self, path: Place, schema: pa.Schema) -> Part:
         return StatsPart(path, schema, self.config.compression, store_schema=False)
 
     # -- the second stage of upserts -------------------------------------------------------------------------------
@@ -150,5 +150,5 @@ class Delta(LakeSink[DeltaConfig]):
         target.evolution.evolve_early(target.load(), changes)
 
 
-def _begin_changes(path: Path, schema: pa.Schema) -> Part:
+def _begin_changes(path: Place, schema: pa.Schema) -> Part:
     return ParquetPart(path, schema, "lz4", use_dictionary=False, write_statistics=False)

@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, TableFeatures, Transaction
 from deltalake import Schema as DeltaSchema
-from deltalake.exceptions import CommitFailedError, DeltaError, DeltaProtocolError, TableNotFoundError
+from deltalake.exceptions import DeltaError
 from deltalake.transaction import AddAction, RemoveAction
 from pyarrow import types
 from pydantic import ValidationError
 
-from penstock import durable, failpoints
+from penstock import durable, failpoints, store
 from penstock.connectors.delta.entries import VECTORS, Action, Entries, Marked, described, with_vectors
+from penstock.connectors.delta.hint import identity_of
 from penstock.connectors.lake.staging import StagedFile
 from penstock.connectors.lake.targets import HIDDEN, Targets
 from penstock.errors import ConfigError, FatalError, SchemaError
 from penstock.sink import CommittedEpoch, Epoch, Positions, Topic
-
-_HOOKS = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False)
-"""Checkpoints at the table's interval. Old entries stay until the checkpoint is known to be on disk."""
+from penstock.store import Place
 
 _FEATURES = {
     *("appendOnly", "invariants", "checkConstraints", "changeDataFeed", "generatedColumns", "identityColumns"),
@@ -61,7 +58,7 @@ class Sidecar(CommittedEpoch):
 class Table:
     """A Delta table on a local disk, and how far its log is known to be on it."""
 
-    path: Path
+    path: Place
     delta: DeltaTable
     markers: dict[str, tuple[int, Sidecar]] = field(default_factory=dict)
 
@@ -72,7 +69,7 @@ class Table:
 
     def is_the_same(self) -> bool:
         """False if the table was dropped, or dropped and created again: the client would go on with the old one."""
-        return self._seen is not None and self._newest() == self._seen
+        return bool(self._seen) and self._newest() == self._seen
 
     def refresh(self) -> None:
         self.delta.update_incremental()
@@ -86,7 +83,7 @@ class Table:
 
     def marker(self, pipeline: str) -> Sidecar | None:
         """The sidecar that the newest transaction of the pipeline names."""
-        sequence = self.delta.transaction_version(_app(pipeline))
+        sequence = self._sequence(pipeline)
         known = self.markers.get(pipeline)
         if known is not None and known[0] == sequence:
             return known[1]
@@ -128,18 +125,18 @@ class Table:
     ) -> None:
         """Make the version after the one that is loaded, or raise `CommitFailedError`; a new `schema` drops all old files."""
         version = self.delta.version() + 1
-        sequence = (self.delta.transaction_version(_app(epoch.pipeline)) or 0) + 1
+        sequence = (self._sequence(epoch.pipeline) or 0) + 1
         sidecar = Sidecar(
             incarnation=epoch.incarnation, number=epoch.number, end=dict(end), version=version, columns=tuple(columns)
         )
         hidden = self._hidden(epoch.pipeline)
-        durable.make_directory(hidden)
-        durable.write_atomic(
+        store.make_directory(hidden)
+        store.put(
             hidden / _sidecar_name(sequence, _try_number(epoch)),
             durable.canonical(sidecar.model_dump(mode="json")).encode(),
         )
         if not self.markers:
-            durable.fsync(hidden, hidden.parent)  # the process that made them may have died before its fsync
+            store.sync([hidden, hidden.parent])  # the process that made them may have died before its fsync
         info = {"penstock": {"pipeline": epoch.pipeline, "epoch": epoch.number}}
         failpoints.hit("commit.before")
         markers = transactions(epoch, sequence)
@@ -152,12 +149,12 @@ class Table:
             actions += self.entries.changes(files, gone, marked)
             self.publish(actions, {"operation": "MERGE", **info})
         else:
-            _write(self.delta, files, removed, markers, info, schema)
+            _write(self.delta, self._hooks, files, removed, markers, info, schema)
         self.sync(version)
         self.markers[epoch.pipeline] = (sequence, sidecar)
-        for old, names in self._sidecars(epoch.pipeline).items():
-            for name in names if old < sequence - 1 else ():  # keep one more for readers of the previous version
-                (hidden / name).unlink(missing_ok=True)
+        sidecars = self._sidecars(epoch.pipeline).items()
+        # One more is kept for readers of the previous version.
+        store.delete(hidden / name for old, names in sidecars if old < sequence - 1 for name in names)
 
     def replace(self, files: Sequence[StagedFile], removed: Sequence[StagedFile]) -> None:
         """Make the next version of the same rows in other files, or raise `CommitFailedError`."""
@@ -167,7 +164,7 @@ class Table:
             actions = self.entries.changes(files, [file.path for file in removed], [], data_change=False)
             self.publish(actions, {"operation": "OPTIMIZE", **info})
         else:
-            _write(self.delta, files, removed, (), info, data_change=False)
+            _write(self.delta, self._hooks, files, removed, (), info, data_change=False)
         self.sync(version)
 
     def publish(self, actions: Iterable[Action], info: Action) -> None:
@@ -194,7 +191,7 @@ class Table:
         self.delta.alter.add_columns(
             list(DeltaSchema.from_arrow(columns).fields),
             commit_properties=CommitProperties(max_commit_retries=_NO_RETRIES),
-            post_commithook_properties=_HOOKS,
+            post_commithook_properties=self._hooks,
         )
         self.refresh()
         self.sync(self.delta.version())
@@ -209,7 +206,7 @@ class Table:
             TableFeatures.TimestampWithoutTimezone,
             allow_protocol_versions_increase=True,
             commit_properties=CommitProperties(max_commit_retries=_NO_RETRIES),
-            post_commithook_properties=_HOOKS,
+            post_commithook_properties=self._hooks,
         )
         self.refresh()
         return False
@@ -233,6 +230,8 @@ class Table:
 
     def sync(self, version: int) -> None:
         """Sync every entry of the log up to `version` that is not known to be, and the checkpoint made with it."""
+        if not isinstance(self.path, Path):
+            return  # an answer of the store means durable, and the client drops old entries itself
         versions = range(min(self._synced + 1, version), max(self.delta.version(), version) + 1)
         names = [f"{v:020d}.json" for v in versions] + [f"{v:020d}.checkpoint.parquet" for v in versions]
         log = self.path / "_delta_log"
@@ -273,23 +272,36 @@ class Table:
                 "UNSET TBLPROPERTIES), or write to another table",
             )
 
-    def _sidecars(self, pipeline: str) -> dict[int, list[str]]:
-        found: dict[int, list[str]] = {}
-        with contextlib.suppress(FileNotFoundError):
-            for name in os.listdir(self._hidden(pipeline)):
-                if name[:1].isdigit():
-                    found.setdefault(int(name[:12]), []).append(name)
+    def _sequence(self, pipeline: str) -> int | None:
+        """The number of the pipeline's newest commit. The client reads the log again for it, unless we made its last entry."""
+        known = self.markers.get(pipeline)
+        if known is not None and known[1].version == self.delta.version():
+            return known[0]
+        found: int | None = self.delta.transaction_version(_app(pipeline))
         return found
 
-    def _hidden(self, pipeline: str) -> Path:
+    def _sidecars(self, pipeline: str) -> dict[int, list[str]]:
+        found: dict[int, list[str]] = {}
+        for name in store.names(self._hidden(pipeline)):
+            if name[:1].isdigit():
+                found.setdefault(int(name[:12]), []).append(name)
+        return found
+
+    def _hidden(self, pipeline: str) -> Place:
         return self.path / HIDDEN / quote(pipeline, safe="")
 
-    def _newest(self) -> tuple[int, int] | None:
-        return _identity(self.path / "_delta_log" / f"{self.delta.version():020d}.json")
+    @property
+    def _hooks(self) -> PostCommitHookProperties:
+        """Checkpoints at the table's interval. On a disk old entries stay until the checkpoint is known to be there."""
+        return PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=not store.is_local(self.path))
+
+    def _newest(self) -> str:
+        return identity_of(self.path / "_delta_log" / f"{self.delta.version():020d}.json")
 
 
 def _write(
     delta: DeltaTable,
+    hooks: PostCommitHookProperties,
     files: Sequence[StagedFile],
     removed: Sequence[StagedFile],
     markers: Iterable[tuple[str, int]],
@@ -313,7 +325,7 @@ def _write(
             max_commit_retries=_NO_RETRIES,
             app_transactions=[Transaction(name, number) for name, number in markers],
         ),
-        post_commithook_properties=_HOOKS,
+        post_commithook_properties=hooks,
     )
 
 
@@ -327,7 +339,7 @@ MISREAD = re.compile(r"%[0-9A-Fa-f]{2}|\\")
 """Parts of a path that the client decodes, and so looks for another path."""
 
 
-def claim(targets: Targets, topic: Topic) -> Path:
+def claim(targets: Targets, topic: Topic) -> Place:
     """The topic's directory; refused if the client would look for another."""
     path = targets.claim(topic)
     if MISREAD.search(str(path)):
@@ -339,87 +351,17 @@ def claim(targets: Targets, topic: Topic) -> Path:
     return path
 
 
-@contextlib.contextmanager
-def delta_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (TableNotFoundError, CommitFailedError):
-        raise
-    except DeltaProtocolError as error:
-        raise unknown_feature(path, error) from error
-    except DeltaError as error:
-        raise FatalError(f"the Delta table {path} cannot be read: {error}", code="PEN-5001") from error
-
-
-def unknown_feature(path: Path, error: DeltaProtocolError) -> SchemaError:
-    return SchemaError(
-        f"the Delta table {path} uses a feature that this writer does not know: {error}",
-        code="PEN-4002",
-        hint="write to another table, or drop the feature from it",
-    )
-
-
-_ENTRY = re.compile(r"(\d{20})\.(json|checkpoint\.parquet)")
-
-_read: dict[Path, tuple[str, tuple[int, int], dict[str, Any]]] = {}
-"""Per log: the newest entry that this process has read, its identity, and the metadata as of that entry."""
-
-
-def read_metadata(log: Path) -> dict[str, Any] | None:
+def transactions(epoch: Epoch, sequence: int) -> list[tuple[str, int]]:
     """
-    The newest metadata in a table's log, read without the client, whose threads do not survive a fork.
+    The application transactions of one commit: how many commits the pipeline has made, which epoch this is, and which try.
 
-    None if there is no table, or if only the client can read its checkpoints: the commit then checks the rows.
+    Two tries at one commit both leave a sidecar: the log says whose it took.
     """
-    seen, identity, known = _read.get(log, ("", (0, 0), None))
-    if known is not None and seen.endswith(".json") and _identity(log / seen) == identity:
-        return _read_on(log, int(seen[:20]), known)
-    names = sorted(os.listdir(log), reverse=True) if log.exists() else []
-    entries = [match for name in names if name[:1] == "0" and (match := _ENTRY.fullmatch(name))]
-    for newer, entry in zip([None, *entries], entries, strict=False):
-        if newer is not None and int(entry[1]) < int(newer[1]) - 1:
-            return None  # entries are missing that only a checkpoint of another kind holds
-        path = log / entry[0]
-        metadata = known if entry[0] == seen and _identity(path) == identity else _metadata_in(path)
-        if metadata is not None:
-            newest = _identity(log / entries[0][0])
-            if newest is not None:
-                _read[log] = (entries[0][0], newest, metadata)
-            return metadata
-    return None
-
-
-def _read_on(log: Path, version: int, metadata: dict[str, Any]) -> dict[str, Any]:
-    """The newest metadata, given the metadata as of a version: listing a long log would be slow."""
-    while (entry := log / f"{version + 1:020d}.json").exists():
-        metadata = _metadata_in(entry) or metadata
-        version += 1
-    newest = log / f"{version:020d}.json"
-    identity = _identity(newest)
-    if identity is not None:
-        _read[log] = (newest.name, identity, metadata)
-    return metadata
-
-
-def _metadata_in(entry: Path) -> dict[str, Any] | None:
-    try:
-        if entry.suffix == ".json":
-            lines = entry.read_bytes().splitlines()
-            actions = [json.loads(line) for line in lines if b'"metaData"' in line]
-        else:
-            actions = pq.read_table(entry, columns=["metaData"]).drop_null().to_pylist()
-    except FileNotFoundError:
-        return None  # another writer has just cleaned up the log
-    return next((dict(action["metaData"]) for action in actions if action.get("metaData")), None)
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Distinguishes a file from a later one with the same name."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return None
-    return found.st_ino, found.st_mtime_ns
+    return [
+        (_app(epoch.pipeline), sequence),
+        (_app(epoch.pipeline, epoch.incarnation), epoch.number),
+        (_app_of_try(epoch.pipeline), _try_number(epoch)),
+    ]
 
 
 def _app(pipeline: str, incarnation: str | None = None) -> str:
@@ -440,20 +382,7 @@ def _sidecar_name(sequence: int, tried: int) -> str:
     return f"{sequence:012d}-{tried:08x}.json"
 
 
-def transactions(epoch: Epoch, sequence: int) -> list[tuple[str, int]]:
-    """
-    The application transactions of one commit: how many commits the pipeline has made, which epoch this is, and which try.
-
-    Two tries at one commit both leave a sidecar: the log says whose it took.
-    """
-    return [
-        (_app(epoch.pipeline), sequence),
-        (_app(epoch.pipeline, epoch.incarnation), epoch.number),
-        (_app_of_try(epoch.pipeline), _try_number(epoch)),
-    ]
-
-
-def _load(path: Path) -> Sidecar:
+def _load(path: Place) -> Sidecar:
     try:
         return Sidecar.model_validate_json(path.read_bytes())
     except ValidationError as error:

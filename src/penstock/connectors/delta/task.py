@@ -1,7 +1,7 @@
 """
 The rows of a task on their way into a Delta table: checked, in Delta's types, staged.
 
-Nothing here calls the Delta client: its threads do not survive a fork.
+Nothing here calls the Delta client where the table is on a disk: its threads do not survive a fork.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from penstock.connectors.delta.columns import (
     stored_columns,
     without_twins,
 )
-from penstock.connectors.delta.table import claim, read_metadata
+from penstock.connectors.delta.hint import Hint
+from penstock.connectors.delta.table import claim
 from penstock.connectors.lake.staging import Stage, StagedFiles
 from penstock.connectors.lake.task import LakeTask
 from penstock.connectors.upsert import UNUSED, key_for, with_known_types
@@ -92,7 +93,7 @@ class DeltaTask(LakeTask):
     def stored(self, topic: Topic) -> pa.Schema | None:
         if topic not in self._stored:
             self._stored[topic] = None
-            metadata = read_metadata(self.sink.targets.claim(topic) / "_delta_log")
+            metadata = Hint(self.sink.targets.claim(topic)).metadata()
             if metadata is not None:
                 columns = pa.schema(DeltaSchema.from_json(metadata["schemaString"]).to_arrow())
                 refuse_partitions(topic, self.sink.config, metadata["partitionColumns"])

@@ -10,12 +10,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from deltalake.exceptions import DeltaError
 
+from penstock import store
 from penstock.connectors.delta.columns import delta_schema
 from penstock.connectors.delta.config import DeltaConfig
 from penstock.connectors.delta.files import Log, TableFile
@@ -26,6 +26,7 @@ from penstock.connectors.lake.staging import Stage
 from penstock.connectors.lake.targets import HIDDEN
 from penstock.errors import ConnectorError
 from penstock.sink import Epoch, Task, Topic
+from penstock.store import Place
 
 if TYPE_CHECKING:
     from penstock.connectors.delta.commit import DeltaTarget
@@ -46,6 +47,9 @@ SMALL_ROWS = JOINED_ROWS // 4
 
 RUN_SECS = 10.0
 """Longest time for one run, give or take a file; the next run goes on."""
+
+_AT_ONCE = 500
+"""Files that are removed by one request."""
 
 FIRST_JOIN = 5
 """Small files are first joined after this many epochs of a run, since a run may be short."""
@@ -104,7 +108,7 @@ class Upkeep:
         """Remove files that the driver has written for this topic and that the table does not name."""
         live: set[str] | None = None
 
-        def is_kept(_: Topic, place: Path) -> bool:
+        def is_kept(_: Topic, place: Place) -> bool:
             nonlocal live
             live = self._target.live_files(epoch.pipeline) if live is None else live
             return place.name in live
@@ -149,15 +153,14 @@ def remove_dead_files(table: Table) -> int:
 
     Only files that the log names are considered, and so never the files of an epoch in flight.
     """
-    deadline, removed = time.monotonic() + RUN_SECS, 0
     dead = table.delta.vacuum(dry_run=True, full=False)
     live = {os.path.basename(uri) for uri in table.delta.file_uris()} if dead else set()
-    for path in dead:
-        if time.monotonic() > deadline:
-            break
-        if HIDDEN not in path.split("/") and os.path.basename(path) not in live:
-            (table.path / path).unlink(missing_ok=True)
-            removed += 1
+    doomed = [path for path in dead if HIDDEN not in path.split("/") and os.path.basename(path) not in live]
+    deadline, removed = time.monotonic() + RUN_SECS, 0
+    while removed < len(doomed) and time.monotonic() < deadline:
+        group = doomed[removed : removed + _AT_ONCE]
+        store.delete(table.path / path for path in group)
+        removed += len(group)
     return removed
 
 
@@ -171,13 +174,10 @@ def remove_dead_vectors(table: Table) -> int:
     entries, kept_secs = table.entries, retention_secs(table.delta.metadata().configuration)
     since = time.time() - kept_secs
     live = entries.vector_files() | {name for name, gone in entries.gone.items() if gone / 1000 > since}
-    dead = [
-        path
-        for path in table.path.glob("deletion_vector_*.bin")
-        if path.name not in live and path.stat().st_mtime < since
-    ]
-    for path in dead:
-        path.unlink(missing_ok=True)
+    vectors = [name for name in store.names(table.path) if re.fullmatch(r"deletion_vector_.*\.bin", name)]
+    found = store.heads([table.path / name for name in vectors if name not in live])
+    dead = [entry.place for entry in found if entry is not None and entry.modified_ns / 1e9 < since]
+    store.delete(dead)
     return len(dead)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
@@ -14,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import model_validator
 
-from penstock import durable, failpoints
+from penstock import durable, failpoints, store
 from penstock.connectors.lake.commit import Commit, LakeTarget
 from penstock.connectors.lake.partitions import Directories
 from penstock.connectors.lake.sink import LakeConfig, LakeSink
@@ -28,6 +29,7 @@ from penstock.schema import key_of
 from penstock.schema.codec import pack_schema, unpack_schema
 from penstock.schema.evolution import follow
 from penstock.sink import CommittedEpoch, Epoch, Task, Topic, WriteResult
+from penstock.store import Place
 
 FORMAT = 1
 """Version of the ledger; a newer one is refused."""
@@ -88,7 +90,7 @@ class FilesSink(LakeSink[FilesSinkConfig]):
     def make_target(self, topic: Topic) -> LakeTarget[Any]:
         return FilesTarget(topic, self.targets.claim(topic), self.targets.root)
 
-    def _begin_file(self, path: Path, schema: pa.Schema) -> Part:
+    def _begin_file(self, path: Place, schema: pa.Schema) -> Part:
         if self.config.format == "parquet":
             return ParquetPart(path, schema, self.config.compression or "zstd")
         return _JsonLines(path, self.config.compression)
@@ -105,7 +107,7 @@ class FilesTask(LakeTask):
 class FilesTarget(LakeTarget["FilesTarget"]):
     """The directory of one topic. It needs no creating, so that it is always there."""
 
-    def __init__(self, topic: Topic, path: Path, root: Path) -> None:
+    def __init__(self, topic: Topic, path: Place, root: Place) -> None:
         super().__init__(topic, path, root)
         self._ledgers: dict[str, _Ledger] = {}
 
@@ -142,10 +144,10 @@ class FilesTarget(LakeTarget["FilesTarget"]):
         ledger.finish()
         newest = ledger.newest()
         if newest is not None and ledger.recorded != newest.columns:
-            durable.write_atomic(self.path / HIDDEN / _SCHEMA, newest.columns.encode())
+            store.put(self.path / HIDDEN / _SCHEMA, newest.columns.encode())
             ledger.recorded = newest.columns
 
-    def place(self, commit: Commit, file: StagedFile) -> Path:
+    def place(self, commit: Commit, file: StagedFile) -> Place:
         return _staged(self.path, file.path)
 
     def live_files(self, pipeline: str) -> set[str]:
@@ -161,34 +163,32 @@ class FilesTarget(LakeTarget["FilesTarget"]):
         return (self.path / HIDDEN / _SEEDED).exists()
 
     def mark_seeded(self, now: pa.Schema | None) -> None:
-        durable.make_directory(self.path / HIDDEN)
-        durable.write_atomic(self.path / HIDDEN / _SEEDED, b"{}")
+        store.make_directory(self.path / HIDDEN)
+        store.put(self.path / HIDDEN / _SEEDED, b"{}")
 
 
-def read_published(target: str | os.PathLike[str]) -> pa.Table:
+def read_published(target: str | os.PathLike[str] | store.ObjectPath) -> pa.Table:
     """
     Exactly the committed rows of a topic's directory, with the columns of its newest epoch; whole epochs only.
 
-    Rows come in the order of the epochs; columns that an older file lacks are null.
+    Rows come in the order of the epochs; columns that an older file lacks are null. `target` may be a place of an object
+    store, as `store.at` gives it.
     """
-    target = Path(target)
-    entries = [
-        _read_entry(path)
-        for ledger in sorted(target.glob(f"{HIDDEN}/[!.]*/"))
-        for path in sorted(ledger.glob("[0-9]*.json"))
-    ]
+    place = target if isinstance(target, store.ObjectPath) else Path(target)
+    found = [entry.place for entry in store.listed(place / HIDDEN)]
+    entries = [_read_entry(each) for each in found if _ENTRY.fullmatch(str(each).removeprefix(f"{place / HIDDEN}/"))]
     schemas = [unpack_schema(entry.columns) for entry in entries]
     if not schemas:
         return pa.table({})
     schema = pa.unify_schemas(schemas, promote_options="permissive")
-    tables = [_read(target, file, schema) for entry in entries for file in entry.files]
+    tables = [_read(place, file, schema) for entry in entries for file in entry.files]
     return pa.concat_tables([schema.empty_table(), *tables])
 
 
 class _Ledger:
     """The epochs of one topic by one pipeline, one file each; to create the next file is to commit."""
 
-    def __init__(self, target: Path, pipeline: str, topic: Topic) -> None:
+    def __init__(self, target: Place, pipeline: str, topic: Topic) -> None:
         self.target = target
         self.directory = target / HIDDEN / quote(pipeline, safe="")
         self.recorded: str | None = None
@@ -200,8 +200,8 @@ class _Ledger:
 
     def newest(self) -> Published | None:
         """The newest entry, looked for after the last one that is known."""
-        if self._newest is None and self.directory.exists():
-            self._last = max((int(name[:12]) for name in os.listdir(self.directory) if name[:1].isdigit()), default=0)
+        if self._newest is None:
+            self._last = max((int(name[:12]) for name in store.names(self.directory) if name[:1].isdigit()), default=0)
             self._read()
         elif self._newest is not None and not self._entry(self._last).exists():
             raise FatalError(
@@ -216,9 +216,9 @@ class _Ledger:
 
     def append(self, entry: Published) -> bool:
         """Create the entry after the newest one that was seen; False if somebody else has."""
-        durable.make_directory(self.directory)
+        store.make_directory(self.directory)
         text = durable.canonical(entry.model_dump(mode="json"))
-        is_ours = durable.publish_once(self._entry(self._last + 1), text.encode())
+        is_ours = store.create(self._entry(self._last + 1), text.encode())
         if is_ours and self._synced and self._synced == self._last:
             self._synced += 1
         return is_ours
@@ -229,18 +229,19 @@ class _Ledger:
         if entry is None or self._finished == self._last:
             return
         self._sync_entry()
-        moves = [(_staged(self.target, file.path), self.target / file.path) for file in entry.files]
-        moves = [(staged, place) for staged, place in moves if staged.exists()]
-        with durable.disk_errors():
-            for staged, place in moves:
-                place.parent.mkdir(parents=True, exist_ok=True)
-                # A link never replaces an existing file, unlike a rename. A twin of this process may be moving it too.
-                with contextlib.suppress(FileExistsError, FileNotFoundError):
-                    os.link(staged, place)
+        staged = [_staged(self.target, file.path) for file in entry.files]
+        moves = [
+            (each, self.target / file.path)
+            for each, file, found in zip(staged, entry.files, store.heads(staged), strict=True)
+            if found is not None
+        ]
+        for each, place in moves:
+            with contextlib.suppress(FileNotFoundError):  # a twin of this process may be moving it too
+                store.copy(each, place)
         places = [place for _, place in moves]
-        durable.fsync(*places, *{above for place in places for above in place.parents if self.target in above.parents})
-        for staged, _ in moves:
-            staged.unlink(missing_ok=True)
+        above = {each for place in places for each in place.parents if self.target in each.parents}
+        store.sync([*places, *above])
+        store.delete(each for each, _ in moves)
         self._finished = self._last
 
     def _sync_entry(self) -> None:
@@ -248,10 +249,10 @@ class _Ledger:
         if self._synced == self._last:
             return
         above = () if self._synced else (self.directory, self.directory.parent)
-        durable.fsync(self._entry(self._last), *above)
+        store.sync([self._entry(self._last), *above])
         self._synced = self._last
 
-    def _entry(self, sequence: int) -> Path:
+    def _entry(self, sequence: int) -> Place:
         return self.directory / f"{sequence:012d}.json"
 
     def _read(self) -> None:
@@ -270,8 +271,11 @@ class _Ledger:
 class _JsonLines:
     """A file of JSON lines."""
 
-    def __init__(self, path: Path, compression: str | None) -> None:
-        self._file = pa.output_stream(path, compression="gzip" if compression == "gzip" else None)
+    size = 0
+
+    def __init__(self, path: Place, compression: str | None) -> None:
+        self._upload = store.writer(path)
+        self._file = pa.output_stream(self._upload.file, compression="gzip" if compression == "gzip" else None)
 
     def write(self, table: pa.Table) -> None:
         for batch in table.to_batches():
@@ -280,14 +284,22 @@ class _JsonLines:
 
     def close(self) -> str | None:
         self._file.close()
+        self.size = self._upload.finish()
         return None
+
+    def abandon(self) -> None:
+        self._upload.abandon()
+        self._file.close()
 
 
 _SCHEMA = ".schema"
 _SEEDED = ".seeded"
 
 
-def _staged(target: Path, path: str) -> Path:
+_ENTRY = re.compile(r"[^./][^/]*/\d+\.json")
+
+
+def _staged(target: Place, path: str) -> Place:
     return target / "_staging" / (os.path.basename(path) + STAGED)
 
 
@@ -302,7 +314,7 @@ def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, names=[name for name, _ in kept])
 
 
-def _read_entry(path: Path) -> Published:
+def _read_entry(path: Place) -> Published:
     try:
         stored = json.loads(path.read_bytes())
         if stored["format"] <= FORMAT:
@@ -312,7 +324,7 @@ def _read_entry(path: Path) -> Published:
     raise FatalError(f"{path} has format {stored['format']}, and this Penstock knows {FORMAT}", code="PEN-5006")
 
 
-def _read(target: Path, file: StagedFile, schema: pa.Schema) -> pa.Table:
+def _read(target: Place, file: StagedFile, schema: pa.Schema) -> pa.Table:
     for path in (target / file.path, _staged(target, file.path), target / file.path):  # it may be moved meanwhile
         with contextlib.suppress(FileNotFoundError):
             table = _read_file(path, file, schema)
@@ -331,8 +343,8 @@ def _read(target: Path, file: StagedFile, schema: pa.Schema) -> pa.Table:
     return pa.table(columns, schema)
 
 
-def _read_file(path: Path, file: StagedFile, schema: pa.Schema) -> pa.Table:
+def _read_file(path: Place, file: StagedFile, schema: pa.Schema) -> pa.Table:
     if file.path.endswith(".parquet"):
-        return pq.ParquetFile(path).read()
-    stream = pa.input_stream(path, compression="gzip" if file.path.endswith(".gz") else None)
+        return pq.ParquetFile(store.reader(path)).read()
+    stream = pa.input_stream(store.reader(path), compression="gzip" if file.path.endswith(".gz") else None)
     return jsonl.decode(stream.read(), pa.schema([f for f in schema if f.name not in file.partition]))

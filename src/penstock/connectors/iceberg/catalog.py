@@ -25,6 +25,7 @@ from penstock import durable
 from penstock.connectors.iceberg.config import IcebergConfig
 from penstock.errors import ConfigError, FatalError, RetryableError
 from penstock.sink import Topic
+from penstock.store import Place
 
 
 class _Last(threading.local):
@@ -127,8 +128,12 @@ class Names:
         return identifier
 
 
-def catalog_url(config: IcebergConfig, uri: str, root: Path) -> URL:
+def catalog_url(config: IcebergConfig, uri: str, root: Place) -> URL:
     """The address of the catalog's database, with its password."""
+    if not uri and not isinstance(root, Path):
+        raise ConfigError(
+            "tables in an object store need a catalog that is elsewhere", code="PEN-1004", hint="set `catalog_uri`"
+        )
     try:
         url = make_url(uri or f"sqlite:///{root / 'catalog.db'}")
     except ArgumentError as error:

@@ -7,7 +7,6 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -26,6 +25,7 @@ from penstock.connectors.lake.staging import ParquetPart, StagedFile
 from penstock.connectors.lake.types import COMMON, LakeTypes
 from penstock.schema.codec import pack_schema, unpack_schema
 from penstock.sink import Topic
+from penstock.store import Place
 
 _ID = b"PARQUET:field_id"
 _BOUNDS = ("lower_bounds", "upper_bounds")
@@ -85,7 +85,7 @@ class Columns:
 class StatsPart(ParquetPart):
     """A Parquet file with field ids, and its statistics for the manifest."""
 
-    def __init__(self, path: Path, schema: pa.Schema, compression: str) -> None:
+    def __init__(self, path: Place, schema: pa.Schema, compression: str) -> None:
         super().__init__(path, schema, compression, store_schema=False)
         self._schema = schema
 

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -21,7 +20,7 @@ from pyiceberg.exceptions import (
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 from sqlalchemy.exc import IntegrityError
 
-from penstock import durable
+from penstock import durable, store
 from penstock.connectors.iceberg.catalog import Catalog, catalog_errors
 from penstock.connectors.iceberg.columns import Columns, iceberg_schema, ids_of, nests_structs, read_stats, widens
 from penstock.connectors.iceberg.layout import Layout
@@ -34,6 +33,7 @@ from penstock.connectors.lake.targets import HIDDEN
 from penstock.errors import FatalError, RetryableError, SchemaError, reason_of
 from penstock.schema.evolution import Policy, follow, refusal, widened
 from penstock.sink import CommittedEpoch, Epoch, Task, Topic
+from penstock.store import Place
 
 if TYPE_CHECKING:
     from penstock.connectors.iceberg.sink import Iceberg
@@ -85,7 +85,7 @@ class IcebergTarget(LakeTarget[Table]):
     def settle(self, loaded: Table, epoch: Epoch) -> None:
         self.catalog.sync()
 
-    def place(self, commit: Commit, file: StagedFile) -> Path:
+    def place(self, commit: Commit, file: StagedFile) -> Place:
         return data_file(self.path, file.path)
 
     def attempt(self, commit: Commit, loaded: Table | None) -> bool:
@@ -155,7 +155,7 @@ class IcebergTarget(LakeTarget[Table]):
             columns = wider_columns(self.topic, self.layout, columns, each)
         schema = columns.iceberg()
         self._unseen.make_namespace()
-        durable.make_directory(self.path / "metadata")
+        store.make_directory(self.path / "metadata")
         seeded = self._unseen.is_set()
         self.catalog.create_table(
             self.identifier,
@@ -208,8 +208,8 @@ class IcebergTarget(LakeTarget[Table]):
         text = columns.to_json()
         if self._noted != text:
             path = hint_of(self.path)
-            durable.make_directory(path.parent)
-            durable.write_atomic(path, text.encode())
+            store.make_directory(path.parent)
+            store.put(path, text.encode())
             self._noted = text
 
 
@@ -241,12 +241,12 @@ class SeededNote:
         self._target.catalog.update_namespace_properties(self._namespace, removals={self._key})
 
 
-def hint_of(target: Path) -> Path:
+def hint_of(target: Place) -> Place:
     """The note of a table's columns."""
     return target / HIDDEN / ".columns"
 
 
-def data_file(target: Path, path: str) -> Path:
+def data_file(target: Place, path: str) -> Place:
     return target / "data" / path
 
 
@@ -285,6 +285,6 @@ def _rewrite(stage: Stage, topic: Topic, batches: Iterable[pa.RecordBatch], colu
     return [file for part in stage.finish().values() for file in part.files]
 
 
-def _batches(places: Sequence[Path]) -> Iterator[pa.RecordBatch]:
+def _batches(places: Sequence[Place]) -> Iterator[pa.RecordBatch]:
     for place in places:
         yield from pq.ParquetFile(place).iter_batches(batch_size=ROW_GROUP_ROWS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Self
 
 import pyarrow as pa
@@ -21,6 +20,7 @@ from penstock.errors import ConfigError
 from penstock.schema import ChangeKind, SchemaChange
 from penstock.schema.evolution import diff
 from penstock.sink import Epoch, SinkContext, Task, Topic
+from penstock.store import Place
 
 
 class Iceberg(LakeSink[IcebergConfig]):
@@ -82,7 +82,7 @@ class Iceberg(LakeSink[IcebergConfig]):
     def make_target(self, topic: Topic) -> IcebergTarget:
         return IcebergTarget(self, topic)
 
-    def _begin_file(self, path: Path, schema: pa.Schema) -> Part:
+    def _begin_file(self, path: Place, schema: pa.Schema) -> Part:
         return StatsPart(path, schema, self.config.compression)
 
     # -- schemas ---------------------------------------------------------------------------------------------------

@@ -12,17 +12,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import pyarrow as pa
 
-from penstock import durable
+from penstock import durable, store
 from penstock.connectors.lake import lists
-from penstock.connectors.lake.staging import StagedFile, StagedTopic, is_there
+from penstock.connectors.lake.staging import StagedFile, StagedTopic
 from penstock.errors import FatalError, RetryableError, StagingLost
 from penstock.schema.codec import unpack_schema
 from penstock.sink import CommittedEpoch, Epoch, Positions, Topic, is_committed
+from penstock.store import Place
 
 TRIES = 20
 """Commits of other writers that one commit gives way to before it fails for a while."""
@@ -61,7 +61,7 @@ class LakeTarget(ABC, Generic[T]):
     conflicts: ClassVar[tuple[type[Exception], ...]] = ()
     """Errors that say: another writer was first, or the answer was lost. Look again."""
 
-    def __init__(self, topic: Topic, path: Path, root: Path) -> None:
+    def __init__(self, topic: Topic, path: Place, root: Place) -> None:
         self.topic = topic
         self.path = path
         self.root = root
@@ -105,7 +105,7 @@ class LakeTarget(ABC, Generic[T]):
     def live_files(self, pipeline: str) -> set[str]:
         """Names of files that no sweep may remove."""
 
-    def place(self, commit: Commit, file: StagedFile) -> Path:
+    def place(self, commit: Commit, file: StagedFile) -> Place:
         """Where a staged file is."""
         return self.path / file.path
 
@@ -169,10 +169,11 @@ class LakeTarget(ABC, Generic[T]):
         self._was_committed = True
         return CommittedEpoch(incarnation=marker.incarnation, number=marker.number, end=marker.end)
 
-    def lost(self, commit: Commit) -> Path | None:
+    def lost(self, commit: Commit) -> Place | None:
         """A staged file that is gone or has another size."""
-        places = ((self.place(commit, file), file.bytes) for file in commit.files)
-        return next((place for place, size in places if not is_there(place, size)), None)
+        places = [self.place(commit, file) for file in commit.files]
+        seen = zip(places, store.heads(places), commit.files, strict=True)
+        return next((place for place, found, file in seen if found is None or found.size != file.bytes), None)
 
     def _was_faster_twin(self, commit: Commit) -> bool:
         """Staged files are there, or a twin of this process has committed and moved or dropped them; else they are lost."""

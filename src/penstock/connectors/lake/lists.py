@@ -10,67 +10,89 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
+from penstock import store
 from penstock.connectors.lake.targets import HIDDEN
 from penstock.sink import Epoch, Topic
+from penstock.store import Place
 
 OTHERS = "deletion_vector_"
 """Files whose names cannot begin with that of the try, since a format gives them theirs, begin so."""
 
 
-def begin(root: Path, epoch: Epoch, stem: str, topic: Topic) -> str:
-    """Begin a list of a topic's files; gives the name under which it is dropped."""
-    name = f"{epoch.stem()}/{stem}-{_digest(topic)}"
-    path = _directory(root, epoch.pipeline) / name
-    while True:
+@dataclass
+class Begun:
+    """A task's list of the files of one topic."""
+
+    root: Place
+    pipeline: str
+    name: str
+    """Under which the list is dropped."""
+    topic: Topic
+    _places: list[Place] = field(default_factory=list)
+
+    def note(self, place: Place) -> None:
+        """Write down that a file is about to be begun."""
+        path = _directory(self.root, self.pipeline) / self.name
+        if isinstance(path, Path):
+            with open(path, "a") as file:
+                file.write(f"{place}\n")
+        else:  # objects cannot be appended to
+            self._places.append(place)
+            store.put(path, "".join(f"{each}\n" for each in (self.topic, *self._places)).encode())
+
+
+def begin(root: Place, epoch: Epoch, stem: str, topic: Topic) -> Begun:
+    """Begin a list of a topic's files."""
+    begun = Begun(root, epoch.pipeline, f"{epoch.stem()}/{stem}-{_digest(topic)}", topic)
+    path = _directory(root, epoch.pipeline) / begun.name
+    while isinstance(path, Path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # another topic's commit has just removed the empty directory
             path.write_text(f"{topic}\n")
-            return name
+            break
+    return begun
 
 
-def note(root: Path, pipeline: str, name: str, place: Path) -> None:
-    """Write down that a file is about to be begun."""
-    with open(_directory(root, pipeline) / name, "a") as file:
-        file.write(f"{place}\n")
-
-
-def drop(root: Path, pipeline: str, names: Iterable[str]) -> None:
+def drop(root: Place, pipeline: str, names: Iterable[str]) -> None:
     """Forget the lists of files that are committed: from here on no sweep touches the files."""
-    directories = set()
-    for name in names:
-        path = _directory(root, pipeline) / name
-        path.unlink(missing_ok=True)
-        directories.add(path.parent)
-    for directory in directories:
+    places = [_directory(root, pipeline) / name for name in names]
+    store.delete(places)
+    for directory in {place.parent for place in places}:
         _remove_if_empty(directory)
 
 
-def sweep(root: Path, epoch: Epoch, keep: Callable[[Topic, Path], bool], stem: str = "", only: Topic = "") -> None:
+def sweep(root: Place, epoch: Epoch, keep: Callable[[Topic, Place], bool], stem: str = "", only: Topic = "") -> None:
     """
     Remove every file that this try began, unless `keep` says otherwise.
 
     `stem` restricts it to the lists that begin so, `only` to those of one topic.
     """
-    directory = _directory(root, epoch.pipeline) / epoch.stem()
-    for listed in sorted(directory.glob(f"{stem}*{_digest(only) if only else ''}")):
+    for listed in _lists(root, epoch, stem, only):
         with contextlib.suppress(FileNotFoundError):  # a twin of this process sweeps as well
             topic, *places = listed.read_text().splitlines() or [""]  # empty: its task died before it began a file
-            for place in map(Path, places):
-                if place.name.startswith((epoch.stem(), OTHERS)) and not keep(topic, place):
-                    place.unlink(missing_ok=True)
+            found = [store.beside(root, each) for each in places]
+            own = [each for each in found if each.name.startswith((epoch.stem(), OTHERS))]
+            store.delete([each for each in own if not keep(topic, each)])
             listed.unlink()
-    _remove_if_empty(directory)
+    _remove_if_empty(_directory(root, epoch.pipeline) / epoch.stem())
 
 
-def has(root: Path, epoch: Epoch, stem: str, topic: Topic) -> bool:
+def has(root: Place, epoch: Epoch, stem: str, topic: Topic) -> bool:
     """True if this try has begun files of the topic under names that begin so."""
-    return any((_directory(root, epoch.pipeline) / epoch.stem()).glob(f"{stem}*{_digest(topic)}"))
+    return bool(_lists(root, epoch, stem, topic))
 
 
-def _directory(root: Path, pipeline: str) -> Path:
+def _lists(root: Place, epoch: Epoch, stem: str, only: Topic) -> list[Place]:
+    directory, end = _directory(root, epoch.pipeline) / epoch.stem(), _digest(only) if only else ""
+    found = store.names(directory)
+    return [directory / name for name in found if name.startswith(stem) and name.endswith(end)]
+
+
+def _directory(root: Place, pipeline: str) -> Place:
     return root / HIDDEN / ".begun" / quote(pipeline, safe="")
 
 
@@ -78,6 +100,7 @@ def _digest(topic: Topic) -> str:
     return hashlib.sha256(topic.encode()).hexdigest()[:16]
 
 
-def _remove_if_empty(directory: Path) -> None:
-    with contextlib.suppress(OSError):  # not there, or a failed task has left its list for the sweep
-        directory.rmdir()
+def _remove_if_empty(directory: Place) -> None:
+    if isinstance(directory, Path):
+        with contextlib.suppress(OSError):  # not there, or a failed task has left its list for the sweep
+            directory.rmdir()

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import pyarrow as pa
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
-from penstock import durable
+from penstock import store
 from penstock.config import FilePath
 from penstock.connectors.lake import lists
 from penstock.connectors.lake.commit import Commit, LakeTarget
 from penstock.connectors.lake.staging import STAGED, FileSpec, StagedFiles
-from penstock.connectors.lake.targets import Targets
+from penstock.connectors.lake.targets import HIDDEN, Targets
 from penstock.connectors.lake.task import LakeTask
+from penstock.errors import ConfigError, ConnectorError
 from penstock.schema.evolution import EvolutionConfig
 from penstock.sink import (
     CommittedEpoch,
@@ -29,12 +31,21 @@ from penstock.sink import (
     TopicSink,
     WriteResult,
 )
-from penstock.source import HealthStatus
+from penstock.source import Finding, HealthStatus
+from penstock.store import Place, StorageOptions
 
 
 class LakeConfig(EvolutionConfig):
     path: FilePath
-    """Directory of a topic, e.g. `lake/{topic}`, where `{topic}` is the topic without its leading slash."""
+    """Directory of a topic, e.g. `lake/{topic}` or `s3://bucket/lake/{topic}`, where `{topic}` is the topic without its
+    leading slash. Object stores: `s3://`, `gs://`, `az://` and `abfss://`."""
+
+    storage_options: StorageOptions = Field(default_factory=dict)
+    """How to reach an object store, e.g. `{ region = "eu-central-1", access_key_id = { env = "AWS_ACCESS_KEY_ID" } }`. For
+    S3: `access_key_id`, `secret_access_key`, `session_token` (all secrets), `region`, `endpoint`, `allow_http`,
+    `virtual_hosted_style_request`, `server_side_encryption`, `sse_kms_key_id`, `metadata_endpoint`. For GCS:
+    `service_account` (a file), `service_account_key` (a secret). For Azure: `account_name`, `account_key` and `sas_token`
+    (secrets), `endpoint`, `allow_http`. Without keys, the role of the machine is used."""
 
     partition_by: tuple[str, ...] = ()
     """Columns whose values become directories (`day=2026-01-01`) and are left out of the files."""
@@ -73,14 +84,22 @@ class LakeSink(TopicSink[S, StagedFiles]):
         self._path = path if "://" in path else os.path.abspath(path)
         self._task: LakeTask | None = None
         self._known: dict[Topic, LakeTarget[Any]] = {}
+        self._probing = threading.Lock()
+        self._is_probed = False
 
     def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
         return type(self), (self.config.model_copy(update={"path": self._path}),)
 
     def open(self, context: SinkContext = SinkContext()) -> None:
         super().open(context)
-        self.targets = Targets(self._path)
-        durable.make_directory(self.targets.root)
+        self.targets = Targets(self._path, self.config.storage_options)
+        if self.config.storage_options and store.is_local(self.targets.root):
+            raise ConfigError(
+                f"`storage_options` are for object stores, and `path` is local: {self.config.path}",
+                code="PEN-1003",
+                hint="leave them out, or give an address such as s3://bucket/{topic}",
+            )
+        store.make_directory(self.targets.root)
 
     def close(self) -> None:
         if self._task is not None:
@@ -125,17 +144,38 @@ class LakeSink(TopicSink[S, StagedFiles]):
         found = self._known.get(topic)
         return found if found is not None else self._known.setdefault(topic, self.make_target(topic))
 
+    needs_conditional_writes: ClassVar[bool] = True
+    """False for a sink whose commits are decided by a catalog."""
+
+    def probe(self) -> None:
+        """Before the first commit: refuse a store in which two writers would overwrite each other unseen."""
+        with self._probing:
+            if not self._is_probed and self.needs_conditional_writes:
+                store.refuse_without_conditions(self.targets.root)
+            self._is_probed = True
+
+    def check(self) -> Sequence[Finding]:
+        root = self.targets.root
+        if store.is_local(root):
+            return ()
+        try:
+            self.probe()
+        except ConnectorError as error:
+            return [Finding(False, f"{root}: {error.message}", error.hint)]
+        return [Finding(True, f"{root} can be written, and takes conditional writes")]
+
     def commit_topic(self, epoch: Epoch, topic: Topic, receipts: Sequence[StagedFiles], end: Positions) -> None:
         self.target(topic).commit(Commit(epoch, [receipt.staged[topic] for receipt in receipts], end))
 
     def committed_epoch(self, pipeline: str, topic: Topic) -> CommittedEpoch | None:
+        self.probe()  # the runtime asks this before it plans an epoch
         return self.target(topic).committed(pipeline)
 
     def sweep(self, epoch: Epoch, keep: Sequence[Any]) -> None:
         kept: set[str] = set().union(*(receipt.names() for receipt in keep))
         live: dict[Topic, set[str]] = {}
 
-        def is_kept(topic: Topic, place: Path) -> bool:
+        def is_kept(topic: Topic, place: Place) -> bool:
             if topic not in live:  # a file of the target is never a leftover
                 live[topic] = self.target(topic).live_files(epoch.pipeline)
             name = place.name.removesuffix(STAGED)
@@ -155,4 +195,8 @@ class LakeSink(TopicSink[S, StagedFiles]):
 
     def health_check(self) -> HealthStatus:
         root = self.targets.root
-        return HealthStatus.healthy() if os.access(root, os.W_OK) else HealthStatus.unhealthy(f"cannot write to {root}")
+        try:
+            fine = os.access(root, os.W_OK) if isinstance(root, Path) else store.head(root / HIDDEN) or True
+        except ConnectorError as error:
+            return HealthStatus.unhealthy(error.message)
+        return HealthStatus.healthy() if fine else HealthStatus.unhealthy(f"cannot write to {root}")

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from pyarrow import types
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock import durable
+from penstock import durable, store
 from penstock.connectors.lake import lists
 from penstock.connectors.lake.partitions import Directories, Layout, hive
 from penstock.connectors.lake.targets import Targets
@@ -24,6 +24,7 @@ from penstock.errors import SchemaError
 from penstock.schema.codec import pack_schema
 from penstock.schema.evolution import Widens, follow
 from penstock.sink import Epoch, Receipt, Task, Topic
+from penstock.store import Place
 
 STAGED = ".staged"
 """Suffix of staged files that a reader of the target could otherwise take for published ones."""
@@ -80,15 +81,25 @@ class Part(Protocol):
     def close(self) -> str | None:
         """End the file; gives statistics for the receipt."""
 
+    def abandon(self) -> None:
+        """Give the file up: in an object store it never appears."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file, once it has ended."""
+
 
 class ParquetPart:
     """A Parquet file, written row group by row group. Columns get a dictionary if their first values repeat."""
 
-    def __init__(self, path: Path, schema: pa.Schema, compression: str, **options: Any) -> None:
+    size = 0
+
+    def __init__(self, path: Place, schema: pa.Schema, compression: str, **options: Any) -> None:
         self.metadata: list[pq.FileMetaData] = []
         self._schema = schema
         self._options = {"compression": compression, "metadata_collector": self.metadata, **options}
         self._path = path
+        self._upload: store.Upload | None = None
         self._writer: pq.ParquetWriter | None = None
 
     def write(self, table: pa.Table) -> None:
@@ -97,13 +108,23 @@ class ParquetPart:
 
     def close(self) -> str | None:
         self._begun(self._schema.empty_table()).close()
+        assert self._upload is not None
+        self.size = self._upload.finish()
         return None
+
+    def abandon(self) -> None:
+        if self._upload is not None and self._writer is not None:
+            self._upload.abandon()
+            self._writer.close()
+            self._upload.file.close()
 
     def _begun(self, table: pa.Table) -> pq.ParquetWriter:
         if self._writer is None:
             # A dictionary of values that hardly repeat takes twice the time and more room than the values.
             repeating = [name for name in table.column_names if _repeats(table.column(name).slice(0, SAMPLE_ROWS))]
-            self._writer = pq.ParquetWriter(self._path, self._schema, **{"use_dictionary": repeating, **self._options})
+            self._upload = store.writer(self._path)
+            options = {"use_dictionary": repeating, **self._options}
+            self._writer = pq.ParquetWriter(self._upload.file, self._schema, **options)
         return self._writer
 
 
@@ -121,7 +142,7 @@ class _Open:
     """A file that still takes rows."""
 
     topic: Topic
-    place: Path
+    place: Place
     part: Part
     path: str
     partition: dict[str, str | None]
@@ -148,10 +169,10 @@ class _Open:
 class FileSpec:
     """How the files of a sink are named, laid out and written."""
 
-    begin: Callable[[Path, pa.Schema], Part]
+    begin: Callable[[Place, pa.Schema], Part]
     """Begins the file at a path."""
     suffix: str = ".parquet"
-    place: Callable[[Path, str], Path] = Path.joinpath
+    place: Callable[[Place, str], Place] = lambda target, path: target / path
     """From a target and a published path: where the file is while it is staged."""
     layout: Layout = field(default_factory=Directories)
     target_file_rows: int = 5_000_000
@@ -180,7 +201,8 @@ class Stage:
         self._open: OrderedDict[tuple[Topic, tuple[str | None, ...], pa.Schema], _Open] = OrderedDict()
         self._staged: dict[Topic, StagedTopic] = {}
         self._schemas: dict[Topic, pa.Schema] = {}
-        self._places: list[Path] = []
+        self._places: list[Place] = []
+        self._lists: dict[Topic, lists.Begun] = {}
 
     def schema(self, topic: Topic) -> pa.Schema | None:
         """The columns of all rows of the topic so far."""
@@ -193,28 +215,28 @@ class Stage:
     def write(self, topic: Topic, batch: pa.RecordBatch) -> None:
         if self._schemas.get(topic) != batch.schema:
             self._meet(topic, batch.schema)
-        with durable.disk_errors(self.targets.claim(topic)):
+        with durable.disk_errors(str(self.targets.claim(topic))):
             for values, rows in self.spec.layout.split(topic, batch):
                 self._write(topic, values, rows)
 
     def put(self, topic: Topic, name: str, data: bytes) -> None:
         """Write a file of another kind, whole. It is swept and made durable with the others, and not part of the receipt."""
         target = self.targets.claim(topic)
-        with durable.disk_errors(target):
+        with durable.disk_errors(str(target)):
             self._begin_list(topic)
-            lists.note(self.targets.root, self.epoch.pipeline, self._staged[topic].listed, target / name)
-            (target / name).write_bytes(data)
+            self._lists[topic].note(target / name)
+            store.put(target / name, data)
         self._places.append(target / name)
 
     def flush(self) -> None:
-        with durable.disk_errors(self.targets.root):
+        with durable.disk_errors(str(self.targets.root)):
             for each in self._open.values():
                 each.flush()
         self._held_bytes = 0
 
     def end(self, topic: Topic) -> None:
         """End the topic's files: its next rows go into a later file, for sinks that read the files in their order."""
-        with durable.disk_errors(self.targets.root):
+        with durable.disk_errors(str(self.targets.root)):
             for key in [key for key in self._open if key[0] == topic]:
                 self._end(self._open.pop(key))
 
@@ -227,12 +249,12 @@ class Stage:
         for each in self._open.values():
             # A full disk was already reported where it happened; closing then fails too.
             with contextlib.suppress(OSError, RuntimeError):
-                each.part.close()
+                each.part.abandon()
         self._open.clear()
 
-    def end_all(self) -> set[Path]:
+    def end_all(self) -> set[Place]:
         """End every file; gives the files, and every directory between one of them and the root."""
-        with durable.disk_errors(self.targets.root):
+        with durable.disk_errors(str(self.targets.root)):
             for each in list(self._open.values()):
                 self._end(each)
         self._open.clear()
@@ -257,10 +279,10 @@ class Stage:
 
     def _begin_list(self, topic: Topic) -> None:
         if topic not in self._staged:
-            durable.make_directory(self.targets.claim(topic))
-            with durable.disk_errors(self.targets.root):
-                listed = lists.begin(self.targets.root, self.epoch, self.stem, topic)
-            self._staged[topic] = StagedTopic(listed=listed, columns="")
+            store.make_directory(self.targets.claim(topic))
+            with durable.disk_errors(str(self.targets.root)):
+                begun = self._lists[topic] = lists.begin(self.targets.root, self.epoch, self.stem, topic)
+            self._staged[topic] = StagedTopic(listed=begun.name, columns="")
 
     def _write(self, topic: Topic, values: tuple[str | None, ...], rows: pa.RecordBatch) -> None:
         key = (topic, values, rows.schema)
@@ -283,8 +305,9 @@ class Stage:
         path = "/".join([*hive(partition), f"{self.stem}-{self._count:04d}{self.spec.suffix}"])
         self._count += 1
         place = self.spec.place(self.targets.claim(topic), path)
-        lists.note(self.targets.root, self.epoch.pipeline, self._staged[topic].listed, place)
-        place.parent.mkdir(parents=True, exist_ok=True)
+        self._lists[topic].note(place)
+        if isinstance(place, Path):
+            place.parent.mkdir(parents=True, exist_ok=True)
         self._open[key] = _Open(topic, place, self.spec.begin(place, schema), path, partition)
         return self._open[key]
 
@@ -296,7 +319,7 @@ class Stage:
             StagedFile(
                 path=each.path,
                 rows=each.rows,
-                bytes=each.place.stat().st_size,
+                bytes=each.part.size,
                 partition=each.partition,
                 stats=stats,
             )
@@ -306,13 +329,5 @@ class Stage:
 def finish(stages: Sequence[Stage]) -> list[dict[Topic, StagedTopic]]:
     """End every file of all stages and make them durable: each file and each directory is synced once."""
     places = {place for stage in stages for place in stage.end_all()}
-    durable.fsync(*sorted(places))
+    store.sync(sorted(places))
     return [stage.staged() for stage in stages]
-
-
-def is_there(path: Path, size: int) -> bool:
-    """True when the file exists and is whole."""
-    try:
-        return path.stat().st_size == size
-    except FileNotFoundError:
-        return False

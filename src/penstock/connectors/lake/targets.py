@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from penstock import store
 from penstock.errors import ConfigError
 from penstock.sink import Topic
+from penstock.store import Options, Place
 
 HIDDEN = "_penstock"
 """Directory for everything that is not rows, in each target and above all targets. Readers skip names that begin with `_`."""
@@ -23,9 +24,10 @@ class Targets:
     """One directory per topic, all of them below one root. Threads may claim directories at the same time."""
 
     template: str
-    _paths: dict[Topic, Path] = field(default_factory=dict)
-    _owners: dict[Path, Topic] = field(default_factory=dict)
-    _below: dict[Path, Topic] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
+    _paths: dict[Topic, Place] = field(default_factory=dict)
+    _owners: dict[Place, Topic] = field(default_factory=dict)
+    _below: dict[Place, Topic] = field(default_factory=dict)
     """For each directory above a claimed one: a topic that has its directory there."""
 
     def __post_init__(self) -> None:
@@ -36,20 +38,11 @@ class Targets:
                 code="PEN-1003",
                 hint="the only placeholder is {topic}",
             )
-        if "://" in self.template:
-            raise ConfigError(
-                f"`path` is an address, and only local directories can be written yet: {self.template}",
-                code="PEN-1009",
-                hint="write to a local or mounted directory; `file:///` may name one",
-            )
-
-    @property
-    def root(self) -> Path:
-        """The part of the path that is the same for all topics."""
         before, found, _ = self.template.partition("{topic}")
-        return Path(os.path.dirname(before) if found else before)
+        self.root: Place = store.at(os.path.dirname(before) if found else before, self.options)
+        """The part of the path that is the same for all topics."""
 
-    def claim(self, topic: Topic) -> Path:
+    def claim(self, topic: Topic) -> Place:
         """The directory of the topic; refused if another topic has the same one, one above it or one below it."""
         known = self._paths.get(topic)
         if known is not None:
@@ -60,7 +53,7 @@ class Targets:
             raise ConfigError(
                 f"the topic {topic!r} cannot be a directory", code="PEN-1010", hint="route to another name"
             )
-        path = Path(self.template.replace("{topic}", "/".join(parts)))
+        path = store.beside(self.root, self.template.replace("{topic}", "/".join(parts)))
         self._refuse_clash(path, topic)
         self._owners[path] = topic
         for above in path.parents:
@@ -69,7 +62,7 @@ class Targets:
         self._paths[topic] = path
         return path
 
-    def _refuse_clash(self, path: Path, topic: Topic) -> None:
+    def _refuse_clash(self, path: Place, topic: Topic) -> None:
         owners = [(path, self._below.get(path)), *((each, self._owners.get(each)) for each in (path, *path.parents))]
         for place, other in owners:
             if other is not None and other != topic:

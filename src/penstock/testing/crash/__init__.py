@@ -49,6 +49,9 @@ class CrashContract(SecondStageCrashes):
     commits_without_work = True
     """False for a sink with a second stage in which every epoch has work."""
 
+    zygote = False
+    """True for a sink whose clients do not survive a fork: tasks are forked from a process that never opens one."""
+
     ordered = False
     """True when `visible` shows rows in the order they came."""
 

@@ -178,7 +178,7 @@ class Stage:
             sources={"memory": self.source()},
             sinks=sinks,
             router=Router((), SINKS),
-            engine=ForkEngine(2, die_with_task=True, orphans=run.orphans),
+            engine=ForkEngine(2, die_with_task=True, orphans=run.orphans, zygote=self.contract.zygote),
             max_epoch_rows=(4 if self.applies_changes else 2) * EPOCH_ROWS,
             on_phase=arm,
             threads=run.threads,

@@ -1,0 +1,56 @@
+"""The crash suite over sinks that write to an object store."""
+
+from deltalake import DeltaTable
+from deltalake.exceptions import TableNotFoundError
+from test_crash_delta import InTasks
+
+import s3_targets
+from penstock.connectors.delta import Delta, DeltaConfig
+from penstock.connectors.delta.client import client_options
+from penstock.connectors.files.sink import FilesSink, FilesSinkConfig, read_published
+from penstock.testing import CrashContract
+from s3_targets import InS3
+
+
+def config(path, **more):
+    where, options = s3_targets.at(path)
+    return {"path": f"{where}/{{topic}}", "storage_options": options, **more}
+
+
+def table(path, topic):
+    place = s3_targets.place(path / topic[1:])
+    try:
+        return DeltaTable(str(place), storage_options=client_options(place))
+    except TableNotFoundError:
+        return None
+
+
+class TestDeltaS3Crash(InS3, CrashContract):
+    def make_sink(self, path):
+        return Delta(DeltaConfig(**config(path)))
+
+    def visible(self, path, topic):
+        found = table(path, topic)
+        return found.to_pyarrow_table() if found else []
+
+    def lose_staged(self, path):
+        found = [found for topic in ("/a", "/b") if (found := table(path, topic))]
+        s3_targets.delete_staged(path, {uri.rpartition("/")[2] for each in found for uri in each.file_uris()})
+
+
+class TestDeltaApplyS3Crash(TestDeltaS3Crash):
+    commits_without_work = False
+
+    def make_sink(self, path):
+        return InTasks(DeltaConfig(**config(path, mode="upsert")))
+
+
+class TestFilesS3Crash(InS3, CrashContract):
+    def make_sink(self, path):
+        return FilesSink(FilesSinkConfig(**config(path)))
+
+    def visible(self, path, topic):
+        return read_published(s3_targets.place(path / topic[1:]))
+
+    def lose_staged(self, path):
+        s3_targets.delete_staged(path, set())

@@ -44,7 +44,10 @@ def delete_staged(path: Path, live: set[str]) -> None:
     lost = [
         each
         for each in found
-        if "000000000002-" in each.name and "/." not in str(each) and each.name.removesuffix(".staged") not in live
+        if each.name.startswith("000000000002-")
+        and not each.name.endswith(".json")
+        and "/." not in str(each)
+        and each.name.removesuffix(".staged") not in live
     ]
     assert lost, f"no staged file of epoch 2 below {path}"
     store.delete(lost)

@@ -24,11 +24,13 @@ def client_options(path: Place) -> dict[str, str] | None:
 
 @contextlib.contextmanager
 def store_errors(path: Place) -> Iterator[None]:
-    """What an object store refuses to the client, as ours; a commit among it may have been made all the same."""
+    """What a table or its store refuses to the client, as ours; a commit among it may have been made all the same."""
     try:
         yield
     except (FileNotFoundError, FileExistsError):
         raise
+    except DeltaProtocolError as error:
+        raise unknown_feature(path, error) from error
     except OSError as error:
         if isinstance(path, Path):
             raise

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from deltalake import DeltaTable
-from deltalake.exceptions import DeltaError, DeltaProtocolError, TableNotFoundError
+from deltalake.exceptions import DeltaError, TableNotFoundError
 
 from penstock import durable, store
 from penstock.connectors.delta.apply import NO_TABLE, Applying, DeltaWork, Known, changes_of, sent_columns
-from penstock.connectors.delta.client import client_options, delta_errors, store_errors, unknown_feature
+from penstock.connectors.delta.client import client_options, delta_errors, store_errors
 from penstock.connectors.delta.columns import delta_schema
 from penstock.connectors.delta.entries import wants_vectors
 from penstock.connectors.delta.evolve import Evolution
@@ -66,6 +66,7 @@ class DeltaTarget(LakeTarget[Table]):
                 table = Table(self.path, DeltaTable(self.evolution.uri, storage_options=client_options(self.path)))
                 table.refuse_unsupported(rewrites=self.config.upserts)
                 self._table = table
+        self._hint.leave(self._table and self._table.delta)
         return self._table
 
     def forget(self) -> None:
@@ -73,9 +74,6 @@ class DeltaTarget(LakeTarget[Table]):
 
     def marker(self, loaded: Table, pipeline: str) -> CommittedEpoch | None:
         return loaded.marker(pipeline)
-
-    def saw(self, loaded: Table | None) -> None:
-        self._hint.leave(loaded and loaded.delta)
 
     def settle(self, loaded: Table, epoch: Epoch) -> None:
         marker = loaded.marker(epoch.pipeline)
@@ -88,10 +86,6 @@ class DeltaTarget(LakeTarget[Table]):
 
     def attempt(self, commit: Commit, loaded: Table | None) -> bool:
         with store_errors(self.path):
-            return self._attempt(commit, loaded)
-
-    def _attempt(self, commit: Commit, loaded: Table | None) -> bool:
-        try:
             if commit.applied:
                 self._refuse_stale(commit, loaded)
             if loaded is None:
@@ -109,8 +103,6 @@ class DeltaTarget(LakeTarget[Table]):
             elif is_ready:
                 loaded.commit(commit.epoch, commit.end, commit.files)
             return is_ready
-        except DeltaProtocolError as error:
-            raise unknown_feature(self.path, error) from error
 
     def tidy(self, commit: Commit) -> None:
         if self.config.upserts:  # the changes are applied
@@ -119,7 +111,6 @@ class DeltaTarget(LakeTarget[Table]):
 
     def commit(self, commit: Commit) -> None:
         super().commit(commit)
-        self._hint.leave(self._table and self._table.delta)
         self._upkeep.run(commit.epoch)
 
     # -- upserts ---------------------------------------------------------------------------------------------------

@@ -65,6 +65,10 @@ class Table:
     def __post_init__(self) -> None:
         self._synced = self.delta.version() - 1
         self._seen = self._newest()
+        # Checkpoints at the table's interval. On a disk old entries stay until the checkpoint is known to be there.
+        self._hooks = PostCommitHookProperties(
+            create_checkpoint=True, cleanup_expired_logs=not store.is_local(self.path)
+        )
         self._entries = Entries(self.path / "_delta_log")
 
     def is_the_same(self) -> bool:
@@ -83,7 +87,7 @@ class Table:
 
     def marker(self, pipeline: str) -> Sidecar | None:
         """The sidecar that the newest transaction of the pipeline names."""
-        sequence = self._sequence(pipeline)
+        sequence = _sequence(self, pipeline)
         known = self.markers.get(pipeline)
         if known is not None and known[0] == sequence:
             return known[1]
@@ -125,7 +129,7 @@ class Table:
     ) -> None:
         """Make the version after the one that is loaded, or raise `CommitFailedError`; a new `schema` drops all old files."""
         version = self.delta.version() + 1
-        sequence = (self._sequence(epoch.pipeline) or 0) + 1
+        sequence = (_sequence(self, epoch.pipeline) or 0) + 1
         sidecar = Sidecar(
             incarnation=epoch.incarnation, number=epoch.number, end=dict(end), version=version, columns=tuple(columns)
         )
@@ -272,14 +276,6 @@ class Table:
                 "UNSET TBLPROPERTIES), or write to another table",
             )
 
-    def _sequence(self, pipeline: str) -> int | None:
-        """The number of the pipeline's newest commit. The client reads the log again for it, unless we made its last entry."""
-        known = self.markers.get(pipeline)
-        if known is not None and known[1].version == self.delta.version():
-            return known[0]
-        found: int | None = self.delta.transaction_version(_app(pipeline))
-        return found
-
     def _sidecars(self, pipeline: str) -> dict[int, list[str]]:
         found: dict[int, list[str]] = {}
         for name in store.names(self._hidden(pipeline)):
@@ -289,11 +285,6 @@ class Table:
 
     def _hidden(self, pipeline: str) -> Place:
         return self.path / HIDDEN / quote(pipeline, safe="")
-
-    @property
-    def _hooks(self) -> PostCommitHookProperties:
-        """Checkpoints at the table's interval. On a disk old entries stay until the checkpoint is known to be there."""
-        return PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=not store.is_local(self.path))
 
     def _newest(self) -> str:
         return identity_of(self.path / "_delta_log" / f"{self.delta.version():020d}.json")
@@ -349,6 +340,15 @@ def claim(targets: Targets, topic: Topic) -> Place:
             hint="route to another name, or choose another path",
         )
     return path
+
+
+def _sequence(table: Table, pipeline: str) -> int | None:
+    """The number of the pipeline's newest commit. The client reads the log again for it, unless we made its last entry."""
+    known = table.markers.get(pipeline)
+    if known is not None and known[1].version == table.delta.version():
+        return known[0]
+    found: int | None = table.delta.transaction_version(_app(pipeline))
+    return found
 
 
 def transactions(epoch: Epoch, sequence: int) -> list[tuple[str, int]]:

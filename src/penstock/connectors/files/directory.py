@@ -51,6 +51,9 @@ class Directory:
             base, pattern = Path(*path.parts[:plain]), path.parts[plain:]
         return cls(base, pattern, by_ending, ignore, settle_ms, pause_ms)
 
+    def exists(self) -> bool:
+        return self.base.is_dir()
+
     def walk(self) -> Iterator[Found]:
         """Every file that matches, complete or not, in no order."""
         deep = "**" in self.pattern

@@ -24,7 +24,7 @@ from penstock.errors import FatalError
 from penstock.schema.codec import pack_schema, unpack_schema
 
 Record = dict[str, Any]
-"""`{file, size, mtime_ns}`, or `{schemas}`: the schemas in force from there on."""
+"""`{file, size, mtime_ns}`, of an object also `etag`, or `{schemas}`: the schemas in force from there on."""
 
 _FORMAT = 1
 
@@ -36,9 +36,12 @@ class Found:
     mtime_ns: int
     file: str
     size: int
+    etag: str = ""
+    """Of an object: changes with every write."""
 
     def record(self) -> Record:
-        return {"file": self.file, "size": self.size, "mtime_ns": self.mtime_ns}
+        etag = {"etag": self.etag} if self.etag else {}
+        return {"file": self.file, "size": self.size, "mtime_ns": self.mtime_ns, **etag}
 
 
 class Inventory:
@@ -162,7 +165,7 @@ class Inventory:
                 self._schemas.append((len(self), {s: unpack_schema(text) for s, text in record["schemas"].items()}))
                 self._entries.append(None)
             else:
-                file = Found(record["mtime_ns"], record["file"], record["size"])
+                file = Found(record["mtime_ns"], record["file"], record["size"], record.get("etag", ""))
                 self.known[file.file] = file
                 self._entries.append(file)
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -18,6 +17,7 @@ from penstock.connectors.files.types import merge, widest, widest_text
 from penstock.errors import ConfigError, DataError, RangeGone
 from penstock.schema.typenames import arrow_type
 from penstock.source import SourceRecord
+from penstock.store import Place
 
 if TYPE_CHECKING:
     from penstock.connectors.files.source import FilesConfig
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Layout:
     """What the options say of a file, given its name."""
 
-    def __init__(self, config: FilesConfig, base: Path) -> None:
+    def __init__(self, config: FilesConfig, base: Place) -> None:
         self._config = config
         self._base = base
 
@@ -54,9 +54,11 @@ class Layout:
                 hint="set `format`, or name the file in `ignore`",
             )
         return FileSplit(
-            path=os.path.join(self._base, file.file),
+            path=os.path.join(str(self._base), file.file),
             size=file.size,
             mtime_ns=file.mtime_ns,
+            etag=file.etag,
+            options=tuple(sorted(self._config.storage_options.items())),
             format=format,
             stream=stream,
             schema=schemas.get(stream, self.explicit()),

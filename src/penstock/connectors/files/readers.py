@@ -30,10 +30,11 @@ _BATCH_ROWS = 65536
 def read(split: FileSplit, bad: BadRows) -> Iterator[pa.RecordBatch]:
     """The rows of a split, with the columns of its schema first; `RangeGone` if the file is not the one that was planned."""
     with opened(split) as file:
-        descriptor = os.dup(file.fileno())  # a reader may close its file, and the name may point to another one by now
+        # A reader may close its file, and the name may point to another one by now. An object is read by its version.
+        descriptor = os.dup(file.fileno()) if split.object is None else None
         try:
             yield from _READERS[split.format](split, file, bad)
-            same = is_planned(split, os.fstat(descriptor))
+            same = descriptor is None or is_planned(split, os.fstat(descriptor))
         except pa.ArrowNotImplementedError as error:
             raise DataError(
                 f"{split.path} cannot be read with the columns {_shown(split.schema)}: {reason_of(error)}",
@@ -41,7 +42,8 @@ def read(split: FileSplit, bad: BadRows) -> Iterator[pa.RecordBatch]:
                 hint="give other types in `columns`",
             ) from error
         finally:
-            os.close(descriptor)
+            if descriptor is not None:
+                os.close(descriptor)
     if not same:
         raise RetryableError(
             f"{split.path} changed while it was read", hint="files must not change once they are there"

@@ -10,17 +10,19 @@ from types import MappingProxyType
 from typing import ClassVar, Literal
 
 import pyarrow as pa
-from pydantic import NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from penstock.config import Config
+from penstock import store
+from penstock.config import Config, FilePath
 from penstock.connectors.files import readers
 from penstock.connectors.files.directory import Directory
 from penstock.connectors.files.inventory import Found, Inventory, Record
 from penstock.connectors.files.layout import Layout
+from penstock.connectors.files.objects import PAUSE_MS, Objects
 from penstock.connectors.files.splits import BadRows, FileSplit, require_planned
 from penstock.connectors.files.types import merge, widened
 from penstock.durable import Json
-from penstock.errors import ConfigError, DataError, FatalError
+from penstock.errors import ConfigError, ConnectorError, DataError, FatalError
 from penstock.schema.codec import pack_schema, unpack_schema
 from penstock.schema.typenames import arrow_type
 from penstock.source import (
@@ -35,17 +37,23 @@ from penstock.source import (
     SourceContext,
     SourceRecord,
 )
+from penstock.store import StorageOptions
 
 
 class FilesConfig(Config):
     identity: ClassVar[frozenset[str]] = frozenset({"path", "format"})
 
-    path: Path
+    path: FilePath
     """
-    A directory (every file in it with a known ending), a glob (`data/**/*.jsonl`) or one file.
+    A directory (every file in it with a known ending), a glob (`data/**/*.jsonl`) or one file; also in an object store:
+    `s3://bucket/landing/*.parquet`, `gs://`, `az://`, `abfss://`.
 
     Files must not change once they are there: write them elsewhere, or under an ignored name, and rename.
     """
+
+    storage_options: StorageOptions = Field(default_factory=dict)
+    """How to reach an object store, with the same names as for the sinks: `region`, `endpoint`, `access_key_id`,
+    `secret_access_key` and so on; secrets are references."""
 
     format: Literal["jsonl", "csv", "parquet"] | None = None
     """Format of all files; none: by ending (`.jsonl .ndjson .json .csv .tsv .parquet .pq`, text also with `.gz` or `.zst`)."""
@@ -57,10 +65,12 @@ class FilesConfig(Config):
     """Names of files and directories that are passed over."""
 
     settle_ms: NonNegativeInt = 1000
-    """A file is complete when it has not changed for this long; 0 trusts every file at once."""
+    """A file is complete when it has not changed for this long; 0 trusts every file at once. Objects appear whole, and are
+    not waited for."""
 
-    scan_interval_ms: NonNegativeInt = 500
-    """Least time between two looks at the directory; a look that takes long is followed by a longer pause."""
+    scan_interval_ms: NonNegativeInt | None = None
+    """Least time between two looks at the directory; a look that takes long is followed by a longer pause. None: 500 on a
+    disk, 10,000 in an object store, where each look is a request per thousand objects."""
 
     columns: Mapping[str, str] | None = None
     """
@@ -151,20 +161,31 @@ class Files(RangeSource[FilesConfig, Inventoried]):
 
     @cached_property
     def _directory(self) -> Directory:
-        c = self.config
-        return Directory.at(c.path, c.recursive, c.format, c.ignore, c.settle_ms, c.scan_interval_ms)
+        c, pause = self.config, self.config.scan_interval_ms
+        if store.is_object_url(c.path):
+            pause = PAUSE_MS if pause is None else pause
+            return Objects.under(c.path, c.storage_options, c.recursive, c.format, c.ignore, pause)
+        pause = _PAUSE_MS if pause is None else pause
+        path = Path(c.path.removeprefix("file://"))
+        return Directory.at(path, c.recursive, c.format, c.ignore, c.settle_ms, pause)
 
     @property
     def _layout(self) -> Layout:
-        return Layout(self.config, self._directory.base)
+        directory = self._directory
+        return Layout(self.config, directory.place if isinstance(directory, Objects) else directory.base)
 
     def open(self, context: SourceContext = SourceContext()) -> None:
         super().open(context)
         self.__dict__.pop("_directory", None)
-        base = self._directory.base
-        if not base.is_dir():
+        if self.config.storage_options and not store.is_object_url(self.config.path):
             raise ConfigError(
-                f"there is no directory {base}",
+                f"`storage_options` are for object stores, and `path` is local: {self.config.path}",
+                code="PEN-1003",
+                hint="leave them out, or give an address such as s3://bucket/landing",
+            )
+        if not self._directory.exists():
+            raise ConfigError(
+                f"there is no directory {self._directory.base}",
                 code="PEN-1016",
                 hint="make it, or correct `path`; it may be empty at first",
             )
@@ -178,8 +199,11 @@ class Files(RangeSource[FilesConfig, Inventoried]):
         return [Finding(True, f"{found:,} {'file matches' if found == 1 else 'files match'} {self.config.path}")]
 
     def health_check(self) -> HealthStatus:
-        if not self._directory.base.is_dir():
-            return HealthStatus.unhealthy(f"the directory {self._directory.base} is gone")
+        try:
+            if not self._directory.exists():
+                return HealthStatus.unhealthy(f"the directory {self._directory.base} is gone")
+        except ConnectorError as error:
+            return HealthStatus.unhealthy(error.message)
         return HealthStatus.degraded(self._problem) if self._problem else HealthStatus.healthy()
 
     def lag(self) -> int | None:
@@ -344,6 +368,7 @@ class Files(RangeSource[FilesConfig, Inventoried]):
 
 
 _SAMPLES = 32
+_PAUSE_MS = 500
 
 
 def _fitting(config: FilesConfig, files: Sequence[Found]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +11,10 @@ from typing import Literal
 
 import pyarrow as pa
 
+from penstock import store
+from penstock.config import Secret
 from penstock.errors import BadRecord, DataError, FatalError, RangeGone, RetryableError, reason_of
+from penstock.store import Changed, Entry, Place
 
 Format = Literal["jsonl", "csv", "parquet"]
 
@@ -41,6 +45,18 @@ class FileSplit:
     header: bool = True
     start: int = 0
     end: int | None = None
+    etag: str = ""
+    """Of an object: no bytes of another version are read."""
+    options: tuple[tuple[str, str | bool | Secret], ...] = ()
+    """`storage_options`: references to secrets, which are revealed where the object is read."""
+
+    @property
+    def object(self) -> Place | None:
+        """The place of an object; None for a local file."""
+        bucket, _, key = self.path.partition("://")[2].partition("/")
+        return (
+            _bucket(f"{self.path.partition('://')[0]}://{bucket}", self.options) / key if "://" in self.path else None
+        )
 
     @property
     def compression(self) -> str | None:
@@ -106,8 +122,21 @@ class BadRows:
         return error
 
 
+@functools.lru_cache(maxsize=8)
+def _bucket(url: str, options: tuple[tuple[str, str | bool | Secret], ...]) -> Place:
+    """One client for all objects of a bucket that this process reads."""
+    return store.at(url, dict(options))
+
+
 def require_planned(split: FileSplit) -> None:
     """`RangeGone` if the file is gone, or is no longer the one that was planned."""
+    if split.object is not None:
+        about = store.head(split.object)
+        if about is None:
+            raise RangeGone(f"{split.path} is gone, and it was planned", hint=_PREPARED)
+        if (about.size, about.etag) != (split.size, split.etag):
+            raise RangeGone(f"{split.path} changed after it was planned", hint=_PREPARED)
+        return
     try:
         _require(split, os.stat(split.path))
     except FileNotFoundError as error:
@@ -149,6 +178,15 @@ def stream_of(split: FileSplit, file: pa.NativeFile) -> pa.NativeFile:
 @contextlib.contextmanager
 def opened(split: FileSplit) -> Iterator[pa.NativeFile]:
     """The planned file; one that is gone or was rewritten is a `RangeGone`, so that no range ever holds other rows."""
+    if split.object is not None:
+        try:
+            with pa.PythonFile(store.reader(split.object, Entry(split.object, split.size, split.etag, 0))) as file:
+                yield file
+        except FileNotFoundError as error:
+            raise RangeGone(f"{split.path} is gone, and it was planned", hint=_PREPARED) from error
+        except Changed as error:
+            raise RangeGone(f"{split.path} changed after it was planned", hint=_PREPARED) from error
+        return
     try:
         with pa.OSFile(split.path) as file:
             _require(split, os.fstat(file.fileno()))

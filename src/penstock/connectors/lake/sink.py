@@ -84,8 +84,7 @@ class LakeSink(TopicSink[S, StagedFiles]):
         self._path = path if "://" in path else os.path.abspath(path)
         self._task: LakeTask | None = None
         self._known: dict[Topic, LakeTarget[Any]] = {}
-        self._probing = threading.Lock()
-        self._is_probed = False
+        self._probe = _Probe()
 
     def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
         return type(self), (self.config.model_copy(update={"path": self._path}),)
@@ -147,19 +146,12 @@ class LakeSink(TopicSink[S, StagedFiles]):
     needs_conditional_writes: ClassVar[bool] = True
     """False for a sink whose commits are decided by a catalog."""
 
-    def probe(self) -> None:
-        """Before the first commit: refuse a store in which two writers would overwrite each other unseen."""
-        with self._probing:
-            if not self._is_probed and self.needs_conditional_writes:
-                store.refuse_without_conditions(self.targets.root)
-            self._is_probed = True
-
     def check(self) -> Sequence[Finding]:
         root = self.targets.root
         if store.is_local(root):
             return ()
         try:
-            self.probe()
+            self._probe.once(self)
         except ConnectorError as error:
             return [Finding(False, f"{root}: {error.message}", error.hint)]
         return [Finding(True, f"{root} can be written, and takes conditional writes")]
@@ -168,7 +160,7 @@ class LakeSink(TopicSink[S, StagedFiles]):
         self.target(topic).commit(Commit(epoch, [receipt.staged[topic] for receipt in receipts], end))
 
     def committed_epoch(self, pipeline: str, topic: Topic) -> CommittedEpoch | None:
-        self.probe()  # the runtime asks this before it plans an epoch
+        self._probe.once(self)  # the runtime asks this before it plans an epoch
         return self.target(topic).committed(pipeline)
 
     def sweep(self, epoch: Epoch, keep: Sequence[Any]) -> None:
@@ -200,3 +192,17 @@ class LakeSink(TopicSink[S, StagedFiles]):
         except ConnectorError as error:
             return HealthStatus.unhealthy(error.message)
         return HealthStatus.healthy() if fine else HealthStatus.unhealthy(f"cannot write to {root}")
+
+
+class _Probe:
+    """Before the first commit: refuse a store in which two writers would overwrite each other unseen."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._done = False
+
+    def once(self, sink: LakeSink[Any]) -> None:
+        with self._lock:
+            if not self._done and sink.needs_conditional_writes:
+                store.refuse_without_conditions(sink.targets.root)
+            self._done = True

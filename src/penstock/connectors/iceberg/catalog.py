@@ -23,9 +23,10 @@ from sqlalchemy.pool import NullPool
 
 from penstock import durable
 from penstock.connectors.iceberg.config import IcebergConfig
+from penstock.connectors.iceberg.io import properties_for
 from penstock.errors import ConfigError, FatalError, RetryableError
 from penstock.sink import Topic
-from penstock.store import Place
+from penstock.store import Place, is_object_url
 
 
 class _Last(threading.local):
@@ -40,8 +41,10 @@ class _Last(threading.local):
 class Catalog(SqlCatalog):
     """A SQL catalog whose commits survive a power cut. Threads may commit to different tables at the same time."""
 
-    def __init__(self, name: str, url: URL) -> None:
-        super().__init__(name, uri=url.render_as_string(hide_password=False))
+    def __init__(self, name: str, url: URL, root: Place | None = None) -> None:
+        """`root`: the place of all tables, if they are in an object store."""
+        properties = properties_for(root) if root is not None else {}
+        super().__init__(name, uri=url.render_as_string(hide_password=False), **properties)
         self.engine.dispose()
         self.engine = _engine(url)
         self.last = _Last()
@@ -70,9 +73,10 @@ class Catalog(SqlCatalog):
 class Catalogs:
     """The catalog of each process: connections do not survive a fork."""
 
-    def __init__(self, name: str, url: URL) -> None:
+    def __init__(self, name: str, url: URL, root: Place) -> None:
         self._name = name
         self._url = url
+        self._root = root
         self._of: dict[int, Catalog] = {}
 
     def here(self) -> Catalog:
@@ -82,9 +86,9 @@ class Catalogs:
             return found
         try:
             try:
-                made = Catalog(self._name, self._url)
+                made = Catalog(self._name, self._url, self._root)
             except DBAPIError:  # two tasks created its tables at the same time, and the other one was first
-                made = Catalog(self._name, self._url)
+                made = Catalog(self._name, self._url, self._root)
         except DBAPIError as error:
             raise FatalError(
                 f"the catalog at {self._url.render_as_string()} cannot be reached: {error.orig}",
@@ -156,7 +160,8 @@ def catalog_url(config: IcebergConfig, uri: str, root: Place) -> URL:
 
 
 def sync(*locations: str) -> None:
-    durable.fsync(*(local(each) for each in locations))
+    """Make files durable that are on a disk."""
+    durable.fsync(*(local(each) for each in locations if not is_object_url(each)))
 
 
 def local(location: str) -> Path:

@@ -70,7 +70,7 @@ class IcebergTarget(LakeTarget[Table]):
     def load(self) -> Table | None:
         with catalog_errors(self.topic):
             try:
-                table = Table(self.topic, self.catalog.load_table(self.identifier), self.catalog)
+                table = Table(self.topic, self.catalog.load_table(self.identifier), self.catalog, self.path)
             except NoSuchTableError:
                 return None
         self.layout.refuse_another(self.topic, table.metadata.schema(), table.metadata.spec())
@@ -287,4 +287,4 @@ def _rewrite(stage: Stage, topic: Topic, batches: Iterable[pa.RecordBatch], colu
 
 def _batches(places: Sequence[Place]) -> Iterator[pa.RecordBatch]:
     for place in places:
-        yield from pq.ParquetFile(place).iter_batches(batch_size=ROW_GROUP_ROWS)
+        yield from pq.ParquetFile(store.source(place)).iter_batches(batch_size=ROW_GROUP_ROWS)

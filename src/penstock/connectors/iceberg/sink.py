@@ -37,6 +37,7 @@ class Iceberg(LakeSink[IcebergConfig]):
     """
 
     name = "iceberg"
+    needs_conditional_writes = False
 
     def __init__(self, config: IcebergConfig) -> None:
         super().__init__(config)
@@ -59,7 +60,9 @@ class Iceberg(LakeSink[IcebergConfig]):
         self.names = Names(self.config)
         self.layout = Layout.parse(self.config.partition_by)
         super().open(context)
-        self.catalogs = Catalogs(self.config.catalog, catalog_url(self.config, self._uri, self.targets.root))
+        self.catalogs = Catalogs(
+            self.config.catalog, catalog_url(self.config, self._uri, self.targets.root), self.targets.root
+        )
 
     def close(self) -> None:
         super().close()

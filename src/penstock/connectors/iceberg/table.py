@@ -50,11 +50,12 @@ from pyiceberg.table.update.snapshot import _FastAppendFiles, _ManifestMergeMana
 from pyiceberg.typedef import EMPTY_DICT
 from pyiceberg.types import NestedField
 
-from penstock import durable, failpoints
+from penstock import durable, failpoints, store
 from penstock.connectors.iceberg.catalog import Catalog, local, sync
 from penstock.connectors.iceberg.columns import Columns
 from penstock.errors import FatalError, SchemaError
 from penstock.sink import CommittedEpoch, Epoch, Positions, Topic
+from penstock.store import ObjectPath, Place
 
 SEEDED = "penstock.seeded"
 
@@ -76,6 +77,8 @@ class Table:
     topic: Topic
     iceberg: IcebergTable
     catalog: Catalog
+    target: Place
+    """The place of the topic's table; it is in the same store."""
 
     def __post_init__(self) -> None:
         if self.metadata.format_version > 2:
@@ -84,11 +87,13 @@ class Table:
                 code="PEN-4002",
                 hint="write to another table",
             )
-        if "://" in self.metadata.location and not self.metadata.location.startswith("file://"):
+        location = self.metadata.location
+        own = self.target.store.url if isinstance(self.target, ObjectPath) else ""
+        if ("://" in location and not location.startswith("file://")) != bool(own) or not location.startswith(own):
             raise SchemaError(
-                f"the Iceberg table {self.name} is at {self.metadata.location}, and only local ones can be written yet",
+                f"the Iceberg table {self.name} is at {location}, and `path` is in another store: {self.target}",
                 code="PEN-4002",
-                hint="write to another table",
+                hint="write to another table, or give the store of the table in `path`",
             )
 
     @property
@@ -164,10 +169,27 @@ class Table:
         try:
             self.iceberg._do_commit(transaction._updates, transaction._requirements)
         except CommitFailedException:
-            _delete([*written, self.catalog.last.written])  # no version will ever name them
+            if not self._is_named(written):
+                self._delete([*written, self.catalog.last.written])  # no version will ever name them
             raise
-        others = local(written[-1]).parent.glob(f"*{epoch.stem()}-*.avro")  # of tries that died
-        _delete([*left, *map(str, {*others} - {local(each) for each in written})])
+        kept = {self._place(each).name for each in written}
+        metadata = self._place(written[-1]).parent
+        others = [name for name in store.names(metadata) if f"{epoch.stem()}-" in name and name.endswith(".avro")]
+        self._delete([*left, *(str(metadata / name) for name in others if name not in kept)])  # of tries that died
+
+    def _is_named(self, written: Sequence[str]) -> bool:
+        """True if a snapshot names one of the files after all: a refusal may be the answer to a repeated request."""
+        now = self.catalog.load_table(self.iceberg.name()).metadata
+        return bool({each.manifest_list for each in now.snapshots}.intersection(written))
+
+    def _place(self, location: str) -> Place:
+        return store.beside(self.target, location) if isinstance(self.target, ObjectPath) else local(location)
+
+    def _delete(self, locations: Sequence[str]) -> None:
+        places = [self._place(each) for each in filter(None, locations)]
+        for group in [places] if isinstance(self.target, ObjectPath) else [[each] for each in places]:
+            with contextlib.suppress(PermissionError):  # others may have written data files
+                store.delete(group)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """All rows, batch by batch: `to_record_batches` would hold whole files."""
@@ -365,12 +387,6 @@ def _is_replacement(snapshot: Snapshot) -> bool:
     if summary is None or summary["penstock.pipeline"] is None:  # `in` is always true
         return False
     return bool(summary.operation == Operation.REPLACE)
-
-
-def _delete(locations: Sequence[str]) -> None:
-    for each in filter(None, locations):
-        with contextlib.suppress(FileNotFoundError, PermissionError):  # others may have written data files
-            local(each).unlink()
 
 
 def _expired(metadata: TableMetadata, keep: int) -> list[Snapshot]:

@@ -73,13 +73,14 @@ class Delta(LakeSink[DeltaConfig]):
             raise ConfigError(what, code="PEN-1003", hint="choose another path")
 
     def check(self) -> Sequence[Finding]:
+        found = super().check()
         if not self.config.makes_vectors:
-            return ()
+            return found
         what = (
             "old rows are marked in deletion vectors: `DeltaTable.count()` counts them, `to_pyarrow_table()` refuses the "
             "table, and `vacuum(full=True)` of deltalake destroys it (docs/upserts.md)"
         )
-        return (Finding(True, what),)
+        return (*found, Finding(True, what))
 
     def spec(self) -> FileSpec:
         return FileSpec(

@@ -19,7 +19,7 @@ PAUSE_MS = 10_000
 
 @dataclass
 class Objects(Directory):
-    """As `Directory`; `below` stands for its `base`."""
+    """As `Directory`, with `below` in place of its `base`."""
 
     below: ObjectPath | None = None
 

@@ -16,7 +16,7 @@ _roots: dict[str, ObjectPath] = {}
 
 
 def properties_for(root: Place) -> dict[str, str]:
-    """What a catalog must be told so that its tables are read and written here; nothing for a disk. It holds no secret."""
+    """Properties of a catalog whose tables are read and written here; none for a disk. They hold no secret."""
     if not isinstance(root, ObjectPath):
         return {}
     _roots[str(root)] = root

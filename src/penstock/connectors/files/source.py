@@ -102,6 +102,11 @@ class FilesConfig(Config):
     inventory: Path | None = None
     """Directory for the list of files that were read; none: inside the pipeline's state directory."""
 
+    @field_validator("path", mode="before")
+    @classmethod
+    def _path_as_text(cls, path: object) -> object:
+        return str(path) if isinstance(path, Path) else path
+
     @field_validator("columns")
     @classmethod
     def _types(cls, columns: Mapping[str, str] | None) -> Mapping[str, str] | None:

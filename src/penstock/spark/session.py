@@ -121,7 +121,7 @@ def chosen_master(master: str | None) -> str | None:
     if is_submitted():
         return None
     submitted = shlex.split(os.environ.get("PYSPARK_SUBMIT_ARGS", ""))
-    for word, following in zip(submitted, [*submitted[1:], ""], strict=True):
+    for word, following in zip(submitted, [*submitted[1:], ""], strict=False):
         name, _, value = following.partition("=") if word in ("--conf", "-c") else word.partition("=")
         if word == "--master" or (name in ("--master", "spark.master") and value):
             return value or following

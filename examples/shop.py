@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -26,7 +26,7 @@ import proof
 import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
-from deltalake import DeltaTable
+from deltalake import DeltaTable, QueryBuilder
 from rich.console import Console
 from rich.table import Table
 
@@ -112,7 +112,8 @@ def main() -> None:
         os.environ["PGPORT"] = str(server.port)
         with psycopg.connect(server.dsn, autocommit=True) as connection:
             connection.execute(SHOP)
-        trade = Trade(server.dsn, lake)
+        # The first rows are there, most are not.
+        trade = Trade(server.dsn, lambda: any(lake.glob("*/_delta_log/*.json")))
         resources.callback(trade.close)
         trade.thread.start()
         status = running.run(pipeline, drain=trade.closed, stop=trade.stop, closing_line=False).status()
@@ -123,7 +124,7 @@ def main() -> None:
         with psycopg.connect(server.dsn, autocommit=True) as connection:
             behind = connection.execute(LAG).fetchone()[0]
             compared = {name: Compared.of(connection, name, lake / name) for name in TABLES}
-    _show(compared)
+    show(compared)
     proof.summary(_figures(status, trade, lake, behind), lake / "orders")
     proof.verdict(sum(each.lost for each in compared.values()), sum(each.doubled for each in compared.values()))
 
@@ -133,7 +134,8 @@ class Trade:
     """What goes on in the shop: many small transactions, in a thread with a connection of its own."""
 
     dsn: str
-    lake: Path
+    may_open: Callable[[], bool]
+    """True once the shop may begin to sell."""
     closed: threading.Event = field(default_factory=threading.Event)
     """Set when the last transaction is committed."""
     stop: threading.Event = field(default_factory=threading.Event)
@@ -156,7 +158,7 @@ class Trade:
 
     def _run(self) -> None:
         try:
-            while not any(self.lake.glob("*/_delta_log/*.json")):  # the first rows are there, most are not
+            while not self.may_open():
                 if self.stop.wait(0.05):
                     return
             with psycopg.connect(self.dsn, autocommit=True) as connection:
@@ -219,7 +221,9 @@ class Compared:
     """Rows of Delta that PostgreSQL does not have, or not as often."""
 
     @classmethod
-    def of(cls, connection: psycopg.Connection[Any], name: str, path: Path) -> Compared:
+    def of(
+        cls, connection: psycopg.Connection[Any], name: str, path: Path | str, options: dict[str, str] | None = None
+    ) -> Compared:
         columns = connection.execute(
             "SELECT column_name, data_type FROM information_schema.columns WHERE table_name = %s ORDER BY ordinal_position",
             [name],
@@ -229,7 +233,7 @@ class Compared:
             f"""SELECT md5(coalesce(string_agg(line, chr(10) ORDER BY line COLLATE "C"), '')) FROM ({here})"""
         ).fetchone()[0]
         source = [line for (line,) in connection.execute(here).fetchall()]
-        target = read(path, [column for column, _ in columns])
+        target = read(path, [column for column, _ in columns], options)
         there = hashlib.md5("\n".join(sorted(target)).encode()).hexdigest()
         return cls((len(source), len(target)), (checksum, there), *differences(source, target))
 
@@ -240,9 +244,11 @@ def differences(source: Sequence[str], target: Sequence[str]) -> tuple[int, int]
     return (ours - theirs).total(), (theirs - ours).total()
 
 
-def read(path: Path, columns: Sequence[str]) -> list[str]:
+def read(path: Path | str, columns: Sequence[str], options: dict[str, str] | None = None) -> list[str]:
     """Every row of a Delta table as one text."""
-    table = DeltaTable(str(path)).to_pyarrow_table(columns=list(columns))
+    delta = DeltaTable(str(path), storage_options=options)
+    named = ", ".join(f'"{column}"' for column in columns)
+    table = pa.table(QueryBuilder().register("t", delta).execute(f"SELECT {named} FROM t").read_all())
     texts = [pc.fill_null(table.column(name).cast(pa.string()), "∅") for name in columns]
     return pc.binary_join_element_wise(*texts, "\x1f").to_pylist()
 
@@ -289,7 +295,7 @@ def _figures(status: dict[str, Any], trade: Trade, lake: Path, behind: int) -> d
     }
 
 
-def _show(compared: dict[str, Compared]) -> None:
+def show(compared: dict[str, Compared]) -> None:
     table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0))
     for heading in ("", "PostgreSQL", "Delta"):
         table.add_column(heading, justify="right" if heading else "left")

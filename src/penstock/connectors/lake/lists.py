@@ -50,8 +50,9 @@ def begin(root: Place, epoch: Epoch, stem: str, topic: Topic) -> Begun:
     begun = Begun(root, epoch.pipeline, f"{epoch.stem()}/{stem}-{_digest(topic)}", topic)
     path = _directory(root, epoch.pipeline) / begun.name
     while isinstance(path, Path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # another topic's commit has just removed the empty directory
+        # Another topic's commit may just remove the empty directory: before the file is made, or while the directory is.
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"{topic}\n")
             break
     return begun

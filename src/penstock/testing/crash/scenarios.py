@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -141,7 +142,7 @@ def started_over(stage: Stage) -> None:
     shutil.rmtree(stage.path / "state")
     shutil.rmtree(stage.path / "source")  # a source that can still be read from its beginning
     for sink in SINKS:
-        Forked(lambda path=stage.path / sink: stage.contract.empty(path)).result()  # clients do not survive a fork
+        Forked(partial(stage.contract.empty, stage.path / sink)).result()  # clients of stores do not survive a fork
     stage.run(Run(on_lost="start-over"))
     stage.check_all()
 

@@ -17,7 +17,16 @@ from penstock.durable import Json
 from penstock.errors import DataError, SchemaError
 from penstock.schema import with_key
 from penstock.sink import Epoch, Task, Topic, Work, WriteResult
-from penstock.source import Note, Position, RangeSource, ReadLimit, Schemas, SourceBatch
+from penstock.source import (
+    Note,
+    PollingSource,
+    Position,
+    RangeSource,
+    ReadLimit,
+    Schemas,
+    SourceBatch,
+    SourceCheckpoint,
+)
 from penstock.tables import Refused, TableSource, TableState
 from penstock.testing.applying import MemoryApplied, MemoryApplySink
 
@@ -27,6 +36,31 @@ class KeyedConfig(Config):
     splits: int = 4
     keys: int = 7
     fail: str = ""
+
+
+class TicksConfig(Config):
+    rows: int
+
+
+class Ticks(PollingSource[TicksConfig]):
+    """Numbers, ten at a poll."""
+
+    name = "ticks"
+    _next = 0
+
+    def schema(self) -> Schemas:
+        return {"ticks": pa.schema([("n", pa.int64())])}
+
+    def poll_batch(self, max_records: int) -> SourceBatch | None:
+        numbers = range(self._next, min(self._next + 10, self.config.rows))
+        self._next += len(numbers)
+        return SourceBatch(pa.record_batch({"n": pa.array(numbers, pa.int64())}), stream="ticks") if numbers else None
+
+    def checkpoint(self) -> SourceCheckpoint:
+        return SourceCheckpoint(offsets={"ticks": self._next})
+
+    def restore(self, checkpoint: SourceCheckpoint) -> None:
+        self._next = checkpoint.offsets["ticks"]
 
 
 class Next(Position):

@@ -24,7 +24,7 @@ from penstock.pipeline.routing import Route, Router
 from penstock.runtime.supervisor import Summary
 from penstock.sink import DeliveryGuarantee
 from penstock.spark import SparkEngine
-from penstock.spark.reader import range_source
+from penstock.spark.reader import source_of
 from penstock.testing import MemorySinkConfig
 
 
@@ -158,7 +158,7 @@ def test_a_stream_whose_rows_make_its_query_fail_is_left_out_and_the_others_go_o
 
 def test_a_source_that_takes_notes_is_not_for_sparks_own_readers() -> None:
     with pytest.raises(ConfigError, match=r"PEN-1009 postgres_cdc takes notes"):
-        range_source({"connector": "postgres_cdc"})
+        source_of({"connector": "postgres_cdc"})
 
 
 def double(frame: Any) -> Any:
@@ -321,6 +321,27 @@ class TestReaders:
         pq.write_table(pa.table({"id": pa.array([30], pa.int64())}), tmp_path / "in" / "0-late.parquet")
         run()
         assert sorted(r.id for r in spark.read.parquet(str(tmp_path / "out")).collect()) == list(range(31))
+
+    def test_a_polled_source_is_a_stream_through_a_journal_and_goes_on_after_a_restart(
+        self, spark: Any, tmp_path: Path
+    ) -> None:
+        def run(rows: int) -> None:
+            stream = spark.readStream.format("penstock").option("connector", "connectors:Ticks").option("rows", rows)
+            query = (
+                stream.option("state_dir", str(tmp_path / "ticks"))
+                .option("max_rows_per_batch", 40)
+                .load()
+                .writeStream.format("parquet")
+                .option("checkpointLocation", str(tmp_path / "checkpoint"))
+                .trigger(availableNow=True)
+                .start(str(tmp_path / "out"))
+            )
+            query.awaitTermination()
+
+        run(100)
+        assert len(list((tmp_path / "checkpoint" / "commits").glob("[0-9]*"))) == 3, "no batch is over the limit"
+        run(130)
+        assert sorted(r.n for r in spark.read.parquet(str(tmp_path / "out")).collect()) == list(range(130))
 
     def test_an_unknown_connector_is_named(self, spark: Any) -> None:
         with pytest.raises(Exception, match="PEN-1006"):

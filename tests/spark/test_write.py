@@ -149,7 +149,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(name, step, marks=() if often else pytest.mark.soak, id=f"{name}-{step}")
 
 
-@pytest.mark.parametrize(("name", "step"), cases())
+@pytest.mark.parametrize(("name", "step"), list(cases()))
 def test_a_process_that_is_killed_at_any_step_loses_and_doubles_nothing(
     spark: Any, incoming: Path, tmp_path: Path, sink: Sink, step: str
 ) -> None:

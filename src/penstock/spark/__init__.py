@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,5 +28,9 @@ def register(spark: Any) -> None:
     written as JSON. `option("stream", …)` chooses among several streams of a source.
     """
     from penstock.spark.datasource import PenstockDataSource  # here, since it imports pyspark
+    from penstock.spark.session import is_local
+    from penstock.spark.shipping import ship
 
+    if hasattr(spark, "_jsparkSession") and not is_local(str(spark.sparkContext.master)):
+        ship(spark.sparkContext, (Path(__file__).parent.parent,))
     spark.dataSource.register(PenstockDataSource)

@@ -75,6 +75,7 @@ from penstock.spark.tasks import (
     work_task,
     write_task,
 )
+from penstock.spark.versions import arrow_schema
 from penstock.tables import Refused, TableSource
 
 _RESULT = "result binary"
@@ -302,8 +303,6 @@ class SparkEngine:
             return [*results, TaskResult(attempt=1)]  # what the first try has staged is to be swept
 
     def _sql(self, job: Job, target: Target, schema: pa.Schema, sieve: Sieve) -> list[TaskResult]:
-        from pyspark.sql.pandas.types import to_arrow_schema
-
         groups = job.groups(self.parallelism)
         packed = pack(job)
         readers = self._context.accumulator({}, result_param())
@@ -325,7 +324,7 @@ class SparkEngine:
         if target.route.sql is not None:
             frame = pruned(frame, schema, queried)
         key = [column for column in key_of(schema) if column in frame.columns]
-        columns = with_key(to_arrow_schema(frame.schema, timezone="UTC"), key)
+        columns = with_key(arrow_schema(frame.schema), key)
         if sieve.probes:
             frame.mapInArrow(evaluate_task, _RESULT).collect()
             return []
@@ -337,8 +336,6 @@ class SparkEngine:
 
     def _streamed(self, job: Job, target: Target, schema: pa.Schema) -> list[TaskResult]:
         """Run an epoch through a query that keeps its state."""
-        from pyspark.sql.pandas.types import to_arrow_schema
-
         assert self._log is not None, "a streaming route keeps its state beside the pipeline's"
         groups, session = job.groups(self.parallelism), clone(self.session)
         readers = self._context.accumulator({}, result_param())
@@ -349,7 +346,7 @@ class SparkEngine:
             return transform(session, target.route, target.topic, rows)
 
         def write(batch: Any) -> list[TaskResult]:
-            columns = to_arrow_schema(batch.schema, timezone="UTC")
+            columns = arrow_schema(batch.schema)
             written = batch.mapInArrow(write_task(pack(job), target, columns, None, None), _RESULT).collect()
             return [pickle.loads(row.result) for row in written]
 

@@ -13,11 +13,12 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 
 from penstock import durable
+from penstock.capture import ChangeCapture
 from penstock.durable import canonical
 from penstock.errors import (
     ConfigError,
 )
-from penstock.source import RangeSource, ReadLimit, SourceBatch
+from penstock.source import RangeSource, ReadLimit, SourceBatch, SourceConnector
 from penstock.spark.given import connector_of
 from penstock.spark.tasks import conform
 from penstock.tables import TableSource
@@ -59,6 +60,14 @@ class StreamReader(Ranges, DataSourceStreamReader):  # type: ignore[misc]
     """For versions that ask for an end by start and limit."""
 
     _is_open = False
+    _until: Any = None
+    max_rows: int | None = None
+    """About how many rows a batch reads at most."""
+
+    def getDefaultReadLimit(self) -> Any:
+        from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
+
+        return ReadMaxRows(self.max_rows) if self.max_rows else ReadAllAvailable()
 
     def initialOffset(self) -> dict[str, Any]:
         return self.offset(self._opened().initial())
@@ -88,7 +97,7 @@ class StreamReader(Ranges, DataSourceStreamReader):  # type: ignore[misc]
         return self._source
 
     def _latest(self, start: Any, rows: int | None) -> dict[str, Any]:
-        bound = ReadLimit(rows=rows, parallelism=os.cpu_count() or 1)
+        bound = ReadLimit(rows=rows, parallelism=os.cpu_count() or 1, until=self._until)
         return self.offset(self._opened().latest(start, bound))
 
 
@@ -122,7 +131,7 @@ class RememberingReader(StreamReader):
 
 
 @contextlib.contextmanager
-def opened(source: RangeSource[Any, Any]) -> Iterator[None]:
+def opened(source: SourceConnector[Any]) -> Iterator[None]:
     source.open()
     try:
         yield
@@ -130,22 +139,25 @@ def opened(source: RangeSource[Any, Any]) -> Iterator[None]:
         source.close()
 
 
-def range_source(options: Mapping[str, str]) -> tuple[RangeSource[Any, Any], str, pa.Schema]:
-    """The source that the options name, the stream that is read of it, and its columns."""
-    kind, config, own = connector_of("source", options, ("stream", "state_dir"))
+OWN = ("stream", "state_dir", "max_rows_per_batch")
+"""Options of the reader itself; all others are the source's."""
+
+
+def source_of(options: Mapping[str, str]) -> tuple[SourceConnector[Any], str, pa.Schema, dict[str, str]]:
+    """The source that the options name, the stream that is read of it, its columns, and the options of the reader itself."""
+    kind, config, own = connector_of("source", options, OWN)
     name = kind.name
-    if not issubclass(kind, RangeSource):
-        raise ConfigError(f"{name} is not a range source; run it in a pipeline", code="PEN-1009")
-    if issubclass(kind, TableSource):
+    if issubclass(kind, TableSource | ChangeCapture):
         raise ConfigError(
             f"{name} takes notes while it copies tables, and Spark's own readers keep none",
             code="PEN-1009",
             hint="run it in a pipeline: Pipeline.from_toml(…).run(spark=spark)",
         )
     source = kind(config)
+    assert isinstance(source, SourceConnector)
     with opened(source):
         schemas = source.schema()
     stream = own.get("stream") or next(iter(schemas), "")
     if stream not in schemas:
         raise ConfigError(f"{name} has no stream {stream!r}; there are {', '.join(schemas)}", code="PEN-1003")
-    return source, stream, schemas[stream]
+    return source, stream, schemas[stream], own

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import pyarrow as pa
 
 from penstock.errors import ConfigError
 
@@ -45,3 +49,11 @@ def has_read_limits() -> bool:
     from pyspark.sql import datasource
 
     return hasattr(datasource.DataSourceStreamReader, "getDefaultReadLimit")
+
+
+def arrow_schema(schema: Any) -> pa.Schema:
+    """The Arrow types of a DataFrame's columns, its times in UTC whichever version this is."""
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    zone = {"timezone": "UTC"} if "timezone" in inspect.signature(to_arrow_schema).parameters else {}
+    return to_arrow_schema(schema, **zone)

@@ -41,6 +41,7 @@ from penstock.sink import (
     is_committed,
 )
 from penstock.spark.given import connector_of
+from penstock.spark.versions import arrow_schema
 
 OWN = ("topic", "pipeline", "epoch", "delivery")
 """Options of the writer itself; all others are the sink's."""
@@ -62,14 +63,12 @@ class Output:
     """Where the rows of a query go, and how; a picklable value."""
 
     def __init__(self, options: Mapping[str, str], schema: Any, overwrite: bool) -> None:
-        from pyspark.sql.pandas.types import to_arrow_schema
-
         made, config, own = connector_of("sink", options, OWN)
         self.sink: SinkConnector[Any, Any] = made(config)  # type: ignore[assignment]
         self.topic = "/" + own.get("topic", "rows").lstrip("/")
         self.pipeline = own.get("pipeline")
         self.number = int(own["epoch"]) if "epoch" in own else None
-        self.columns: pa.Schema = to_arrow_schema(schema, timezone="UTC")
+        self.columns: pa.Schema = arrow_schema(schema)
         self._check(own.get("delivery", DeliveryGuarantee.AT_LEAST_ONCE), overwrite)
 
     def _check(self, delivery: str, overwrite: bool) -> None:

@@ -83,7 +83,7 @@ def submit(
     )
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_submitted_pipeline_runs_where_nothing_of_the_driver_is(
     cluster: Cluster, environment: Path, server: PostgresServer, tmp_path: Path
 ) -> None:
@@ -97,7 +97,7 @@ def test_a_submitted_pipeline_runs_where_nothing_of_the_driver_is(
     assert sql == (10000, 10000)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_what_executors_lack_is_told_in_a_line_each_before_the_first_epoch(
     cluster: Cluster, environment: Path, tmp_path: Path
 ) -> None:

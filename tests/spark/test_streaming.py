@@ -55,7 +55,14 @@ def test_an_aggregate_goes_on_from_epoch_to_epoch_and_from_run_to_run(build: Any
     assert updates(tmp_path) == EXPECTED
 
 
-@pytest.mark.parametrize("step", ["stage.after", "prepare.after", "commit.before", "commit.after", "committed.after"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        "stage.after",
+        "commit.after",
+        *(pytest.param(step, marks=pytest.mark.soak) for step in ("prepare.after", "commit.before", "committed.after")),
+    ],
+)
 def test_a_run_that_ends_at_any_step_neither_loses_nor_doubles_state(
     build: Any, spark: Any, tmp_path: Path, step: str
 ) -> None:

@@ -30,7 +30,7 @@ def oldest(java: None, need: Callable[[bool, str], None]) -> None:
     need(oldest_spark.is_installed(), "the oldest Spark is missing: python -m penstock.testing.oldest_spark")
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_engine_and_the_data_source_work_on_the_oldest_spark(oldest: None) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "every_spark", "tests/spark"]
     done = subprocess.run(command, cwd=ROOT, env=on_oldest(), capture_output=True, text=True)

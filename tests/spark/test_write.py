@@ -141,11 +141,14 @@ STEPS = ["stage.middle", "stage.task", "stage.after", "commit.before", "commit.a
 """In an executor twice; between write and commit; where the rows become visible; before Spark's own log knows of it."""
 
 
+FEW = [("files", "stage.task"), ("files", "stage.after"), ("delta", "commit.after"), ("postgres", "commit.after")]
+
+
 def cases() -> Iterator[Any]:
     """What differs from sink to sink; `make soak NAME=tests` goes through all steps of all."""
     for name in ("files", "delta", "iceberg", "postgres"):
         for step in STEPS:
-            often = name == "files" or step == "commit.before" or (name != "iceberg" and step == "commit.after")
+            often = step == "commit.before" or (name, step) in FEW
             yield pytest.param(name, step, marks=() if often else pytest.mark.soak, id=f"{name}-{step}")
 
 

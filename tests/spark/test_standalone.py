@@ -18,6 +18,8 @@ from penstock.pipeline import Pipeline
 from penstock.spark.pack import pack
 from penstock.testing.postgres import PostgresServer
 
+pytestmark = pytest.mark.soak  # six JVMs
+
 APPLICATION = Path(penstock.__file__).parent / "__main__.py"
 
 PIPELINE = """

@@ -227,6 +227,8 @@ class SparkEngine:
 
     def run(self, job: Job) -> Sequence[TaskResult]:
         """Stage one epoch: one Spark job for all passthrough routes, and one for each topic that SQL makes."""
+        from py4j.protocol import Py4JError
+
         routes = job.router.effective
         results: list[TaskResult] = []
         with driver_errors():
@@ -242,6 +244,9 @@ class SparkEngine:
                     if not is_of_stream(error) and error.code != BAD_SQL:
                         raise  # such as of a connector that could not be opened
                     results.append(_without(job, target, error))
+                finally:
+                    with contextlib.suppress(Py4JError, ConnectionError):  # of a JVM that is gone
+                        activate(self.session)
         return results
 
     def apply(self, job: ApplyJob) -> Sequence[ApplyResult]:

@@ -119,6 +119,8 @@ class RememberingReader(StreamReader):
         return initial
 
     def latestOffset(self) -> dict[str, Any]:  # type: ignore[override]
+        if not self._kept.exists():  # it is asked for the first end before it is asked for the beginning
+            self._keep(self.offset(self._opened().initial()))
         return self._latest(self.position(json.loads(self._kept.read_text())), None)
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:

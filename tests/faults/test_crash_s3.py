@@ -6,6 +6,7 @@ from deltalake.exceptions import TableNotFoundError
 from test_crash_delta import InTasks
 
 import s3_targets
+from penstock import store
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.delta.client import client_options
 from penstock.connectors.files.sink import FilesSink, FilesSinkConfig, read_published
@@ -55,4 +56,6 @@ class TestFilesS3Crash(InS3, CrashContract):
         return read_published(s3_targets.place(path / topic[1:]))
 
     def lose_staged(self, path):
-        s3_targets.delete_staged(path, set())
+        found = [entry.place for entry in store.listed(s3_targets.place(path))]
+        assert [each for each in found if each.name.endswith(".staged")]
+        store.delete(each for each in found if each.name.endswith(".staged"))

@@ -23,11 +23,12 @@ from sink_protocol import END, ORDERS, SinkProtocol, commit_in_a_process, epoch,
 from penstock.changes import CHANGE_FIELDS
 from penstock.changes.keys import EQUALITY
 from penstock.changes.streamed import collapse_parts
-from penstock.connectors.delta import Delta, DeltaConfig, index, marking
+from penstock.connectors.delta import Delta, DeltaConfig, marking
 from penstock.connectors.delta import apply as applying
 from penstock.connectors.delta import files as table_files
 from penstock.connectors.delta import rewrite as rewriting
 from penstock.connectors.delta.commit import DeltaTarget
+from penstock.connectors.lake import changed, index
 from penstock.errors import ConfigError, DataError, Fenced, PlanStale, RetryableError, SchemaError, StagingLost
 from penstock.schema import ChangeKind, SchemaChange, with_key
 from penstock.sink import Epoch, SinkContext, Task, TopicContext
@@ -338,7 +339,7 @@ def test_random_changes_leave_what_a_dict_of_them_holds(make, target, monkeypatc
     monkeypatch.setattr("penstock.changes.streamed.BUCKET_ROWS", 7)
     monkeypatch.setattr(table_files, "RANKED_ROWS", 5)
     monkeypatch.setattr(table_files, "SMALL_FILE_ROWS", 8)
-    monkeypatch.setattr(table_files, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(changed, "CHUNK_ROWS", 4)
     monkeypatch.setattr("penstock.connectors.lake.staging.ROW_GROUP_ROWS", 3)
     monkeypatch.setattr(rewriting, "ROW_GROUP_ROWS", 5)
     dice, model, sink, place = random.Random(7), {}, make(target_file_rows=25), 0
@@ -624,7 +625,7 @@ def test_of_many_changes_only_the_keys_are_held_while_their_rows_are_written(tmp
     rows, wide = 40_000, "x" * 500
     monkeypatch.setattr("penstock.changes.streamed.HELD_ROWS", 1000)
     monkeypatch.setattr("penstock.changes.streamed.BUCKET_ROWS", 1000)
-    monkeypatch.setattr(table_files, "CHUNK_ROWS", 2000)
+    monkeypatch.setattr(changed, "CHUNK_ROWS", 2000)
     path = tmp_path / "changes.parquet"
     with pq.ParquetWriter(path, changes().schema) as writer:
         for first in range(0, rows, 2000):

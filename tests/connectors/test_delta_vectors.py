@@ -19,9 +19,10 @@ from lake_readers import table_of
 from sink_protocol import END, ORDERS, epoch, stage
 
 from penstock.changes import CHANGE_FIELDS
-from penstock.connectors.delta import Delta, DeltaConfig, index, marking, upkeep
+from penstock.connectors.delta import Delta, DeltaConfig, marking, upkeep
 from penstock.connectors.delta import apply as applying
 from penstock.connectors.delta.vectors import Vector, file_of, positions_of, rows_at
+from penstock.connectors.lake import index
 from penstock.errors import FatalError, PlanStale
 from penstock.schema import with_key
 from penstock.sink import Task

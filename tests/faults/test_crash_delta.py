@@ -4,7 +4,8 @@ import pyarrow as pa
 from deltalake import DeltaTable, QueryBuilder
 from deltalake.exceptions import TableNotFoundError
 
-from penstock.connectors.delta import Delta, DeltaConfig, index, marking
+from penstock.connectors.delta import Delta, DeltaConfig, marking
+from penstock.connectors.lake import index
 from penstock.testing import CrashContract
 
 

@@ -9,6 +9,7 @@ import pyarrow as pa
 from pyarrow import types
 
 from penstock.changes import is_changelog
+from penstock.changes.keys import EQUALITY
 from penstock.errors import ConfigError, SchemaError
 from penstock.schema import key_of
 from penstock.sink import Topic
@@ -107,3 +108,20 @@ def gone_columns(sent: Iterable[str], now: pa.Schema | None) -> list[str]:
     `sent` names every column that ever came. `now` is the source's schema of today, None if the source does not say.
     """
     return sorted(name for name in sent if now is not None and name not in now.names)
+
+
+def with_equality(rows: pa.RecordBatch, given: pa.Schema, key: Sequence[str]) -> pa.RecordBatch:
+    """The rows, whose key columns say again when two of their texts are the same key."""
+    named = {name: (given.field(name).metadata or {}).get(EQUALITY) for name in key}
+    if not any(named.values()):
+        return rows
+    fields = [
+        each.with_metadata({EQUALITY: named[each.name]}) if named.get(each.name) else each for each in rows.schema
+    ]
+    return pa.RecordBatch.from_arrays(rows.columns, schema=pa.schema(fields, rows.schema.metadata))
+
+
+def says_unchanged(rows: pa.RecordBatch) -> bool:
+    """True if a change leaves values of its row as they are."""
+    named = "_unchanged" in rows.schema.names and is_changelog(rows.schema)
+    return named and rows.column("_unchanged").null_count < rows.num_rows

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
-from urllib.parse import quote
 
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
@@ -26,14 +25,14 @@ from penstock.changes.streamed import collapse_parts, shares
 from penstock.connectors.delta.columns import MARK, stored_columns
 from penstock.connectors.delta.config import DeltaConfig
 from penstock.connectors.delta.entries import Marked, wants_vectors
-from penstock.connectors.delta.files import Log, StagedChanges, TableFile, as_stored
-from penstock.connectors.delta.index import Index, Wanted
+from penstock.connectors.delta.files import Log, TableFile
 from penstock.connectors.delta.marking import Dead, Marking
 from penstock.connectors.delta.rewrite import Rewrite, Rewriter, TableShape, keys_of, touched
 from penstock.connectors.delta.table import Table
+from penstock.connectors.lake.changed import StagedChanges, as_stored, changes_of
 from penstock.connectors.lake.commit import Commit
+from penstock.connectors.lake.index import Index, Wanted
 from penstock.connectors.lake.staging import Stage, StagedFile
-from penstock.connectors.lake.targets import HIDDEN
 from penstock.connectors.upsert import gone_columns, one_key
 from penstock.errors import RetryableError
 from penstock.schema import key_of
@@ -195,7 +194,11 @@ class Applying:
         if self.upsert.index is None:
             return None
         keys = touched(self.shape, changes)
-        index = self.known.index(Index(self.path, self.upsert.index, keys.schema, changes.equality))
+        path = self.path
+        made = Index(
+            path, self.upsert.index, keys.schema, changes.equality, lambda f, key: f.read(path, key, whole=True)
+        )
+        index = self.known.index(made)
         return Marking(index, Wanted.of(keys, changes.equality), self.known.dead)
 
     def all_at_once(self, changes: Collapsed, log: Log, begin: Callable[[], Stage]) -> Rewrite:
@@ -322,11 +325,6 @@ def index_of(config: DeltaConfig, table: Table) -> str | None:
     """The id of a table whose old rows are marked as deleted; None: files are rewritten."""
     marks = config.apply != "rewrite" and wants_vectors(table.delta)
     return str(table.delta.metadata().id) if marks else None
-
-
-def changes_of(target: Place, pipeline: str) -> Place:
-    """Where the changes of a pipeline are until they are applied."""
-    return target / HIDDEN / quote(pipeline, safe="") / "changes"
 
 
 def _purged(files: Sequence[TableFile], percent: float) -> list[TableFile]:

@@ -13,7 +13,7 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError, TableNotFoundError
 
 from penstock import durable, store
-from penstock.connectors.delta.apply import NO_TABLE, Applying, DeltaWork, Known, changes_of, sent_columns
+from penstock.connectors.delta.apply import NO_TABLE, Applying, DeltaWork, Known, sent_columns
 from penstock.connectors.delta.client import client_options, delta_errors, store_errors
 from penstock.connectors.delta.columns import delta_schema
 from penstock.connectors.delta.entries import wants_vectors
@@ -23,6 +23,7 @@ from penstock.connectors.delta.hint import Hint
 from penstock.connectors.delta.table import Table, claim, enable_vectors
 from penstock.connectors.delta.upkeep import Upkeep
 from penstock.connectors.lake import lists
+from penstock.connectors.lake.changed import changes_of
 from penstock.connectors.lake.commit import Commit, LakeTarget
 from penstock.connectors.lake.staging import StagedFile
 from penstock.connectors.lake.targets import HIDDEN

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -15,18 +13,15 @@ from pyarrow import types
 from pydantic import BaseModel, ConfigDict
 
 from penstock import store
-from penstock.changes import own_columns
 from penstock.changes.keys import Equality, Ints, Mask
 from penstock.connectors.delta.table import Table
 from penstock.connectors.delta.vectors import Vector, positions_of
+from penstock.connectors.lake.changed import runs
 from penstock.connectors.lake.partitions import partition_text
 from penstock.connectors.lake.staging import StagedFile
-from penstock.errors import FatalError, StagingLost
+from penstock.errors import FatalError
 from penstock.schema.evolution import widened
 from penstock.store import Place
-
-CHUNK_ROWS = 1 << 17
-"""Rows of a file that are held at once, if its row groups are not larger."""
 
 SMALL_FILE_ROWS = 1 << 17
 """Remaining rows of files up to this size go into one file with the new rows, or every epoch would leave another file."""
@@ -121,7 +116,7 @@ class TableFile(BaseModel):
         with pq.ParquetFile(store.source(table / self.path), coerce_int96_timestamp_unit="us") as parquet:
             there = [each.name for each in wanted if each.name in parquet.schema_arrow.names]
             first = 0
-            for place, groups in enumerate(_runs(parquet.metadata)):
+            for place, groups in enumerate(runs(parquet.metadata)):
                 count = sum(parquet.metadata.row_group(i).num_rows for i in groups)
                 if is_wanted(place, first, first + count):
                     rows = parquet.read_row_groups(groups, columns=there)
@@ -182,71 +177,6 @@ class Log:
     def rows(self) -> int:
         """Rows of all files, as far as the log knows."""
         return int(pc.sum(self._actions.column("num_records")).as_py() or 0)
-
-
-@dataclass(frozen=True)
-class StagedChanges:
-    """A file of changes, in the pieces that it is read in; `stored` gives them the table's types."""
-
-    path: Place
-    stored: Callable[[pa.Table], pa.Table]
-    only: Sequence[str] | None = None
-    """The columns that are read; None: all."""
-
-    @cached_property
-    def schema(self) -> pa.Schema:
-        whole = self._metadata.schema.to_arrow_schema().empty_table()
-        return self.stored(whole.select(self._names(whole.column_names))).schema
-
-    @cached_property
-    def sizes(self) -> Sequence[int]:
-        return [sum(self._metadata.row_group(i).num_rows for i in groups) for groups in _runs(self._metadata)]
-
-    @cached_property
-    def _metadata(self) -> pq.FileMetaData:
-        try:
-            return pq.read_metadata(store.source(self.path))
-        except FileNotFoundError as error:
-            raise StagingLost(f"{self.path} is gone") from error
-
-    def read(self, columns: Sequence[str], pieces: Sequence[int] | None = None) -> Iterator[pa.Table]:
-        with pq.ParquetFile(store.source(self.path), metadata=self._metadata) as parquet:
-            there = [name for name in columns if name in parquet.schema_arrow.names]
-            runs = list(_runs(self._metadata))
-            for place in range(len(runs)) if pieces is None else pieces:
-                yield self.stored(parquet.read_row_groups(runs[place], columns=there)).select(list(columns))
-
-    def _names(self, names: Sequence[str]) -> list[str]:
-        return [name for name in names if self.only is None or name in self.only]
-
-
-def as_stored(rows: pa.Table, schema: pa.Schema, gone: Iterable[str]) -> pa.Table:
-    """Changes in the types of the table; a column that the topic no longer has is null, not unchanged."""
-    own = set(own_columns(rows.schema))
-    fields = [
-        each.with_type(schema.field(each.name).type) if each.name in own and each.name in schema.names else each
-        for each in rows.schema
-    ]
-    rows = rows.cast(pa.schema(fields))
-    for name in gone:
-        if name not in rows.column_names and name in schema.names:
-            rows = rows.append_column(name, pa.nulls(rows.num_rows, schema.field(name).type))
-    return rows
-
-
-def _runs(metadata: pq.FileMetaData) -> Iterator[list[int]]:
-    """Neighbouring row groups of at most `CHUNK_ROWS` together."""
-    run: list[int] = []
-    rows = 0
-    for group in range(metadata.num_row_groups):
-        size = metadata.row_group(group).num_rows
-        if run and rows + size > CHUNK_ROWS:
-            yield run
-            run, rows = [], 0
-        run.append(group)
-        rows += size
-    if run:
-        yield run
 
 
 def _has_exact_bounds(kind: pa.DataType) -> bool:

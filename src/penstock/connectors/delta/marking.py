@@ -11,8 +11,8 @@ from pyroaring import BitMap64
 from penstock.changes.keys import Ints
 from penstock.connectors.delta.entries import Marked
 from penstock.connectors.delta.files import TableFile
-from penstock.connectors.delta.index import Index, Wanted
 from penstock.connectors.delta.vectors import Vector, file_of, positions_of, rows_at
+from penstock.connectors.lake.index import Index, Wanted
 from penstock.connectors.lake.staging import Stage
 from penstock.sink import Topic
 

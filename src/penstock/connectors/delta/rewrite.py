@@ -21,7 +21,7 @@ from penstock.connectors.delta import files as table_files
 from penstock.connectors.delta.entries import Marked
 from penstock.connectors.delta.files import TableFile
 from penstock.connectors.delta.marking import Found, Marking
-from penstock.connectors.lake import staging
+from penstock.connectors.lake import changed, staging
 from penstock.connectors.lake.staging import ROW_GROUP_ROWS, Stage, StagedFile
 from penstock.connectors.lake.targets import HIDDEN
 from penstock.errors import SchemaError
@@ -168,8 +168,8 @@ class Rewriter:
 
         def add(stage: Stage, begin: int, end: int) -> None:
             for new in rows_of(begin, end):
-                for first in range(0, new.num_rows, table_files.CHUNK_ROWS):
-                    write(stage, self._shape.topic, self._as_table(new.slice(first, table_files.CHUNK_ROWS)))
+                for first in range(0, new.num_rows, changed.CHUNK_ROWS):
+                    write(stage, self._shape.topic, self._as_table(new.slice(first, changed.CHUNK_ROWS)))
 
         places = range(max(1, min(WRITERS, count // ROW_GROUP_ROWS)))
         stages = [self._stage(0), *(self._stage(place + 1) for place in places[1:])]

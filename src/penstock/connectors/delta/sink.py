@@ -8,16 +8,17 @@ from typing import ClassVar
 
 import pyarrow as pa
 
-from penstock.connectors.delta.apply import Applying, DeltaApplied, DeltaWork, changes_of
+from penstock.connectors.delta.apply import Applying, DeltaApplied, DeltaWork
 from penstock.connectors.delta.columns import StatsPart, can_widen, delta_schema, new_columns, stored_columns
 from penstock.connectors.delta.commit import DeltaTarget
 from penstock.connectors.delta.config import DeltaConfig
 from penstock.connectors.delta.table import MISREAD, claim
 from penstock.connectors.delta.task import DeltaTask
+from penstock.connectors.lake.changed import begin_changes, changes_of
 from penstock.connectors.lake.commit import Commit
 from penstock.connectors.lake.partitions import Directories
 from penstock.connectors.lake.sink import LakeSink
-from penstock.connectors.lake.staging import FileSpec, ParquetPart, Part, Stage, StagedFiles
+from penstock.connectors.lake.staging import FileSpec, Part, Stage, StagedFiles
 from penstock.connectors.upsert import check_options
 from penstock.errors import ConfigError
 from penstock.schema import ChangeKind, SchemaChange
@@ -95,7 +96,7 @@ class Delta(LakeSink[DeltaConfig]):
         spec = self.spec()
         if self.config.upserts:
             place = lambda target, path: changes_of(target, epoch.pipeline) / path  # noqa: E731
-            spec = replace(spec, begin=_begin_changes, place=place, layout=Directories())
+            spec = replace(spec, begin=begin_changes, place=place, layout=Directories())
         return DeltaTask(self, Stage(epoch, task, self.targets, spec))
 
     def make_target(self, topic: Topic) -> DeltaTarget:
@@ -149,7 +150,3 @@ class Delta(LakeSink[DeltaConfig]):
     def apply_evolution(self, topic: Topic, changes: Sequence[SchemaChange]) -> None:
         target = self._delta(topic)
         target.evolution.evolve_early(target.load(), changes)
-
-
-def _begin_changes(path: Place, schema: pa.Schema) -> Part:
-    return ParquetPart(path, schema, "lz4", use_dictionary=False, write_statistics=False)

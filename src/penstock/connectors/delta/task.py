@@ -6,7 +6,6 @@ Nothing here calls the Delta client where the table is on a disk: its threads do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -15,7 +14,6 @@ from deltalake import Schema as DeltaSchema
 
 from penstock.changes import Op, is_changelog, own_columns
 from penstock.changes.checks import check_changes
-from penstock.changes.keys import EQUALITY
 from penstock.connectors.delta.columns import (
     TYPES,
     delta_schema,
@@ -29,7 +27,7 @@ from penstock.connectors.delta.hint import Hint
 from penstock.connectors.delta.table import claim
 from penstock.connectors.lake.staging import Stage, StagedFiles
 from penstock.connectors.lake.task import LakeTask
-from penstock.connectors.upsert import UNUSED, key_for, with_known_types
+from penstock.connectors.upsert import UNUSED, key_for, says_unchanged, with_equality, with_known_types
 from penstock.errors import DataError, SchemaError
 from penstock.schema import key_of, with_key
 from penstock.schema.codec import pack_schema, unpack_schema
@@ -112,7 +110,7 @@ class DeltaTask(LakeTask):
         rows, discarded = self.fit(
             topic, TYPES.batch(topic, without_twins(batch, lambda: self.stored(topic)), without=unused), key
         )
-        rows = _with_equality(rows, batch.schema, key)
+        rows = with_equality(rows, batch.schema, key)
         check_changes(pa.Table.from_batches([rows]), key)
         if self.stage.last_schema(topic) not in (None, rows.schema):
             self.stage.end(topic)
@@ -125,7 +123,7 @@ class DeltaTask(LakeTask):
         if upserts and is_changelog(rows.schema):
             own = own.filter(pc.is_in(rows.column("_op"), value_set=pa.array(_WITH_ROW)))
         stored = self._stored.get(topic)
-        for name in () if stored is None or (upserts and _says_unchanged(rows)) else stored[1]:
+        for name in () if stored is None or (upserts and says_unchanged(rows)) else stored[1]:
             if name not in own.schema.names or own.column(name).null_count:
                 raise SchemaError(
                     f"the column {name!r} of {topic} holds nulls, and the table forbids them", code="PEN-4001"
@@ -136,19 +134,3 @@ class DeltaTask(LakeTask):
                     f"the partition column {name!r} of {topic} holds an empty text, which Delta would read as null",
                     hint="give it another value in the route's SQL",
                 )
-
-
-def _with_equality(rows: pa.RecordBatch, given: pa.Schema, key: Sequence[str]) -> pa.RecordBatch:
-    """The rows, whose key columns say again when two of their texts are the same key."""
-    named = {name: (given.field(name).metadata or {}).get(EQUALITY) for name in key}
-    if not any(named.values()):
-        return rows
-    fields = [
-        each.with_metadata({EQUALITY: named[each.name]}) if named.get(each.name) else each for each in rows.schema
-    ]
-    return pa.RecordBatch.from_arrays(rows.columns, schema=pa.schema(fields, rows.schema.metadata))
-
-
-def _says_unchanged(rows: pa.RecordBatch) -> bool:
-    named = "_unchanged" in rows.schema.names and is_changelog(rows.schema)
-    return named and rows.column("_unchanged").null_count < rows.num_rows

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +21,6 @@ import pyarrow as pa
 from penstock import durable, store
 from penstock.changes.hashing import Words, is_word
 from penstock.changes.keys import Equality, Ints, hashes_of, same_keys
-from penstock.connectors.delta.files import TableFile
 from penstock.connectors.lake.targets import HIDDEN
 from penstock.store import Place
 
@@ -29,6 +28,20 @@ STORED_ROWS = 100_000
 """Parts of files with this many rows are kept on disk. To make a smaller one again takes a few milliseconds."""
 
 _NUMBER, _ROW, _OF = "\0number", "\0row", b"penstock.part"
+
+
+class File(Protocol):
+    """A file of the table, which never changes."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def rows(self) -> int:
+        """All rows, the deleted ones too."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +76,8 @@ class Index:
     """The table's own id."""
     key: pa.Schema
     equality: Equality
+    read: Callable[[Any, pa.Schema], Iterable[pa.Table]]
+    """Gives the key columns of all rows of a file, in their order."""
     known: dict[str, Part] = field(default_factory=dict)
     _is_tidy: bool = False
 
@@ -75,18 +90,18 @@ class Index:
             other.equality,
         )
 
-    def has(self, file: TableFile) -> bool:
+    def has(self, file: File) -> bool:
         """True if the file's part need not be made."""
         name = self._name(file)
         return name in self.known or (file.rows >= STORED_ROWS and (self._directory / name).exists())
 
-    def part(self, file: TableFile) -> Part:
+    def part(self, file: File) -> Part:
         name = self._name(file)
         if name not in self.known:
             self.known[name] = self._stored(name, file) or self._made(name, file)
         return self.known[name]
 
-    def keep_only(self, files: Iterable[TableFile]) -> None:
+    def keep_only(self, files: Iterable[File]) -> None:
         """Drop the parts of files that are not among these."""
         wanted = {self._name(file) for file in files}
         if self._is_tidy and wanted.issuperset(self.known):
@@ -100,7 +115,7 @@ class Index:
     def _directory(self) -> Place:
         return self.table / HIDDEN / ".index"
 
-    def _name(self, file: TableFile) -> str:
+    def _name(self, file: File) -> str:
         """Names all that a part depends on: a part of another table or another key is never taken for this one."""
         said = [
             self.identity,
@@ -111,7 +126,7 @@ class Index:
         ]
         return hashlib.sha256(durable.canonical(said).encode()).hexdigest()[:32]
 
-    def _stored(self, name: str, file: TableFile) -> Part | None:
+    def _stored(self, name: str, file: File) -> Part | None:
         try:
             rows = pa.ipc.open_file(_mapped(self._directory / name)).read_all()
         except (OSError, pa.ArrowInvalid):
@@ -122,8 +137,8 @@ class Index:
             else None
         )
 
-    def _made(self, name: str, file: TableFile) -> Part:
-        pieces = list(file.read(self.table, self.key, whole=True))
+    def _made(self, name: str, file: File) -> Part:
+        pieces = list(self.read(file, self.key))
         keys = self.equality.canonical(pa.concat_tables([*pieces, self.key.empty_table()]))
         numbers = hashes_of(keys)
         order = np.argsort(numbers, kind="stable")

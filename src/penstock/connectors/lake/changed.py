@@ -1,0 +1,96 @@
+"""Changes that tasks have staged, and that a commit applies by key: where they are, and their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from urllib.parse import quote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock import store
+from penstock.changes import own_columns
+from penstock.connectors.lake.staging import ParquetPart, Part
+from penstock.connectors.lake.targets import HIDDEN
+from penstock.errors import StagingLost
+from penstock.store import Place
+
+CHUNK_ROWS = 1 << 17
+"""Rows of a file that are held at once, if its row groups are not larger."""
+
+
+def changes_of(target: Place, pipeline: str) -> Place:
+    """Where the changes of a pipeline are until they are applied."""
+    return target / HIDDEN / quote(pipeline, safe="") / "changes"
+
+
+def begin_changes(path: Place, schema: pa.Schema) -> Part:
+    """Begin a file of changes, which is read once."""
+    return ParquetPart(path, schema, "lz4", use_dictionary=False, write_statistics=False)
+
+
+@dataclass(frozen=True)
+class StagedChanges:
+    """A file of changes, in the pieces that it is read in; `stored` gives them the table's types."""
+
+    path: Place
+    stored: Callable[[pa.Table], pa.Table]
+    only: Sequence[str] | None = None
+    """The columns that are read; None: all."""
+
+    @cached_property
+    def schema(self) -> pa.Schema:
+        whole = self._metadata.schema.to_arrow_schema().empty_table()
+        return self.stored(whole.select(self._names(whole.column_names))).schema
+
+    @cached_property
+    def sizes(self) -> Sequence[int]:
+        return [sum(self._metadata.row_group(i).num_rows for i in groups) for groups in runs(self._metadata)]
+
+    @cached_property
+    def _metadata(self) -> pq.FileMetaData:
+        try:
+            return pq.read_metadata(store.source(self.path))
+        except FileNotFoundError as error:
+            raise StagingLost(f"{self.path} is gone") from error
+
+    def read(self, columns: Sequence[str], pieces: Sequence[int] | None = None) -> Iterator[pa.Table]:
+        with pq.ParquetFile(store.source(self.path), metadata=self._metadata) as parquet:
+            there = [name for name in columns if name in parquet.schema_arrow.names]
+            groups = list(runs(self._metadata))
+            for place in range(len(groups)) if pieces is None else pieces:
+                yield self.stored(parquet.read_row_groups(groups[place], columns=there)).select(list(columns))
+
+    def _names(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if self.only is None or name in self.only]
+
+
+def as_stored(rows: pa.Table, schema: pa.Schema, gone: Iterable[str]) -> pa.Table:
+    """Changes in the types of the table; a column that the topic no longer has is null, not unchanged."""
+    own = set(own_columns(rows.schema))
+    fields = [
+        each.with_type(schema.field(each.name).type) if each.name in own and each.name in schema.names else each
+        for each in rows.schema
+    ]
+    rows = rows.cast(pa.schema(fields))
+    for name in gone:
+        if name not in rows.column_names and name in schema.names:
+            rows = rows.append_column(name, pa.nulls(rows.num_rows, schema.field(name).type))
+    return rows
+
+
+def runs(metadata: pq.FileMetaData) -> Iterator[list[int]]:
+    """Neighbouring row groups of at most `CHUNK_ROWS` together."""
+    run: list[int] = []
+    rows = 0
+    for group in range(metadata.num_row_groups):
+        size = metadata.row_group(group).num_rows
+        if run and rows + size > CHUNK_ROWS:
+            yield run
+            run, rows = [], 0
+        run.append(group)
+        rows += size
+    if run:
+        yield run

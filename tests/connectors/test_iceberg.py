@@ -848,8 +848,8 @@ def test_by_default_the_catalog_is_a_file_above_the_tables(tmp_path):
 
 
 def test_settings_that_cannot_be_honoured_are_refused(make):
-    with pytest.raises(ConfigError, match="PEN-1009"):
-        make(mode="upsert")
+    with pytest.raises(ConfigError, match="PEN-1003"):
+        make(key=["id"])
     with pytest.raises(ConfigError, match=r"PEN-1009 .*mysql"):
         make(catalog_uri="mysql://host/db")
     with pytest.raises(ConfigError, match="PEN-1003"):

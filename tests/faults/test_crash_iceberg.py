@@ -26,6 +26,13 @@ class TestIcebergCrash(CrashContract):
         self._play(_look_on, tmp_path)
 
 
+class TestIcebergUpsertCrash(TestIcebergCrash):
+    test_a_reader_sees_whole_epochs_only_whatever_happens_to_the_writer = None
+
+    def make_sink(self, path):
+        return Iceberg(IcebergConfig(path=f"{path}/{{topic}}", mode="upsert"))
+
+
 def _look_on(stage):
     reader = Forked(lambda: _poll(stage))
     stage.started.append(reader)

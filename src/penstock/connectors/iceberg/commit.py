@@ -25,8 +25,10 @@ from penstock.connectors.iceberg.catalog import Catalog, catalog_errors
 from penstock.connectors.iceberg.columns import Columns, iceberg_schema, ids_of, nests_structs, read_stats, widens
 from penstock.connectors.iceberg.layout import Layout
 from penstock.connectors.iceberg.table import PROPERTIES, SEEDED, Table
+from penstock.connectors.iceberg.upsert import Changed, Known, Upsert, own_rows
 from penstock.connectors.lake import commit as loop
 from penstock.connectors.lake import lists
+from penstock.connectors.lake.changed import changes_of
 from penstock.connectors.lake.commit import Commit, LakeTarget
 from penstock.connectors.lake.staging import ROW_GROUP_ROWS, Stage, StagedFile
 from penstock.connectors.lake.targets import HIDDEN
@@ -56,6 +58,7 @@ class IcebergTarget(LakeTarget[Table]):
         self.identifier = sink.names.claim(topic)
         self._noted = ""
         self._unseen = SeededNote(self)
+        self._known = Known()
 
     @property
     def name(self) -> str:
@@ -86,6 +89,8 @@ class IcebergTarget(LakeTarget[Table]):
         self.catalog.sync()
 
     def place(self, commit: Commit, file: StagedFile) -> Place:
+        if self.sink.config.upserts:
+            return changes_of(self.path, commit.epoch.pipeline) / file.path
         return data_file(self.path, file.path)
 
     def attempt(self, commit: Commit, loaded: Table | None) -> bool:
@@ -99,7 +104,7 @@ class IcebergTarget(LakeTarget[Table]):
     def tidy(self, commit: Commit) -> None:
         """Drop staged files that were rewritten, and files that dead tries have written for them."""
         stem = f"{commit.epoch.stem()}-{REWRITER.partition:05d}-"
-        if lists.has(self.root, commit.epoch, stem, self.topic):
+        if self.sink.config.upserts or lists.has(self.root, commit.epoch, stem, self.topic):
             live = self.live_files(commit.epoch.pipeline)
             for place in (self.place(commit, file) for file in commit.files):
                 if place.name not in live:
@@ -109,22 +114,23 @@ class IcebergTarget(LakeTarget[Table]):
     def _commit(self, commit: Commit, table: Table) -> None:
         columns = known = table.columns()
         for each in commit.schemas():
-            columns = wider_columns(self.topic, self.layout, columns, each)
-        ids = dict(ids_of(columns.schema))
-        # Tasks that add columns at the same time may give one id to two of them.
-        mixed_up = [file for file in commit.files if not read_stats(file)["ids"].items() <= ids.items()]
+            own = own_rows(self.sink.config, self.topic, each)
+            columns = wider_columns(self.topic, self.layout, columns, own)
         as_data = partial(self._data_file, table, columns)
         stages = [Stage(commit.epoch, REWRITER, self.sink.targets, self.sink.spec()) for _ in range(2)]
-        is_written, rewritten = False, None
+        is_written, rewritten, changed = False, None, None
         try:
-            rows = _batches([self.place(commit, file) for file in mixed_up])
-            files = [file for file in commit.files if file not in mixed_up]
-            files += _rewrite(stages[0], self.topic, rows, columns)
+            if self.sink.config.upserts:
+                changed = self._upsert(commit, table, columns, stages[0])
+                files = [file for part in stages[0].finish().values() for file in part.files]
+            else:
+                files = _with_ids(self, commit, columns, stages[0])
             if known.renewed(columns.schema) and table.metadata.current_snapshot() is not None:
                 rewritten = list(map(as_data, _rewrite(stages[1], self.topic, table.batches(), columns)))
             added = list(map(as_data, files))
             is_written = True
-            table.commit(commit.epoch, commit.end, columns, added, self.sink.config.keep_snapshots, rewritten)
+            keep = self.sink.config.keep_snapshots
+            table.commit(commit.epoch, commit.end, columns, added, keep, rewritten, changed)
         except BaseException as error:
             may_be_committed = is_written and not isinstance(error, CommitFailedException)
             for stage in () if may_be_committed else stages:
@@ -132,6 +138,20 @@ class IcebergTarget(LakeTarget[Table]):
                 lists.sweep(self.root, commit.epoch, lambda *_: False, stage.stem, only=self.topic)
             raise
         self._leave_note(table.columns())
+
+    def _upsert(self, commit: Commit, table: Table, columns: Columns, stage: Stage) -> Changed:
+        """Stage the new rows of an epoch of changes and the deletes of the old ones."""
+        if renewed := table.columns().renewed(columns.schema):
+            raise SchemaError(
+                f"the columns {', '.join(renewed)} of {self.topic} become timestamps, and upserts cannot follow that",
+                code="PEN-4001",
+                hint="cast them in the route's SQL, or write to another table",
+            )
+        now, schemas = self.sink.context.topic(self.topic).source_schema, commit.schemas()
+        sent = {name for each in schemas for name in own_rows(self.sink.config, self.topic, each).names}
+        sent.update(table.sent(commit.epoch.pipeline))
+        upsert = Upsert(self.topic, self.sink.config, table, columns, self._known, stage)
+        return upsert.run([self.place(commit, file) for file in commit.files], schemas, sorted(sent), now)
 
     def _data_file(self, table: Table, columns: Columns, file: StagedFile) -> DataFile:
         stats = read_stats(file)
@@ -152,7 +172,8 @@ class IcebergTarget(LakeTarget[Table]):
     def _create(self, schemas: Sequence[pa.Schema]) -> None:
         columns = NO_COLUMNS
         for each in schemas:
-            columns = wider_columns(self.topic, self.layout, columns, each)
+            own = own_rows(self.sink.config, self.topic, each)
+            columns = wider_columns(self.topic, self.layout, columns, own)
         schema = columns.iceberg()
         self._unseen.make_namespace()
         store.make_directory(self.path / "metadata")
@@ -267,6 +288,16 @@ def wider_columns(
         if name in laid_out_by or nested:
             raise refusal(topic, name, stored.field(name).type, wider.field(name).type, policy, is_wider=True)
     return columns.with_types(wider)
+
+
+def _with_ids(target: IcebergTarget, commit: Commit, columns: Columns, stage: Stage) -> list[StagedFile]:
+    """The staged files, those among them written again whose field ids are not the table's."""
+    ids = dict(ids_of(columns.schema))
+    # Tasks that add columns at the same time may give one id to two of them.
+    mixed_up = [file for file in commit.files if not read_stats(file)["ids"].items() <= ids.items()]
+    rows = _batches([target.place(commit, file) for file in mixed_up])
+    files = [file for file in commit.files if file not in mixed_up]
+    return files + _rewrite(stage, target.topic, rows, columns)
 
 
 def _rewrite(stage: Stage, topic: Topic, batches: Iterable[pa.RecordBatch], columns: Columns) -> list[StagedFile]:

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from penstock.config import Secret
 from penstock.connectors.lake.sink import LakeConfig
 
 
 class IcebergConfig(LakeConfig):
-    identity = LakeConfig.identity | {"catalog", "namespace"}
+    identity = LakeConfig.identity | {"catalog", "namespace", "key"}
 
     mode: Literal["append", "upsert", "changes"] = "append"
-    """How rows are applied: `append` adds them; `changes` adds every change with the columns that describe it; `upsert`
-    is not supported yet."""
+    """How rows are applied: `append` adds them; `upsert` keeps one row per key, as the changes leave it, by position deletes;
+    `changes` adds every change with the columns that describe it."""
+
+    key: tuple[str, ...] = ()
+    """Columns that make the key of a row, for `upsert`; by default those that the topic's schema names."""
+
+    soft_delete: bool = False
+    """For `upsert`: keep deleted rows and mark them in the column `_deleted`. A row that comes again is unmarked. A
+    truncate marks, and so rewrites, the whole table."""
+
+    purge_percent: float = Field(default=10.0, gt=0, le=100)
+    """For `upsert`: a data file is written again without its deleted rows once they are this share of it."""
 
     catalog_uri: str = ""
     """The catalog's database: `sqlite:////data/lake/catalog.db` or `postgresql://user@host/database`, without a password;
@@ -42,3 +52,7 @@ class IcebergConfig(LakeConfig):
 
     keep_snapshots: PositiveInt = 20
     """How many snapshots of a table to keep for readers; each commit expires older ones."""
+
+    @property
+    def upserts(self) -> bool:
+        return self.mode == "upsert"

@@ -1,22 +1,26 @@
-"""Append topics to Iceberg tables in a SQL catalog, each epoch exactly once."""
+"""Write topics to Iceberg tables in a SQL catalog, appended or applied by key, each epoch exactly once."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import pyarrow as pa
 
+from penstock.changes import is_changelog, own_columns
 from penstock.connectors.iceberg.catalog import Catalogs, Names, catalog_url
 from penstock.connectors.iceberg.columns import StatsPart, iceberg_schema, widens
 from penstock.connectors.iceberg.commit import IcebergTarget, data_file
 from penstock.connectors.iceberg.config import IcebergConfig
 from penstock.connectors.iceberg.layout import Layout
 from penstock.connectors.iceberg.task import IcebergTask
+from penstock.connectors.lake.changed import begin_changes, changes_of
+from penstock.connectors.lake.partitions import Directories
 from penstock.connectors.lake.sink import LakeSink
 from penstock.connectors.lake.staging import FileSpec, Part, Stage
-from penstock.errors import ConfigError
+from penstock.connectors.upsert import check_options
 from penstock.schema import ChangeKind, SchemaChange
 from penstock.schema.evolution import diff
 from penstock.sink import Epoch, SinkContext, Task, Topic
@@ -31,9 +35,14 @@ class Iceberg(LakeSink[IcebergConfig]):
     Numbers get wider types without a rewrite. A date column that becomes a timestamp is another column for Iceberg, so
     the driver rewrites the table's files in that commit, and the old ones go with the last snapshot that names them.
 
+    For `upsert` the tasks' files are changes. The driver writes their new rows to data files and names the old rows in
+    position deletes, which cost the same however large the table is. An index of the keys of each file, in `_penstock`, says
+    where they are; it can always be made again. Delete files are merged, and data files with many deleted rows are written
+    again, a million rows an epoch at most. A date column cannot become a timestamp then.
+
     Supports exactly-once: the catalog refuses a commit unless it starts from the snapshot whose marker was read. Readers see
     whole epochs. Topics may be committed at the same time. Other writers may append to the table meanwhile. `changes`
-    adds the capability changelog.
+    adds the capability changelog, and `upsert` upsert, changelog and idempotent.
     """
 
     name = "iceberg"
@@ -44,19 +53,16 @@ class Iceberg(LakeSink[IcebergConfig]):
         self._uri = config.catalog_uri
         if config.catalog_uri.startswith("sqlite:///"):
             self._uri = "sqlite:///" + os.path.abspath(config.catalog_uri.removeprefix("sqlite:///"))
-        if config.mode == "changes":
+        if config.mode != "append":
             self.capabilities = self.capabilities.with_changelog()
+        if config.upserts:
+            self.capabilities = self.capabilities.with_upsert().with_idempotent()
 
     def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
         return type(self), (self.config.model_copy(update={"path": self._path, "catalog_uri": self._uri}),)
 
     def open(self, context: SinkContext = SinkContext()) -> None:
-        if self.config.mode == "upsert":
-            raise ConfigError(
-                '`mode = "upsert"` is not supported yet',
-                code="PEN-1009",
-                hint='use "append" or "changes", or the delta sink',
-            )
+        check_options(self.config)
         self.names = Names(self.config)
         self.layout = Layout.parse(self.config.partition_by)
         super().open(context)
@@ -80,7 +86,11 @@ class Iceberg(LakeSink[IcebergConfig]):
         )
 
     def task(self, epoch: Epoch, task: Task) -> IcebergTask:
-        return IcebergTask(self, Stage(epoch, task, self.targets, self.spec()))
+        spec = self.spec()
+        if self.config.upserts:
+            place = lambda target, path: changes_of(target, epoch.pipeline) / path  # noqa: E731
+            spec = replace(spec, begin=begin_changes, place=place, layout=Directories())
+        return IcebergTask(self, Stage(epoch, task, self.targets, spec))
 
     def make_target(self, topic: Topic) -> IcebergTarget:
         return IcebergTarget(self, topic)
@@ -91,7 +101,7 @@ class Iceberg(LakeSink[IcebergConfig]):
     # -- schemas ---------------------------------------------------------------------------------------------------
 
     def diff_schemas(self, old: pa.Schema, new: pa.Schema) -> Sequence[SchemaChange]:
-        return diff(*(iceberg_schema("the topic", schema) for schema in (old, new)))
+        return diff(*(iceberg_schema("the topic", self._own(schema)) for schema in (old, new)))
 
     def evaluate_evolution(self, changes: Sequence[SchemaChange], refilled: Topic | None = None) -> bool:
         return all(
@@ -101,3 +111,8 @@ class Iceberg(LakeSink[IcebergConfig]):
 
     def apply_evolution(self, topic: Topic, changes: Sequence[SchemaChange]) -> None:
         """Nothing: columns change in the commit that brings their first rows."""
+
+    def _own(self, schema: pa.Schema) -> pa.Schema:
+        if not self.config.upserts or not is_changelog(schema):
+            return schema
+        return pa.schema([schema.field(name) for name in own_columns(schema)])

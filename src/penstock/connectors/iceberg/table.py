@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from pyiceberg.manifest import (
     ManifestEntryStatus,
     ManifestFile,
     ManifestWriter,
+    ManifestWriterV2,
     write_manifest,
 )
 from pyiceberg.partitioning import PartitionSpec
@@ -53,6 +55,7 @@ from pyiceberg.types import NestedField
 from penstock import durable, failpoints, store
 from penstock.connectors.iceberg.catalog import Catalog, local, sync
 from penstock.connectors.iceberg.columns import Columns
+from penstock.connectors.iceberg.upsert import Changed
 from penstock.errors import FatalError, SchemaError
 from penstock.sink import CommittedEpoch, Epoch, Positions, Topic
 from penstock.store import ObjectPath, Place
@@ -118,6 +121,10 @@ class Table:
                 hint="restore the table's properties, or write to a new table",
             ) from error
 
+    def sent(self, pipeline: str) -> list[str]:
+        """Every column that a pipeline has sent by its upserts. Other columns belong to somebody else."""
+        return list(json.loads(self.metadata.properties.get(_sent_key(pipeline), "[]")))
+
     def is_seeded(self) -> bool:
         return self.metadata.properties.get(SEEDED) == "true"
 
@@ -133,26 +140,33 @@ class Table:
         files: Sequence[DataFile],
         keep_snapshots: int,
         rewritten: Sequence[DataFile] | None = None,
+        changed: Changed | None = None,
     ) -> None:
         """
         Make the version after this one: columns, files and marker at once; or raise `CommitFailedException`.
 
-        `rewritten` holds the rows of all files that the table has, and replaces them.
+        `rewritten` holds the rows of all files that the table has, and replaces them. `changed` holds deletes of single rows,
+        and names files that go.
         """
         marker = CommittedEpoch(incarnation=epoch.incarnation, number=epoch.number, end=dict(end))
         text = durable.canonical(marker.model_dump(mode="json"))
         transaction = _Transaction(self.iceberg)
         transaction._stage(self._widening(columns), self._unchanged())
-        transaction._stage((SetPropertiesUpdate(updates={_key(epoch.pipeline): text}),))
+        said = {_key(epoch.pipeline): text}
+        if changed is not None:
+            said[_sent_key(epoch.pipeline)] = durable.canonical(changed.sent)
+        transaction._stage((SetPropertiesUpdate(updates=said),))
         summary = {
             "penstock.pipeline": epoch.pipeline,
             "penstock.incarnation": epoch.incarnation,
             "penstock.epoch": str(epoch.number),
         }
         written: list[str] = []
-        for producer, added in ((_Replace, rewritten), (_Append, files)):
+        for producer, added in ((_Replace, rewritten), (_Append if changed is None else _Upsert, files)):
             if added is not None:
                 change = producer(producer.operation, transaction, self.iceberg.io, _Stem(epoch), summary)  # type: ignore[arg-type]
+                if isinstance(change, _Upsert) and changed is not None:
+                    change.changed = changed
                 for file in added:
                     change.append_data_file(file)
                 transaction._stage(*change._commit())
@@ -377,6 +391,64 @@ class _Append(_FastAppendFiles):
         return done
 
 
+class _DeleteManifest(ManifestWriterV2):
+    """A manifest of delete files."""
+
+    def content(self) -> ManifestContent:
+        return ManifestContent.DELETES
+
+    @property
+    def _meta(self) -> dict[str, str]:
+        return {**super()._meta, "content": "deletes"}
+
+
+class _Upsert(_Append):
+    """New rows, deletes of old ones, and files that go."""
+
+    operation = Operation.OVERWRITE
+    changed: Changed
+
+    def _existing_manifests(self) -> list[ManifestFile]:
+        """The manifests as they are; one that names a file that goes is written again."""
+        dropped = {file.file_path for file in self.changed.dropped}
+        kept = []
+        for manifest in super()._existing_manifests():
+            entries = self.fetch_manifest_entry(manifest) if dropped else []
+            if not any(entry.data_file.file_path in dropped for entry in entries):
+                kept.append(manifest)
+                continue
+            with self._writer(manifest.partition_spec_id, manifest.content) as writer:
+                for entry in entries:
+                    (writer.delete if entry.data_file.file_path in dropped else writer.existing)(entry)
+            kept.append(writer.to_manifest_file())
+        return kept
+
+    def _process_manifests(self, manifests: list[ManifestFile]) -> list[ManifestFile]:
+        mine = []
+        for spec_id in sorted({file.spec_id for file in self.changed.deletes}):
+            with self._writer(spec_id, ManifestContent.DELETES) as writer:
+                for file in self.changed.deletes:
+                    if file.spec_id == spec_id:
+                        entry = ManifestEntry.from_args(
+                            status=ManifestEntryStatus.ADDED, snapshot_id=self._snapshot_id, data_file=file
+                        )
+                        writer.add(entry)
+            mine.append(writer.to_manifest_file())
+        return [*super()._process_manifests(manifests), *mine]
+
+    def _writer(self, spec_id: int, content: ManifestContent) -> ManifestWriter:
+        if content == ManifestContent.DATA:
+            return self.new_manifest_writer(self.spec(spec_id))
+        return _DeleteManifest(
+            self.spec(spec_id), self.schema(), self.new_manifest_output(), self._snapshot_id, self._compression
+        )
+
+    def _summary(self, snapshot_properties: dict[str, str] = EMPTY_DICT) -> Summary:
+        self._added_data_files = [*self._added_data_files, *self.changed.deletes]  # the manifests are written
+        self._deleted_data_files = set(self.changed.dropped)
+        return super()._summary(snapshot_properties)
+
+
 def _retyped(stored: NestedField, wanted: NestedField) -> NestedField:
     """The stored column with the wanted type and id."""
     return stored.model_copy(update={"field_id": wanted.field_id, "field_type": wanted.field_type})
@@ -386,7 +458,7 @@ def _is_replacement(snapshot: Snapshot) -> bool:
     summary = snapshot.summary
     if summary is None or summary["penstock.pipeline"] is None:  # `in` is always true
         return False
-    return bool(summary.operation == Operation.REPLACE)
+    return summary.operation in (Operation.REPLACE, Operation.OVERWRITE)
 
 
 def _expired(metadata: TableMetadata, keep: int) -> list[Snapshot]:
@@ -416,3 +488,7 @@ def _level(manifest: ManifestFile) -> int:
 
 def _key(pipeline: str) -> str:
     return f"penstock.epoch.{quote(pipeline, safe='')}"
+
+
+def _sent_key(pipeline: str) -> str:
+    return f"penstock.columns.{quote(pipeline, safe='')}"

@@ -7,12 +7,17 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from penstock.changes import is_changelog
+from penstock.changes.checks import check_changes
 from penstock.connectors.iceberg.columns import TYPES, Columns, iceberg_schema
 from penstock.connectors.iceberg.commit import NO_COLUMNS, hint_of, wider_columns
-from penstock.connectors.lake.staging import Stage
+from penstock.connectors.iceberg.upsert import own_rows
+from penstock.connectors.lake.staging import Stage, StagedFiles
 from penstock.connectors.lake.task import LakeTask
+from penstock.connectors.upsert import UNUSED, key_for, with_equality, with_known_types
 from penstock.errors import SchemaError
-from penstock.schema import key_of
+from penstock.schema import key_of, with_key
+from penstock.schema.codec import pack_schema, unpack_schema
 from penstock.schema.evolution import Policy
 from penstock.sink import Topic, WriteResult
 
@@ -28,8 +33,11 @@ class IcebergTask(LakeTask):
     def __init__(self, sink: Iceberg, stage: Stage) -> None:
         super().__init__(sink, stage)
         self._columns: dict[Topic, Columns] = {}
+        self._keys: dict[Topic, list[str]] = {}
 
     def write(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
+        if self.sink.config.upserts:
+            return self._write_changes(topic, batch)
         rows, lost = self.fit(topic, TYPES.batch(topic, batch), key_of(batch.schema))
         columns = self._columns[topic]
         rows = rows.select([name for name in rows.schema.names if name in columns.schema.names])
@@ -41,9 +49,39 @@ class IcebergTask(LakeTask):
         self.stage.write(topic, pa.RecordBatch.from_arrays(rows.columns, schema=columns.select(rows.schema)))
         return WriteResult(rows.num_rows, batch.nbytes, lost)
 
+    def _write_changes(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
+        """Stage the batch for `upsert`; refused if it could not be applied."""
+        key = key_for(self.sink.config, topic, batch.schema, self._keys)
+        unused = UNUSED if is_changelog(batch.schema) else ()
+        known = self._stored_columns(topic) if pa.null() in batch.schema.types else NO_COLUMNS
+        batch = with_known_types(batch, {each.name: each.type for each in known.schema})
+        rows, lost = self.fit(topic, TYPES.batch(topic, batch, without=unused), key)
+        rows = with_equality(rows, batch.schema, key)
+        check_changes(pa.Table.from_batches([rows]), key)
+        if self.stage.last_schema(topic) not in (None, rows.schema):
+            self.stage.end(topic)
+        if rows.num_rows:
+            self.stage.write(topic, rows)
+        return WriteResult(rows.num_rows, batch.nbytes, lost)
+
+    def finish(self) -> StagedFiles:
+        receipt = super().finish()
+        if not self.sink.config.upserts:
+            return receipt
+        keyed = {
+            topic: with_key(unpack_schema(each.columns), self._keys[topic]) for topic, each in receipt.staged.items()
+        }
+        staged = {
+            topic: each.model_copy(update={"columns": pack_schema(keyed[topic])})
+            for topic, each in receipt.staged.items()
+        }
+        return StagedFiles(staged=staged)
+
     def accept(self, topic: Topic, rows: pa.Schema, policy: Policy) -> pa.Schema:
         known = self._columns.get(topic) or self._stored_columns(topic)
-        self._columns[topic] = wider_columns(topic, self.sink.layout, known, rows, policy)
+        own = own_rows(self.sink.config, topic, rows)
+        self.sink.layout.check(topic, own)
+        self._columns[topic] = wider_columns(topic, self.sink.layout, known, own, policy)
         return iceberg_schema(topic, self._columns[topic].schema)
 
     def _stored_columns(self, topic: Topic) -> Columns:

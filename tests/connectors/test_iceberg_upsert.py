@@ -1,0 +1,290 @@
+"""Upserts into Iceberg tables by position deletes: what every reader sees, and what commits leave in the table."""
+
+from __future__ import annotations
+
+import polars
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyiceberg.catalog.sql import SqlCatalog
+from pyiceberg.manifest import DataFileContent
+from sink_protocol import END, SinkProtocol, epoch, stage
+
+from penstock.changes import CHANGE_FIELDS
+from penstock.connectors.iceberg import Iceberg, IcebergConfig, upsert
+from penstock.connectors.lake import index
+from penstock.errors import SchemaError
+from penstock.schema import with_key
+from penstock.testing.readers import DuckDB, is_installed
+
+PLAIN = pa.schema([("id", pa.int64()), ("name", pa.string()), ("doc", pa.string())])
+
+
+@pytest.fixture(autouse=True)
+def _keeps_parts_of_few_rows(monkeypatch):
+    monkeypatch.setattr(index, "STORED_ROWS", 5)
+
+
+@pytest.fixture(scope="module")
+def duckdb(need):
+    need(is_installed(), "the DuckDB of penstock.testing.readers is not installed")
+    with DuckDB() as process:
+        yield process
+
+
+def made(home, **options):
+    given = {"path": f"{home}/{{topic}}", "mode": "upsert", "key": ["id"], "purge_percent": 100}
+    sink = Iceberg(IcebergConfig(**{**given, **options}))
+    sink.open()
+    return sink
+
+
+@pytest.fixture
+def make(tmp_path):
+    return lambda **options: made(tmp_path / "out", **options)
+
+
+@pytest.fixture
+def sink(make):
+    return make()
+
+
+@pytest.fixture
+def table(tmp_path):
+    """The table as another program finds it."""
+    return lambda: loaded(tmp_path / "out")
+
+
+def loaded(path):
+    return SqlCatalog("default", uri=f"sqlite:///{path}/catalog.db").load_table("lake.orders")
+
+
+class TestIcebergUpsert(SinkProtocol):
+    """The protocol of every sink that stages files; what is staged here are changes, without partitions."""
+
+    test_every_file_of_a_receipt_and_every_directory_to_it_is_synced_before_the_receipt = None
+
+    @pytest.fixture
+    def visible(self, tmp_path):
+        def read(topic):
+            catalog = SqlCatalog("default", uri=f"sqlite:///{tmp_path}/out/catalog.db")
+            name = topic[1:].replace("/", ".")
+            name = name if "." in name else f"default.{name}"
+            if not catalog.table_exists(name):
+                return pa.table({"id": []})
+            return catalog.load_table(name).scan().to_arrow()
+
+        return read
+
+
+def changes(*events, schema=PLAIN, key=("id",)):
+    found = [{"_position": f"{place:06d}", **event} for place, event in enumerate(events)]
+    return pa.RecordBatch.from_pylist(found, schema=with_key(pa.schema([*schema, *CHANGE_FIELDS]), key))
+
+
+def upserts(rows, deletes=()):
+    events = [{"_op": "u", "id": id, "name": name, "doc": f"doc {id}"} for id, name in dict(rows).items()]
+    return changes(*events, *({"_op": "d", "id": id} for id in deletes))
+
+
+def commit(sink, number, *batches):
+    e = epoch(number)
+    receipts = [stage(sink, e, *batches)]
+    sink.commit_epoch(e, receipts, END)
+    sink.sweep(e, receipts)
+
+
+def fill(sink, count=100):
+    commit(sink, 1, upserts({id: f"row {id}" for id in range(count)}))
+    return {id: f"row {id}" for id in range(count)}
+
+
+def names(table):
+    rows = table.scan().to_arrow().to_pylist()
+    assert len({row["id"] for row in rows}) == len(rows)
+    return {row["id"]: row["name"] for row in rows}
+
+
+def files(table, content):
+    manifests = table.current_snapshot().manifests(table.io)
+    entries = [entry for each in manifests for entry in each.fetch_manifest_entry(table.io)]
+    return [entry.data_file for entry in entries if entry.data_file.content == content]
+
+
+def test_an_epoch_writes_its_rows_and_the_positions_of_the_old_ones(sink, table):
+    state = fill(sink)
+    before = {file.file_path for file in files(table(), DataFileContent.DATA)}
+    commit(sink, 2, upserts({7: "new", 200: "new"}, deletes=[8]))
+    state.update({7: "new", 200: "new"})
+    del state[8]
+    assert names(table()) == state
+    data, (deletes,) = files(table(), DataFileContent.DATA), files(table(), DataFileContent.POSITION_DELETES)
+    assert before < {file.file_path for file in data}
+    assert sorted(file.record_count for file in data) == [2, 100]
+    assert deletes.record_count == 2
+    summary = table().current_snapshot().summary
+    assert summary.operation.value == "overwrite"
+    assert (summary["added-position-deletes"], summary["total-position-deletes"]) == ("2", "2")
+
+
+IDS = st.integers(0, 40)
+CHANGES = st.tuples(st.dictionaries(IDS, st.text("abc", max_size=3)), st.sets(IDS, max_size=10))
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    epochs=st.lists(CHANGES.filter(any), max_size=6), purge=st.sampled_from([20, 100]), merged=st.sampled_from([2, 16])
+)
+def test_every_reader_sees_the_state_after_every_epoch(tmp_path_factory, duckdb, epochs, purge, merged):
+    path = tmp_path_factory.mktemp("upserts")
+    sink = made(path, purge_percent=purge)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(upsert, "MERGED", merged)
+        state = fill(sink, 30)
+        for number, (written, deleted) in enumerate(epochs, 2):
+            commit(sink, number, upserts(written, deleted - set(written)))
+            state = {id: name for id, name in {**state, **written}.items() if id in written or id not in deleted}
+            if number % 3 == 0:  # as after a restart
+                sink = made(path, purge_percent=purge)
+            table = loaded(path)
+            assert names(table) == state
+            frame = polars.scan_iceberg(table).collect()
+            assert dict(zip(frame["id"].to_list(), frame["name"].to_list(), strict=True)) == state
+            found = duckdb.rows(f"select id, name from iceberg_scan('{table.metadata_location}')")
+            assert {row["id"]: row["name"] for row in found} == state
+            assert len(found) == len(state)
+
+
+def test_delete_files_become_one_and_files_with_many_deleted_rows_are_written_again(make, table, monkeypatch):
+    monkeypatch.setattr(upsert, "MERGED", 3)
+    sink = make(purge_percent=10)
+    state = fill(sink)
+    counts = []
+    for number in range(2, 14):
+        commit(sink, number, upserts({number: "new"}))
+        state[number] = "new"
+        assert names(table()) == state
+        counts.append(len(files(table(), DataFileContent.POSITION_DELETES)))
+    assert max(counts) == 3
+    assert counts.count(1) >= 2
+    assert max(file.record_count for file in files(table(), DataFileContent.DATA)) < 100  # the first file is gone
+
+
+def test_files_that_upserts_drop_go_with_the_last_snapshot_that_names_them(make, table, tmp_path):
+    sink = make(purge_percent=5, keep_snapshots=2)
+    fill(sink)
+    for number in range(2, 12):
+        commit(sink, number, upserts(dict.fromkeys(range(20), str(number))))
+    there = {path.name for path in (tmp_path / "out/lake/orders/data").rglob("*.parquet")}
+    named = {
+        entry.data_file.file_path.rpartition("/")[2]
+        for snapshot in table().metadata.snapshots
+        for manifest in snapshot.manifests(table().io)
+        for entry in manifest.fetch_manifest_entry(table().io)
+    }
+    assert named <= there
+    assert len(there) < len(named) + 6  # what the last commits have dropped goes with the next
+    assert len(names(table())) == 100
+
+
+def test_unchanged_values_moves_and_rows_that_come_again(sink, table):
+    fill(sink, 10)
+    commit(sink, 2, changes({"_op": "u", "id": 3, "name": "new", "doc": None, "_unchanged": ["doc"]}))
+    moved = {"_op": "u", "id": 50, "name": "moved", "doc": None, "_unchanged": ["doc"], "_old_key": '{"id":4}'}
+    commit(sink, 3, changes(moved, {"_op": "d", "id": 5}))
+    commit(sink, 4, upserts({5: "again"}))
+    rows = {row["id"]: (row["name"], row["doc"]) for row in table().scan().to_arrow().to_pylist()}
+    assert rows[3] == ("new", "doc 3")
+    assert rows[50] == ("moved", "doc 4")
+    assert 4 not in rows
+    assert rows[5] == ("again", "doc 5")
+    assert len(rows) == 10
+
+
+def test_a_truncate_drops_every_file(sink, table):
+    fill(sink)
+    commit(sink, 2, upserts({7: "new"}))
+    commit(sink, 3, changes({"_op": "t"}, {"_op": "c", "id": 1, "name": "after"}))
+    assert names(table()) == {1: "after"}
+    assert files(table(), DataFileContent.POSITION_DELETES) == []
+
+
+def test_soft_delete_keeps_the_row_and_marks_it(make, table):
+    sink = make(soft_delete=True)
+    fill(sink, 10)
+    commit(sink, 2, upserts({3: "new"}, deletes=[4]))
+    rows = {row["id"]: row for row in table().scan().to_arrow().to_pylist()}
+    assert len(rows) == 10
+    assert (rows[4]["_deleted"], rows[4]["doc"], rows[3]["_deleted"]) == (True, "doc 4", False)
+    commit(sink, 3, upserts({4: "again"}))
+    assert names(table())[4] == "again"
+    commit(sink, 4, changes({"_op": "t"}, {"_op": "c", "id": 1, "name": "after"}))
+    rows = {row["id"]: row["_deleted"] for row in table().scan().to_arrow().to_pylist()}
+    assert rows == {id: id != 1 for id in range(10)}
+
+
+def test_a_row_leaves_its_partition(make, table):
+    sink = make(partition_by=["name"])
+    fill(sink, 10)
+    commit(sink, 2, upserts({3: "a", 4: "a"}, deletes=[5]))
+    commit(sink, 3, upserts({3: "b"}))
+    assert names(table()) == {**{id: f"row {id}" for id in range(10) if id not in (3, 4, 5)}, 3: "b", 4: "a"}
+
+
+def test_columns_come_and_get_wider_types(sink, table):
+    narrow = pa.schema([("id", pa.int32()), ("n", pa.int32())])
+    commit(sink, 1, changes(*({"_op": "c", "id": id, "n": id} for id in range(10)), schema=narrow))
+    wide = pa.schema([("id", pa.int64()), ("n", pa.int64()), ("more", pa.string())])
+    commit(sink, 2, changes({"_op": "u", "id": 3, "n": 2**40, "more": "x"}, {"_op": "d", "id": 4}, schema=wide))
+    rows = {row["id"]: (row["n"], row["more"]) for row in table().scan().to_arrow().to_pylist()}
+    assert rows == {**{id: (id, None) for id in range(10) if id != 4}, 3: (2**40, "x")}
+
+
+def test_others_may_append_and_delete_between_epochs_and_before_the_commit(sink, table, monkeypatch):
+    state = fill(sink)
+    commit(sink, 2, upserts({7: "new"}))
+    table().append(pa.table({"id": [1000], "name": ["theirs"], "doc": ["theirs"]}))
+    table().delete("id = 60")
+    real, raced = upsert.Upsert.run, []
+
+    def run(self, *given):
+        found = real(self, *given)
+        if not raced:
+            raced.append(table().delete("id = 61"))
+        return found
+
+    monkeypatch.setattr(upsert.Upsert, "run", run)
+    commit(sink, 3, upserts({1000: "ours", 8: "new", 61: "back"}))
+    assert raced
+    state.update({7: "new", 8: "new", 61: "back", 1000: "ours"})
+    del state[60]
+    assert names(table()) == state
+
+
+def test_the_index_is_only_a_cache(make, table, tmp_path):
+    state = fill(make())
+    commit(make(), 2, upserts({7: "two"}))
+    for part in (tmp_path / "out/lake/orders/_penstock/.index").iterdir():
+        part.write_bytes(part.read_bytes()[:-50])
+    commit(make(), 3, upserts({7: "three"}, deletes=[8]))
+    state[7] = "three"
+    del state[8]
+    assert names(table()) == state
+
+
+def test_a_date_that_becomes_a_timestamp_is_refused(sink):
+    day = pa.schema([("id", pa.int64()), ("at", pa.date32())])
+    commit(sink, 1, changes({"_op": "c", "id": 1}, schema=day))
+    e = epoch(2)
+    when = pa.schema([("id", pa.int64()), ("at", pa.timestamp("us"))])
+    receipts = [stage(sink, e, changes({"_op": "c", "id": 2}, schema=when))]
+    with pytest.raises(SchemaError, match="PEN-4001"):
+        sink.commit_epoch(e, receipts, END)
+
+
+def test_nothing_is_left_of_staged_changes(sink, tmp_path):
+    fill(sink)
+    commit(sink, 2, upserts({7: "new"}))
+    hidden = tmp_path / "out/lake/orders/_penstock"
+    assert list(hidden.rglob("*.parquet")) == []

@@ -1,4 +1,4 @@
-"""One class of tests for every registry: the embedded one, the kit's server, and a real Apicurio."""
+"""One class of tests for every registry: the embedded one, the kit's server, a real Apicurio, and Danube's."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from penstock.schema import SchemaRegistryAware
 from penstock.schema.compatibility import Compatibility
 from penstock.schema.registry import Registry, make, registry_type
 from penstock.schema.registry.confluent import Confluent, ConfluentConfig
+from penstock.schema.registry.danube import DanubeRegistry, DanubeRegistryConfig
 from penstock.schema.registry.embedded import Embedded, EmbeddedConfig
 from penstock.schema.registry.http import Answer
 from penstock.schema.registry.versions import Minimum, Pinned, choose, ensure_registered
 from penstock.testing.apicurio import ApicurioServer, is_installed
+from penstock.testing.danube import DanubeBroker
 from penstock.testing.registry import RegistryServer
 
 COUNT = itertools.count(1)
@@ -340,6 +342,69 @@ class TestApicurio(ConfluentContract):
     @pytest.fixture
     def server(self, apicurio):
         return apicurio
+
+
+@pytest.fixture(scope="module")
+def danube():
+    with DanubeBroker() as running:
+        yield running
+
+
+class TestDanube(RegistryContract):
+    """Danube numbers subjects, has no references, and compares with the last version only."""
+
+    @pytest.fixture
+    def subject(self):
+        """A slash would be part of a path there, and the subject would not be listed."""
+        return f"orders-{next(COUNT)} value"
+
+    @pytest.fixture
+    def registry(self, danube):
+        made = DanubeRegistry(DanubeRegistryConfig(url=danube.url, latest_cache_secs=0))
+        yield made
+        made.close()
+
+    def test_one_schema_has_one_id_in_all_subjects(self, registry, subject):
+        """Here each subject has its own, and an id of ours names the version as well."""
+        first, second = (registry.register_schema(name, V1) for name in (subject, f"{subject}-copy"))
+        assert first.id != second.id
+        assert registry.places(first.id) == [(subject, 1)]
+        assert registry.register_schema(subject, V2).id == first.id + 1
+
+    def test_the_compatibility_of_a_subject_can_be_changed(self, registry, subject):
+        registry.register_schema(subject, V1)
+        for mode in (Compatibility.FULL, Compatibility.FORWARD, Compatibility.NONE):
+            registry.set_compatibility(subject, mode)
+            assert registry.compatibility(subject) is mode
+        registry.register_schema(subject, WRONG)
+        assert registry.versions(subject) == [1, 2]
+
+    def test_a_transitive_check_reaches_the_first_version(self, registry, subject):
+        with pytest.raises(ConfigError, match="PEN-1032"):
+            registry.set_compatibility(subject, Compatibility.BACKWARD_TRANSITIVE)
+
+    def test_references_come_back_resolved(self, registry, subject):
+        line = registry.register_schema(f"{subject}-line", avro(ID, name="Line"))
+        with pytest.raises(SchemaError, match="PEN-4031"):
+            registry.register_schema(subject, avro({"name": "x", "type": "Line"}, references=(("Line", line),)))
+
+    def test_json_schema_is_checked_by_what_it_allows(self, registry, subject):
+        """The broker refuses every other type, also one that allows more; ours finds the field where it is narrower."""
+        registry.register_schema(subject, JSON_1)
+        wider, other = ({"type": "object", "properties": {"a": {"type": kind}}} for kind in ("number", "string"))
+        (said,) = registry.check_compatibility(subject, WireSchema("json_schema", json.dumps(wider)))
+        assert said.rule == "registry"
+        (only,) = registry.check_compatibility(subject, WireSchema("json_schema", json.dumps(other)))
+        assert (only.path, only.rule) == ("a", "json_schema.type")
+
+    def test_the_compatibility_of_a_new_subject_is_set_with_its_first_version(self, registry, subject):
+        ensure_registered(registry, subject, V1, compatibility=Compatibility.NONE)
+        assert registry.compatibility(subject) is Compatibility.NONE
+
+    def test_a_broker_that_is_away_for_a_moment_is_asked_again(self, registry, subject, danube):
+        danube.tell("fail", method="RegisterSchema", code="UNAVAILABLE", done=True)
+        assert registry.register_schema(subject, V1).version == 1
+        assert registry.versions(subject) == [1]
 
 
 def test_an_unknown_registry_is_answered_with_the_nearest():

@@ -73,6 +73,8 @@ BUILT_IN: dict[tuple[Kind, str], Entry] = {
         Entry("sink", "http", "penstock.connectors.http:HttpSink", "http", ("httpx",)),
         Entry("source", "mqtt", "penstock.connectors.mqtt.source:Mqtt", "mqtt", ("paho",)),
         Entry("sink", "mqtt", "penstock.connectors.mqtt.sink:MqttSink", "mqtt", ("paho",)),
+        Entry("source", "danube", "penstock.connectors.danube:Danube", "danube", ("danube", "grpc")),
+        Entry("sink", "danube", "penstock.connectors.danube:DanubeSink", "danube", ("danube", "grpc")),
         Entry("sink", "console", "penstock.connectors.console:Console"),
         Entry("sink", "files", "penstock.connectors.files.sink:FilesSink"),
         Entry(

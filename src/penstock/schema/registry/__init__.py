@@ -28,6 +28,7 @@ GROUP = "penstock.registries"
 BUILT_IN = {
     "embedded": "penstock.schema.registry.embedded:Embedded",
     "confluent": "penstock.schema.registry.confluent:Confluent",
+    "danube": "penstock.schema.registry.danube:DanubeRegistry",
 }
 
 
@@ -78,7 +79,9 @@ def registry_type(name: str) -> type[Registry]:
         found: type[Registry] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"the registry {name!r} cannot be imported: {error}", code="PEN-1007", hint="install its package again"
+            f"the registry {name!r} cannot be imported: {error}",
+            code="PEN-1007",
+            hint=f"pip install 'penstock[{name}]'",
         ) from error
     return found
 

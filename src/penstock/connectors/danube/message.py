@@ -1,0 +1,83 @@
+"""A Danube message as an envelope: what of it is kept, and what identifies it over restarts of the broker."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.source import Offset, SourceEnvelope, SourceRecord
+
+PIPELINE, INCARNATION, EPOCH, SEQUENCE = (
+    "penstock.pipeline",
+    "penstock.incarnation",
+    "penstock.epoch",
+    "penstock.sequence",
+)
+"""Attributes of every message that our sink sends: together they name it, also when it is sent again after a crash."""
+
+OWN = (PIPELINE, INCARNATION, EPOCH, SEQUENCE)
+
+PRODUCER, PARTITION, SCHEMA_ID, SCHEMA_VERSION = (
+    "danube.producer",
+    "danube.topic",
+    "danube.schema_id",
+    "danube.schema_version",
+)
+"""What a message carries besides, as attributes of the envelope."""
+
+
+def stream_of(partition: str) -> str:
+    """The topic of a partition: a stream has the name of its topic."""
+    stem, _, number = partition.rpartition("-part-")
+    return stem if stem and number.isdigit() else partition
+
+
+def envelope(message: Any, frame: bytes = b"") -> SourceEnvelope:
+    """The message as it is journaled."""
+    place = message.msg_id
+    attributes = dict(message.attributes)
+    attributes[PRODUCER], attributes[PARTITION] = message.producer_name, place.topic_name
+    if message.HasField("schema_id"):
+        attributes[SCHEMA_ID] = str(message.schema_id)
+        attributes[SCHEMA_VERSION] = str(message.schema_version)
+    record = SourceRecord(
+        stream_of(place.topic_name),
+        frame + message.payload,
+        message.routing_key.encode() if message.HasField("routing_key") else None,
+        attributes,
+        message.publish_time,
+    )
+    return SourceEnvelope(record, Offset(place.topic_name, place.topic_offset), identity(message))
+
+
+def identity(message: Any) -> str:
+    """
+    The same for every delivery of a message, and for no other message.
+
+    An offset alone is not: a broker that lost its log counts from 0 again. So all that the producer and the broker said
+    about the message goes in, with its content. A message of our own sink is known by the epoch and the sequence that it
+    carries, wherever the broker put it; its content goes in as well, since a repeat is better than a loss.
+    """
+    place, attributes = message.msg_id, message.attributes
+    parts: list[Any]
+    if all(name in attributes for name in OWN):
+        parts = [stream_of(place.topic_name), *(attributes[name] for name in OWN)]
+    else:
+        parts = [
+            place.topic_name,
+            place.topic_offset,
+            place.producer_id,
+            message.producer_name,
+            message.request_id,
+            message.publish_time,
+            *_sorted(attributes),
+        ]
+    parts.append(message.routing_key if message.HasField("routing_key") else None)
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=16)
+    digest.update(message.payload)
+    return digest.hexdigest()
+
+
+def _sorted(attributes: Mapping[str, str]) -> list[tuple[str, str]]:
+    return sorted(attributes.items())

@@ -1,0 +1,203 @@
+"""Producers of one task: a window of messages that wait for the broker's answer, one at a time of each routing key."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.connectors.messages import Window
+from penstock.errors import ConfigError, ConnectorError, RetryableError
+from penstock.schema.registry.danube_client import (
+    DanubeConfig,
+    Place,
+    api,
+    channel,
+    credentials,
+    failure,
+    fnv1a,
+    grpc,
+    services,
+)
+
+TRIES = 6
+"""So often a call is tried before the epoch is: what was sent is sent again then."""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The schema that messages name, and how the producer refers to it."""
+
+    subject: str
+    id: int
+    version: int
+    reference: tuple[str, int | bool]
+
+
+@dataclass
+class _Producer:
+    id: int
+    stub: Any
+    place: Place
+
+
+class Producers:
+    """Sends from a thread with a loop of its own; `send` blocks while the window is full, `settle` until it is empty."""
+
+    def __init__(self, config: DanubeConfig, partitions: int, reliable: bool, window: int, name: str) -> None:
+        self._config = config
+        self._partitions = partitions
+        self._reliable = reliable
+        self._name = name
+        self._window = Window(window, TRIES * config.timeout)
+        self._numbers = itertools.count(1)
+        self._made: dict[str, asyncio.Future[_Producer]] = {}
+        self._channels: dict[str, Any] = {}
+        self._last: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="danube-producers", daemon=True)
+        self._thread.start()
+
+    def send(
+        self,
+        topic: str,
+        binding: Binding | None,
+        payload: bytes,
+        key: str | None,
+        number: int,
+        attributes: Mapping[str, str],
+    ) -> None:
+        """Hand over one message; raises what an earlier one failed with."""
+        if self._partitions:
+            chosen = fnv1a(key) if key is not None else number
+            topic = f"{topic}-part-{chosen % self._partitions}"
+        message = api.StreamMessage(
+            request_id=next(self._numbers),
+            payload=payload,
+            publish_time=time.time_ns() // 1_000_000,
+            producer_name=self._name,
+            attributes=attributes,
+            routing_key=key,
+        )
+        message.msg_id.topic_name = topic
+        if binding is not None:
+            message.schema_id, message.schema_version = binding.id, binding.version
+        self._window.enter()
+        self._loop.call_soon_threadsafe(self._begin, message, binding)
+
+    def settle(self) -> None:
+        """Wait until every message is answered."""
+        self._window.settle()
+
+    def close(self) -> None:
+        if not self._thread.is_alive():
+            return
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(30)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(30)
+        self._loop.close()
+
+    # -- in the loop's thread ------------------------------------------------------------------------------------
+
+    def _begin(self, message: Any, binding: Binding | None) -> None:
+        keyed = (message.msg_id.topic_name, message.routing_key) if message.HasField("routing_key") else None
+        before = self._last.get(keyed) if keyed is not None else None
+        task = self._loop.create_task(self._deliver(message, binding, before))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the window has it
+        if keyed is not None:
+            self._last[keyed] = task
+            task.add_done_callback(lambda done: self._last.pop(keyed) if self._last.get(keyed) is done else None)
+
+    async def _deliver(self, message: Any, binding: Binding | None, before: asyncio.Task[None] | None) -> None:
+        """Send one message after the one before it with the same key; what fails is handed to the window."""
+        error: ConnectorError | None = None
+        try:
+            if before is not None:
+                await before
+            await self._send(message, binding)
+        except ConnectorError as broken:
+            error = broken
+        except asyncio.CancelledError:
+            error = RetryableError("the sink was closed", code="PEN-2001")
+        self._window.leave(error)
+        if error is not None:
+            raise error  # those that wait for it are not sent: they would overtake it
+
+    async def _send(self, message: Any, binding: Binding | None) -> None:
+        topic = message.msg_id.topic_name
+        for left in range(TRIES, -1, -1):
+            try:
+                producer = await self._producer(topic, binding)
+                message.msg_id.producer_id = producer.id
+                message.msg_id.broker_addr = producer.place.broker
+                await producer.stub.SendMessage(message, **self._with(producer.place))
+                return
+            except grpc.RpcError as error:
+                broken = _failure(error, topic)
+            if not left or not isinstance(broken, RetryableError):
+                raise broken
+            self._made.pop(topic, None)  # it may be another broker's by now, or one that was started again
+            await asyncio.sleep(min(2.0, 0.05 * 2 ** (TRIES - left)) * random.uniform(0.5, 1.0))
+
+    async def _producer(self, topic: str, binding: Binding | None) -> _Producer:
+        if topic not in self._made:
+            self._made[topic] = asyncio.ensure_future(self._create(topic, binding))
+        return await asyncio.shield(self._made[topic])
+
+    async def _create(self, topic: str, binding: Binding | None) -> _Producer:
+        place = await self._place(topic)
+        stub = services.ProducerServiceStub(self._channel(place.connect))
+        request = api.ProducerRequest(
+            request_id=next(self._numbers),
+            producer_name=self._name,
+            topic_name=topic,
+            dispatch_strategy=api.Reliable if self._reliable else api.NonReliable,
+        )
+        if binding is not None:
+            request.schema_ref.subject = binding.subject
+            setattr(request.schema_ref, *binding.reference)
+        answer = await stub.CreateProducer(request, **self._with(place))
+        return _Producer(answer.producer_id, stub, place)
+
+    async def _place(self, topic: str) -> Place:
+        """Where a topic is; one that is not there yet is made where we are."""
+        request = api.TopicLookupRequest(request_id=next(self._numbers), topic=topic)
+        here = self._config.url
+        try:
+            answer = await services.DiscoveryStub(self._channel(here)).TopicLookup(request, **self._with())
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                return Place(here, here)
+            raise
+        return Place(answer.connect_url, answer.broker_url, answer.proxy)
+
+    def _channel(self, url: str) -> Any:
+        if url not in self._channels:
+            self._channels[url] = channel(self._config, url, grpc.aio)
+        return self._channels[url]
+
+    def _with(self, place: Place | None = None) -> dict[str, Any]:
+        return {"timeout": self._config.timeout, "metadata": credentials(self._config, place)}
+
+    async def _close(self) -> None:
+        own = asyncio.current_task()
+        tasks = [each for each in asyncio.all_tasks() if each is not own]
+        for each in tasks:
+            each.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for each in self._channels.values():
+            await each.close()
+
+
+def _failure(error: Any, topic: str) -> ConnectorError:
+    """As for every call; but a message that the topic's policy refuses will be refused again."""
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.PERMISSION_DENIED and "publish" in details and "draining" not in details:
+        hint = "the topic enforces a schema: set `schema_subject` to its subject, or change the topic's policy"
+        return ConfigError(f"{topic}: the broker refuses a message: {details[:300]}", code="PEN-1016", hint=hint)
+    return failure(error, topic)

@@ -1,0 +1,327 @@
+"""The subscriptions of a source: one stream per partition, each with a reconnect of its own, on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.connectors.danube.message import envelope
+from penstock.connectors.danube.schemas import Refused, Schemas
+from penstock.errors import ConnectorError, RetryableError
+from penstock.schema.registry.danube_client import (
+    DanubeConfig,
+    Place,
+    api,
+    channel,
+    credentials,
+    failure,
+    grpc,
+    services,
+)
+from penstock.source import ConnectorMetrics, HealthStatus, Sender, SourceEnvelope
+
+logger = logging.getLogger("penstock.danube")
+
+TRIES = 5
+"""So many tries in a row at one partition, and the runtime learns of it: it counts them, and stops in the end."""
+LOOK_SECS = 15.0
+"""How often new partitions are looked for, and the broker is asked if it still knows a consumer."""
+TICK_SECS = 0.05
+SETTLE_SECS = 2.0
+"""How long a stop waits for the acknowledgements of what was handed over: the rest comes again, and is dropped."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a listener does."""
+
+    config: DanubeConfig
+    topics: tuple[str, ...]
+    subscription: str
+    kind: int
+    consumer: str
+    filters: tuple[str, ...] = ()
+    subject: str | None = None
+    frames: bool = False
+
+
+@dataclass
+class Counts:
+    """For metrics; changed on the loop, read by anyone."""
+
+    records: int = 0
+    bytes: int = 0
+    errors: int = 0
+    acked: int = 0
+    refused: int = 0
+    reconnects: int = 0
+
+    def metrics(self) -> ConnectorMetrics:
+        custom = {
+            "acknowledged_total": float(self.acked),
+            "refused_total": float(self.refused),
+            "reconnects_total": float(self.reconnects),
+        }
+        return ConnectorMetrics(self.records, self.bytes, self.errors, None, custom)
+
+
+@dataclass
+class Session:
+    """One life of a subscription. What it delivered may be acknowledged only through it: see `_acknowledge`."""
+
+    partition: str
+    stub: Any
+    channel: Any
+    place: Place
+    consumer_id: int = 0
+    alive: bool = True
+
+
+@dataclass
+class Listener:
+    """Receives from all partitions until the sender stops, and acknowledges what is durable."""
+
+    settings: Settings
+    counts: Counts = field(default_factory=Counts)
+
+    def __post_init__(self) -> None:
+        self._states: dict[str, str] = {}  # per partition why it is not connected; empty: it is
+        self._last_refusal = ""
+        self._numbers = itertools.count(1)
+        self._waiting: list[tuple[Session, Any, SourceEnvelope]] = []
+        self._unsettled = 0
+        self._asking: set[asyncio.Future[None]] = set()
+        self._closing: set[asyncio.Future[Any]] = set()
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    async def run(self, sender: Sender) -> None:
+        """Until the sender stops, or a partition cannot be had."""
+        self._states, self._waiting, self._unsettled = {}, [], 0
+        self._sender, self._loop = sender, asyncio.get_running_loop()
+        self._schemas = Schemas(self.settings.config, self.settings.subject, self.settings.frames)
+        self._failed: asyncio.Future[ConnectorError] = self._loop.create_future()
+        tasks: dict[str, asyncio.Task[None]] = {}
+        looked = float("-inf")
+        try:
+            while not sender.stopped and not self._failed.done():
+                if time.monotonic() - looked > LOOK_SECS:
+                    for partition in await self._partitions():
+                        if partition not in tasks:
+                            self._states[partition] = "connecting"
+                            tasks[partition] = asyncio.create_task(self._keep_receiving(partition))
+                    looked = time.monotonic()
+                await asyncio.wait([self._failed], timeout=TICK_SECS)
+            await self._settle()
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            await asyncio.gather(*self._closing, return_exceptions=True)
+            self._schemas.close()
+        if self._failed.done() and not sender.stopped:
+            raise self._failed.result()
+
+    def health(self) -> HealthStatus:
+        """What is connected, and what was refused last."""
+        states = dict(self._states)
+        down = {partition: why for partition, why in states.items() if why}
+        if not states:
+            return HealthStatus()
+        if down:
+            partition, why = next(iter(down.items()))
+            return HealthStatus.degraded(f"{len(down)} of {len(states)} are not connected: {partition}: {why}")
+        if self._last_refusal:
+            return HealthStatus.degraded(f"{self.counts.refused} messages were refused, the last: {self._last_refusal}")
+        return HealthStatus.healthy()
+
+    async def _partitions(self) -> list[str]:
+        """Every partition of every topic; a broker that cannot say leaves those that are known."""
+        link = channel(self.settings.config, self.settings.config.url, grpc.aio)
+        found: list[str] = []
+        try:
+            for topic in self.settings.topics:
+                request = api.TopicLookupRequest(request_id=next(self._numbers), topic=topic)
+                answer = await services.DiscoveryStub(link).TopicPartitions(request, **self._with())
+                found += answer.partitions or [topic]
+        except grpc.RpcError as error:
+            broken = failure(error, f"the partitions of {', '.join(self.settings.topics)} cannot be listed")
+            if not self._states:
+                raise broken from error
+        finally:
+            await link.close()
+        return found
+
+    async def _keep_receiving(self, partition: str) -> None:
+        """Connect, receive, and connect again: with a pause that doubles, and an end."""
+        tries = 0
+        while True:
+            began = time.monotonic()
+            try:
+                await self._receive(partition)
+            except grpc.RpcError as error:
+                broken = failure(error, partition)
+            except ConnectorError as error:
+                broken = error
+            if time.monotonic() - began > 10 or not self._states[partition]:
+                tries = 0  # it was connected
+            self._states[partition] = broken.message
+            self.counts.errors += 1
+            self.counts.reconnects += 1
+            tries += 1
+            if tries >= TRIES or not isinstance(broken, RetryableError):
+                if not self._failed.done():
+                    self._failed.set_result(broken)
+                return
+            await asyncio.sleep(min(5.0, 0.1 * 2**tries) * random.uniform(0.5, 1.0))
+
+    async def _receive(self, partition: str) -> None:
+        """One life of a subscription: look up, subscribe, receive until it breaks."""
+        session = await self._subscribe(partition)
+        watching = asyncio.create_task(self._watch(session))
+        try:
+            request = api.ReceiveRequest(request_id=next(self._numbers), consumer_id=session.consumer_id)
+            call = session.stub.ReceiveMessages(request, metadata=credentials(self.settings.config, session.place))
+            watching.add_done_callback(lambda done: call.cancel())
+            await call.wait_for_connection()
+            self._states[partition] = ""
+            async for message in call:
+                await self._take(session, message)
+            code = await call.code()
+            why = "the broker asked for it" if watching.done() else "its stream ended; is there another of that name?"
+            raise RetryableError(f"{partition}: the consumer was closed, {why} ({code.name})", code="PEN-2001")
+        except asyncio.CancelledError:
+            if watching.done() and not watching.cancelled():
+                raise RetryableError(f"{partition}: the broker no longer knows the consumer", code="PEN-2001") from None
+            raise
+        finally:
+            # From here on no acknowledgement of this life goes out: after a restart of the broker the same offset may be
+            # another message, which nobody has written down.
+            session.alive = False
+            watching.cancel()
+            self._closing.add(asyncio.ensure_future(session.channel.close()))
+
+    async def _subscribe(self, partition: str) -> Session:
+        own = self.settings
+        place = await self._place(partition)
+        link = channel(own.config, place.connect, grpc.aio)
+        session = Session(partition, services.ConsumerServiceStub(link), link, place)
+        request = api.ConsumerRequest(
+            request_id=next(self._numbers),
+            topic_name=partition,
+            consumer_name=own.consumer,
+            subscription=own.subscription,
+            subscription_type=own.kind,
+            key_filters=own.filters,
+        )
+        try:
+            answer = await session.stub.Subscribe(request, **self._with(place))
+        except BaseException:
+            await link.close()
+            raise
+        session.consumer_id = answer.consumer_id
+        return session
+
+    async def _place(self, partition: str) -> Place:
+        link = channel(self.settings.config, self.settings.config.url, grpc.aio)
+        try:
+            request = api.TopicLookupRequest(request_id=next(self._numbers), topic=partition)
+            answer = await services.DiscoveryStub(link).TopicLookup(request, **self._with())
+        finally:
+            await link.close()
+        if answer.response_type == api.TopicLookupResponse.Failed:
+            raise RetryableError(f"{partition}: no broker serves it now", code="PEN-2001")
+        return Place(answer.connect_url, answer.broker_url, answer.proxy)
+
+    async def _watch(self, session: Session) -> None:
+        """Ends when the broker says that it no longer knows the consumer: its stream would stay silent for ever."""
+        health = services.HealthCheckStub(session.channel)
+        kind = api.HealthCheckRequest.Consumer
+        while True:
+            await asyncio.sleep(LOOK_SECS)
+            request = api.HealthCheckRequest(request_id=next(self._numbers), client=kind, id=session.consumer_id)
+            answer = await health.HealthCheck(request, **self._with(session.place))
+            if answer.status == api.HealthCheckResponse.CLOSE:
+                return
+
+    def _with(self, place: Place | None = None) -> dict[str, Any]:
+        config = self.settings.config
+        return {"timeout": config.timeout, "metadata": credentials(config, place)}
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    async def _take(self, session: Session, message: Any) -> None:
+        try:
+            frame = await self._schemas.frame(message)
+        except Refused as refused:
+            await self._refuse(session, message, str(refused))
+            return
+        while self._sender.full and not self._sender.stopped:
+            await asyncio.sleep(TICK_SECS)  # nothing is taken, and the connection stays
+        if not self._waiting:
+            self._loop.call_soon(self._hand_over)
+        self._waiting.append((session, message.msg_id, envelope(message, frame)))
+
+    def _hand_over(self) -> None:
+        """All that came in one turn of the loop, as one unit."""
+        if self._sender.stopped:
+            self._waiting = []
+            return
+        taken, self._waiting = self._waiting, []
+        self.counts.records += len(taken)
+        self.counts.bytes += sum(len(each.record.payload or b"") for _, _, each in taken)
+        places = [(session, place) for session, place, _ in taken]
+        self._unsettled += len(places)
+
+        def durable() -> None:  # in the journal's thread
+            with contextlib.suppress(RuntimeError):  # the loop has ended: they come again
+                self._loop.call_soon_threadsafe(self._acknowledge, places)
+
+        try:
+            self._sender.send_batch([each for _, _, each in taken], durable)
+        except ConnectorError as error:
+            if not self._failed.done():
+                self._failed.set_result(error)
+
+    def _acknowledge(self, places: Sequence[tuple[Session, Any]]) -> None:
+        self._unsettled -= len(places)
+        own = self.settings
+        for session, place in places:
+            if not session.alive:
+                continue
+            request = api.AckRequest(request_id=next(self._numbers), msg_id=place, subscription_name=own.subscription)
+            asking = asyncio.ensure_future(self._ask(session.stub.Ack(request, **self._with(session.place))))
+            self._asking.add(asking)
+            asking.add_done_callback(self._asking.discard)
+
+    async def _ask(self, call: Any) -> None:
+        try:
+            await call
+            self.counts.acked += 1
+        except (grpc.RpcError, asyncio.CancelledError):
+            self.counts.errors += 1  # the message comes again, and is acknowledged then
+
+    async def _refuse(self, session: Session, message: Any, reason: str) -> None:
+        """Hand it back with the reason: the broker's own policy says what becomes of it."""
+        self.counts.refused += 1
+        self._last_refusal = f"{message.msg_id.topic_name}@{message.msg_id.topic_offset}: {reason}"
+        logger.warning("refused %s", self._last_refusal)
+        request = api.NackRequest(
+            request_id=next(self._numbers),
+            msg_id=message.msg_id,
+            subscription_name=self.settings.subscription,
+            reason=reason,
+        )
+        await session.stub.Nack(request, **self._with(session.place))
+
+    async def _settle(self) -> None:
+        until = time.monotonic() + SETTLE_SECS
+        while (self._unsettled or self._asking) and time.monotonic() < until:
+            await asyncio.sleep(0.005)

@@ -1,0 +1,364 @@
+"""The Danube source, against a broker that speaks the protocol on a real socket."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.connectors.danube import Danube, session
+from penstock.connectors.danube.source import DanubeSourceConfig
+from penstock.errors import ConfigError, FatalError, RetryableError
+from penstock.formats import WireSchema
+from penstock.schema.registry.danube import DanubeRegistry, unpacked
+from penstock.schema.registry.danube_client import DanubeConfig
+from penstock.source import HealthState
+from penstock.testing import RecordingSender, SourceContract
+from penstock.testing.danube import DanubeBroker
+from penstock.testing.danube.clients import PlainConsumer, PlainProducer
+from penstock.testing.processes import wait_until
+
+pytestmark = pytest.mark.xdist_group("danube")
+
+FAST = {"heartbeat_ms": 20, "base_redelivery_delay_ms": 20, "max_redelivery_delay_ms": 200, "cursor_flush_ms": 50}
+TOPIC = "/default/events"
+
+
+@pytest.fixture(autouse=True)
+def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These senders never make the last messages durable: there is nothing to wait for."""
+    monkeypatch.setattr(session, "SETTLE_SECS", 0.1)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[DanubeBroker]:
+    with DanubeBroker(**FAST) as broker:
+        yield broker
+
+
+@pytest.fixture
+def own() -> Iterator[DanubeBroker]:
+    """One that the test may kill."""
+    with DanubeBroker(**FAST) as broker:
+        yield broker
+
+
+@pytest.fixture
+def topic(shared: DanubeBroker, request: pytest.FixtureRequest) -> str:
+    name = f"/default/{request.node.name[:60].replace('[', '-').replace(']', '')}"
+    shared.tell("create", topic=name)
+    return name
+
+
+def source(broker: DanubeBroker, topic: str = TOPIC, **options: Any) -> Danube:
+    return Danube(DanubeSourceConfig(url=broker.url, topics=[topic], subscription="penstock", **options))
+
+
+def subscribed(broker: DanubeBroker, topic: str, name: str = "penstock") -> None:
+    """Wait until the source listens: what is sent before its subscription exists, it never sees."""
+    wait_until(lambda: broker.subscription(topic, name).get("consumers"), "the subscription")
+
+
+class Streaming:
+    """A source that runs, and what it sent."""
+
+    def __init__(self, broker: DanubeBroker, source: Danube, *topics: str) -> None:
+        self.sender = RecordingSender()
+        self.source = source
+        self._broker = broker
+        self._topics = topics
+
+    def __enter__(self) -> Streaming:
+        self.source.open()
+        self._context = self.sender.streaming(self.source)
+        self._context.__enter__()
+        for topic in self._topics:
+            subscribed(self._broker, topic)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._context.__exit__(*(exception or (None, None, None)))
+        self.source.close()
+
+    def wait(self, count: int, durable: bool = False) -> list[bytes]:
+        """The payloads once there are so many; with `durable` each is safe as it comes, so that the broker goes on."""
+
+        def arrived() -> Any:
+            if durable:
+                self.sender.make_durable()
+            return self.sender.count >= count or self.sender.failed
+
+        wait_until(arrived, f"{count} messages")
+        return [payload for rows in self.sender.rows.values() for payload in rows]
+
+
+class TestDanube(SourceContract):
+    @pytest.fixture
+    def source(self, shared: DanubeBroker, topic: str) -> Danube:
+        return source(shared, topic)
+
+    @pytest.fixture
+    def expected(self, topic: str) -> dict[str, list[bytes]]:
+        return {topic: [b"one", b"two", b"three"]}
+
+    @pytest.fixture
+    def more(self, shared: DanubeBroker, topic: str) -> Any:
+        def send() -> None:
+            subscribed(shared, topic)
+            with PlainProducer(shared.url, topic) as producer:
+                for payload in (b"one", b"two", b"three"):
+                    producer.send(payload)
+
+        return send
+
+    @pytest.fixture
+    def told(self, shared: DanubeBroker, topic: str) -> Any:
+        return lambda: shared.subscription(topic, "penstock").get("acknowledged", 0)
+
+    @pytest.fixture
+    def wrong(self, shared: DanubeBroker) -> Danube:
+        return source(shared, "/default/nowhere")
+
+
+def test_a_message_keeps_what_it_carries(shared: DanubeBroker, topic: str) -> None:
+    seen: list[Any] = []
+    with Streaming(shared, source(shared, topic), topic) as run:
+        keep = run.sender._keep
+        run.sender._keep = lambda items, done: (seen.extend(items), keep(items, done))  # type: ignore[method-assign]
+        with PlainProducer(shared.url, topic) as producer:
+            producer.send(b"\x00\xff", key="k-1", attributes={"site": "north"})
+        run.wait(1)
+    record = seen[0].record
+    assert (record.stream, record.payload, record.key) == (topic, b"\x00\xff", b"k-1")
+    assert record.attributes["site"] == "north"
+    assert record.attributes["danube.producer"] == "plain"
+    assert seen[0].offset.partition == topic
+    sent = shared.messages(topic)[0]
+    assert record.timestamp_ms == sent.publish_time
+
+
+def test_all_partitions_of_several_topics_are_read(shared: DanubeBroker, topic: str) -> None:
+    second = f"{topic}-b"
+    with PlainProducer(shared.url, second, partitions=3) as producer:
+        both = Danube(DanubeSourceConfig(url=shared.url, topics=[topic, second], subscription="penstock"))
+        with Streaming(shared, both, topic, *(f"{second}-part-{n}" for n in range(3))) as run:
+            for number in range(30):
+                producer.send(str(number).encode(), key=f"key-{number}")
+            with PlainProducer(shared.url, topic) as other:
+                other.send(b"single")
+            run.wait(31, durable=True)
+    assert run.sender.rows[topic] == [b"single"]
+    assert sorted(map(int, run.sender.rows[second])) == list(range(30))
+
+
+def test_nothing_is_acknowledged_before_it_is_durable_and_the_window_holds_the_broker_back(
+    shared: DanubeBroker, topic: str
+) -> None:
+    with Streaming(shared, source(shared, topic), topic) as run, PlainProducer(shared.url, topic) as producer:
+        for number in range(25):
+            producer.send(str(number).encode())
+        run.wait(10)
+        assert run.sender.count == 10, "the broker hands out ten, and then waits"
+        assert shared.subscription(topic, "penstock")["acknowledged"] == 0
+        wait_until(lambda: run.sender.make_durable() or run.sender.count >= 25, "all")
+        wait_until(lambda: run.sender.make_durable() or _acked(shared, topic) == 25, "their acknowledgement")
+    assert run.sender.rows[topic] == [str(number).encode() for number in range(25)]
+
+
+def test_a_late_acknowledgement_brings_the_message_again_with_the_same_identity(own: DanubeBroker) -> None:
+    own.tell("set", ack_timeout_ms=100)
+    own.tell("create", topic=TOPIC)
+    keys: list[str] = []
+    with Streaming(own, source(own), TOPIC) as run:
+        keep = run.sender._keep
+        run.sender._keep = lambda items, done: (keys.extend(e.dedupe_key for e in items), keep(items, done))  # type: ignore[method-assign]
+        with PlainProducer(own.url, TOPIC) as producer:
+            producer.send(b"slow")
+        wait_until(lambda: len(keys) >= 2, "the redelivery")
+        assert len(set(keys)) == 1
+        wait_until(lambda: run.sender.make_durable() or _acked(own, TOPIC) == 1, "the acknowledgement")
+
+
+def test_an_acknowledgement_of_an_earlier_life_of_the_broker_is_never_sent(own: DanubeBroker) -> None:
+    """Offsets begin again after a restart: the old acknowledgement would take a message that nobody wrote down."""
+    own.tell("create", topic=TOPIC)
+    with Streaming(own, source(own), TOPIC) as run:
+        with PlainProducer(own.url, TOPIC) as producer:
+            producer.send(b"before")
+        run.wait(1)
+        own.restart()
+        subscribed(own, TOPIC)
+        with PlainProducer(own.url, TOPIC) as producer:
+            producer.send(b"after")
+        run.wait(2)
+        waiting = run.sender._waiting
+        waiting[0]()  # only the first is durable, now
+        wait_until(lambda: run.source.metrics().custom["reconnects_total"] >= 1, "the reconnect")
+        assert _acked(own, TOPIC) == 0
+        run.sender.make_durable()
+        wait_until(lambda: _acked(own, TOPIC) == 1, "the acknowledgement of the second")
+    assert run.sender.rows[TOPIC] == [b"before", b"after"]
+
+
+def test_messages_with_equal_offsets_of_two_lives_are_two_messages(own: DanubeBroker) -> None:
+    own.tell("create", topic=TOPIC)
+    keys: list[str] = []
+    with Streaming(own, source(own), TOPIC) as run:
+        keep = run.sender._keep
+        run.sender._keep = lambda items, done: (keys.extend(e.dedupe_key for e in items), keep(items, done))  # type: ignore[method-assign]
+        for life in range(2):
+            with PlainProducer(own.url, TOPIC) as producer:
+                producer.send(b"same")
+            run.wait(life + 1)
+            assert own.messages(TOPIC)[0].msg_id.topic_offset == 0
+            if not life:
+                own.restart()
+                subscribed(own, TOPIC)
+    assert len(set(keys)) == 2
+
+
+def test_a_broken_stream_is_opened_again_with_pauses(shared: DanubeBroker, topic: str) -> None:
+    with Streaming(shared, source(shared, topic), topic) as run, PlainProducer(shared.url, topic) as producer:
+        producer.send(b"one")
+        run.wait(1)
+        before = shared.tell("report")["calls"]["ReceiveMessages"]
+        shared.tell("fail", method="ReceiveMessages", code="UNAVAILABLE", times=2)
+        shared.tell("break")
+        producer.send(b"two")
+        wait_until(lambda: b"two" in run.sender.rows[topic], "the second message")
+        opened = shared.tell("report")["calls"]["ReceiveMessages"] - before
+        assert 3 <= opened <= 6, f"{opened} streams were opened: it must not spin"
+        wait_until(lambda: run.source.health_check().state is HealthState.HEALTHY, "health")
+
+
+def test_a_broker_that_stays_away_is_shown_and_then_handed_to_the_runtime(own: DanubeBroker) -> None:
+    own.tell("create", topic=TOPIC)
+    run = Streaming(own, source(own), TOPIC)
+    run.__enter__()
+    wait_until(lambda: run.source.health_check().state is HealthState.HEALTHY, "health")
+    own.kill()
+    wait_until(lambda: run.source.health_check().state is HealthState.DEGRADED, "the truth")
+    wait_until(lambda: run.sender.failed, "an end of the tries")
+    with pytest.raises(RetryableError, match="UNAVAILABLE"):
+        run.__exit__()
+
+
+def test_a_consumer_that_the_broker_no_longer_knows_subscribes_again(
+    own: DanubeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "LOOK_SECS", 0.1)
+    own.tell("create", topic=TOPIC)
+    with Streaming(own, source(own), TOPIC) as run:
+        wait_until(lambda: run.source.health_check().state is HealthState.HEALTHY, "health")
+        own.tell("forget", topic=TOPIC)
+        subscribed(own, TOPIC)
+        with PlainProducer(own.url, TOPIC) as producer:
+            producer.send(b"heard")
+        assert run.wait(1) == [b"heard"]
+
+
+@pytest.mark.parametrize("kind", ["exclusive", "shared", "failover", "key_shared"])
+def test_every_kind_of_subscription_reads(shared: DanubeBroker, topic: str, kind: str) -> None:
+    with Streaming(shared, source(shared, topic, subscription_type=kind), topic) as run:
+        with PlainProducer(shared.url, topic) as producer:
+            for number in range(5):
+                producer.send(str(number).encode(), key=f"k{number}")
+        assert sorted(run.wait(5)) == [b"0", b"1", b"2", b"3", b"4"]
+
+
+def test_key_filters_choose_the_messages(shared: DanubeBroker, topic: str) -> None:
+    chosen = source(shared, topic, subscription_type="key_shared", key_filters=["eu-*"])
+    with Streaming(shared, chosen, topic) as run, PlainProducer(shared.url, topic) as producer:
+        for key in ("eu-1", "us-1", "eu-2"):
+            producer.send(key.encode(), key=key)
+        assert sorted(run.wait(2)) == [b"eu-1", b"eu-2"]
+        wait_until(lambda: run.sender.make_durable() or _acked(shared, topic) == 2, "their acknowledgement")
+
+
+def test_a_failover_consumer_takes_over_what_the_first_left(shared: DanubeBroker, topic: str) -> None:
+    second = source(shared, topic, subscription_type="failover", consumer_name="second")
+    with (
+        PlainConsumer(shared.url, topic, "penstock", kind=2, name="first") as first,
+        Streaming(shared, second, topic) as run,
+        PlainProducer(shared.url, topic) as producer,
+    ):
+        wait_until(lambda: len(shared.subscription(topic, "penstock")["consumers"]) == 2, "both")
+        producer.send(b"one")
+        assert first.next(ack=False).payload == b"one"
+        first.__exit__()
+        assert run.wait(1) == [b"one"]
+
+
+def test_a_message_of_another_subject_is_handed_back_with_a_reason(own: DanubeBroker) -> None:
+    own.tell("set", poison_policy="dead_letter", dead_letter_topic="/default/dead", max_redelivery_count=1)
+    own.tell("create", topic=TOPIC)
+    registry = DanubeRegistry(DanubeConfig(url=own.url))
+    right, wrong = (
+        unpacked(registry.register_schema(subject, WireSchema("json_schema", '{"type": "object"}')).id)
+        for subject in ("orders", "others")
+    )
+    registry.close()
+    with Streaming(own, source(own, expected_schema_subject="orders"), TOPIC) as run:
+        with PlainProducer(own.url, TOPIC) as producer:
+            producer.send(b"good", schema=right)
+            producer.send(b"bad", schema=wrong)
+            producer.send(b"none")
+        assert run.wait(1) == [b"good"]
+        wait_until(lambda: own.topic("/default/dead").get("messages") == 2, "the broker's own dead letters")
+        assert "others" in run.source.health_check().reason or "no schema" in run.source.health_check().reason
+    letters = own.messages("/default/dead")
+    reasons = {letter.payload: letter.attributes["x-failure-reason"] for letter in letters}
+    assert "'others'" in reasons[b"bad"]
+    assert "no schema" in reasons[b"none"]
+
+
+def test_a_topic_that_is_not_there_is_an_error_or_made(shared: DanubeBroker, topic: str) -> None:
+    missing = f"{topic}-missing"
+    with pytest.raises(ConfigError, match="no topic"):
+        source(shared, missing).open()
+    made = source(shared, missing, create_topics=True)
+    made.open()
+    made.close()
+    assert missing in shared.tell("report")["topics"]
+
+
+def test_a_broker_that_cannot_be_reached_is_fatal_at_first(tmp_path: Path) -> None:
+    with pytest.raises(FatalError, match="PEN-5001"):
+        Danube(DanubeSourceConfig(url="http://127.0.0.1:1", topics=[TOPIC], subscription="s")).open()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"topics": ["events"]},
+        {"topics": ["/a/b", "/a/b"]},
+        {"key_filters": ["x"]},
+        {"url": "localhost:6650"},
+        {"url": "http://user:secret@localhost:6650"},
+        {"ca_file": "ca.pem"},
+        {"certificate_file": "c.pem"},
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        DanubeSourceConfig.model_validate(
+            {"url": "http://127.0.0.1:6650", "topics": [TOPIC], "subscription": "s", **options}
+        )
+
+
+def test_a_process_forked_beside_a_client_lives(shared: DanubeBroker, topic: str) -> None:
+    with Streaming(shared, source(shared, topic), topic):
+        child = os.fork()
+        if not child:
+            threading.Event().wait(0.05)
+            os._exit(7)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+
+
+def _acked(broker: DanubeBroker, topic: str) -> int:
+    return int(broker.subscription(topic, "penstock").get("acknowledged", 0))

@@ -1,0 +1,223 @@
+"""The Danube sink, against a broker that speaks the protocol on a real socket."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from penstock.connectors.danube import DanubeSink
+from penstock.connectors.danube.message import identity
+from penstock.connectors.danube.sink import DanubeSinkConfig
+from penstock.errors import ConfigError, ConnectorError, DataError, FatalError
+from penstock.formats import WireSchema
+from penstock.schema.registry.danube import DanubeRegistry
+from penstock.schema.registry.danube_client import DanubeConfig, fnv1a
+from penstock.schema.registry.versions import Minimum, Pinned
+from penstock.sink import Epoch, Task
+from penstock.source import ENVELOPE_SCHEMA
+from penstock.testing import SinkContract
+from penstock.testing.danube import DanubeBroker
+
+pytestmark = pytest.mark.xdist_group("danube")
+
+TOPIC = "/shop/orders"
+ROWS = pa.record_batch({"id": [1, 2, 3], "name": ["a", "b", "a"]})
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[DanubeBroker]:
+    with DanubeBroker() as broker:
+        yield broker
+
+
+@pytest.fixture
+def broker(running: DanubeBroker) -> DanubeBroker:
+    """With nothing in it."""
+    running.tell("reset")
+    return running
+
+
+@pytest.fixture
+def own() -> Iterator[DanubeBroker]:
+    """One that the test may kill."""
+    with DanubeBroker() as broker:
+        yield broker
+
+
+class TestContract(SinkContract):
+    @pytest.fixture
+    def sink(self, broker: DanubeBroker) -> DanubeSink:
+        return DanubeSink(DanubeSinkConfig(url=broker.url, topic="/kit/rows"))
+
+    @pytest.fixture
+    def visible(self, broker: DanubeBroker) -> Any:
+        return lambda: [json.loads(message.payload) for message in broker.messages("/kit/rows")]
+
+
+def send(
+    broker: DanubeBroker, *batches: pa.RecordBatch, number: int = 1, task: int = 0, topic: str = TOPIC, **options: Any
+) -> None:
+    """What one task of an epoch sends."""
+    sink = pickle.loads(pickle.dumps(DanubeSink(DanubeSinkConfig(url=broker.url, **options))))
+    epoch = Epoch("orders", "incarnation", number)
+    sink.open()
+    try:
+        sink.begin_epoch(epoch, Task(task))
+        for batch in batches:
+            sink.write_batch(topic, batch)
+        sink.pre_commit(epoch)
+    finally:
+        sink.close()
+
+
+def payloads(broker: DanubeBroker, topic: str = TOPIC) -> list[Any]:
+    return [json.loads(message.payload) for message in broker.messages(topic)]
+
+
+def test_a_message_carries_key_attributes_and_its_own_name(broker: DanubeBroker) -> None:
+    send(broker, ROWS, key=["id"], attributes=["name"])
+    messages = sorted(broker.messages(TOPIC), key=lambda message: message.routing_key)
+    assert [json.loads(message.payload) for message in messages] == [{"id": 1}, {"id": 2}, {"id": 3}]
+    assert [message.routing_key for message in messages] == ["1", "2", "3"]
+    assert [message.attributes["name"] for message in messages] == ["a", "b", "a"]
+    named = messages[1].attributes
+    assert (named["penstock.pipeline"], named["penstock.incarnation"]) == ("orders", "incarnation")
+    assert (named["penstock.epoch"], named["penstock.sequence"]) == ("1", f"{TOPIC}@0.1")
+
+
+def test_a_repeated_epoch_has_the_same_identities_and_another_one_has_not(broker: DanubeBroker) -> None:
+    send(broker, ROWS)
+    send(broker, ROWS.slice(0, 1), ROWS.slice(1))  # read in other batches
+    found = [identity(message) for message in broker.messages(TOPIC)]
+    assert sorted(found[:3]) == sorted(found[3:])
+    assert len(set(found)) == 3
+    send(broker, ROWS, number=2)
+    send(broker, ROWS, task=1)
+    assert len({identity(message) for message in broker.messages(TOPIC)}) == 9
+
+
+def test_a_key_keeps_its_order_while_many_are_sent_at_once(broker: DanubeBroker) -> None:
+    count = 400
+    rows = pa.record_batch({"id": list(range(count)), "key": [f"k{number % 7}" for number in range(count)]})
+    send(broker, rows, key=["key"], window=200)
+    seen: dict[str, list[int]] = {}
+    for row in payloads(broker):
+        seen.setdefault(row["key"], []).append(row["id"])
+    assert sum(map(len, seen.values())) == count
+    assert all(ids == sorted(ids) for ids in seen.values())
+
+
+def test_a_key_keeps_its_order_when_answers_fail(broker: DanubeBroker) -> None:
+    broker.tell("fail", method="SendMessage", code="UNAVAILABLE", times=2, after=3, done=True)
+    broker.tell("fail", method="SendMessage", code="UNAVAILABLE", times=2, after=5)
+    rows = pa.record_batch({"id": list(range(30)), "key": ["one"] * 30})
+    send(broker, rows, key=["key"])
+    once = list(dict.fromkeys(row["id"] for row in payloads(broker)))
+    assert once == list(range(30))
+    assert len(payloads(broker)) == 32, "two answers were lost, and those messages sent again"
+    assert len({identity(message) for message in broker.messages(TOPIC)}) == 30
+
+
+def test_partitions_are_chosen_as_every_client_of_danube_does(broker: DanubeBroker) -> None:
+    rows = pa.record_batch({"key": [f"key-{number}" for number in range(40)]})
+    send(broker, rows, key=["key"], partitions=3)
+    for number in range(3):
+        found = [row["key"] for row in payloads(broker, f"{TOPIC}-part-{number}")]
+        assert found
+        assert all(fnv1a(key) % 3 == number for key in found)
+    send(broker, ROWS, partitions=3, topic="/shop/turns")
+    assert [len(payloads(broker, f"/shop/turns-part-{number}")) for number in range(3)] == [1, 1, 1]
+
+
+def test_a_topic_may_be_made_of_columns(broker: DanubeBroker) -> None:
+    send(broker, ROWS, reliable_dispatch=False)
+    sink_topics = {"/by-name/a", "/by-name/b"}
+    sink = DanubeSink(DanubeSinkConfig(url=broker.url, topic="/by-name/{name}"))
+    sink.open()
+    sink.begin_epoch(Epoch("orders", "incarnation", 1), Task(0))
+    sink.write_batch(TOPIC, ROWS)
+    sink.flush()
+    sink.close()
+    assert sink_topics <= set(broker.tell("report")["topics"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "version"), [("latest", 2), (Pinned(pinned=1), 1), (Minimum(minimum=1), 2)], ids=str
+)
+def test_messages_name_the_version_that_the_strategy_chooses(broker: DanubeBroker, strategy: Any, version: int) -> None:
+    registry = DanubeRegistry(DanubeConfig(url=broker.url))
+    for text in ('{"type": "object"}', '{"type": "object", "title": "Order"}'):
+        registry.register_schema("orders", WireSchema("json_schema", text))
+    registry.close()
+    send(broker, ROWS, schema_subject="orders", version_strategy=strategy)
+    assert {(each.schema_id, each.schema_version) for each in broker.messages(TOPIC)} == {(1, version)}
+
+
+def test_what_the_broker_will_never_take_is_a_wrong_setting(broker: DanubeBroker) -> None:
+    registry = DanubeRegistry(DanubeConfig(url=broker.url))
+    for subject in ("orders", "others"):
+        registry.register_schema(subject, WireSchema("json_schema", '{"type": "object"}'))
+    registry.close()
+    send(broker, ROWS, schema_subject="orders")
+    with pytest.raises(ConfigError, match="uses schema subject"):
+        send(broker, ROWS, schema_subject="others")
+    with pytest.raises(ConfigError, match="dispatch strategy"):
+        send(broker, ROWS, reliable_dispatch=False)
+    with pytest.raises(ConfigError, match="no version 7"):
+        send(broker, ROWS, schema_subject="orders", version_strategy=Pinned(pinned=7))
+    with pytest.raises(ConfigError, match="no topic of Danube's"):
+        send(broker, ROWS, topic="/one")
+
+
+def test_a_tombstone_is_refused_before_anything_is_sent(broker: DanubeBroker) -> None:
+    rows = [{"stream": "s", "payload": payload, "timestamp": 0} for payload in (b"{}", None)]
+    with pytest.raises(DataError) as caught:
+        send(broker, pa.RecordBatch.from_pylist(rows, schema=ENVELOPE_SCHEMA))
+    assert list(caught.value.rows) == [1]
+    assert broker.messages(TOPIC) == []
+
+
+def test_messages_as_they_came_go_on_with_their_key(broker: DanubeBroker) -> None:
+    row = {"stream": "s", "payload": b"{}", "key": b"\xff\x00", "attributes": [("a", "b")], "timestamp": 0}
+    send(broker, pa.RecordBatch.from_pylist([row], schema=ENVELOPE_SCHEMA))
+    (message,) = broker.messages(TOPIC)
+    assert message.attributes["a"] == "b"
+    assert len(message.routing_key) == 32, "bytes that are no text are told apart by their digest"
+
+
+def test_a_broker_that_restarts_is_found_again(own: DanubeBroker) -> None:
+    sink = DanubeSink(DanubeSinkConfig(url=own.url))
+    epoch = Epoch("orders", "incarnation", 1)
+    sink.open()
+    sink.begin_epoch(epoch, Task(0))
+    sink.write_batch(TOPIC, ROWS)
+    sink.flush()
+    own.restart()
+    sink.write_batch(TOPIC, ROWS)
+    sink.pre_commit(epoch)
+    sink.close()
+    assert len(payloads(own)) == 3, "those after the restart; it lost the others"
+
+
+def test_a_broker_that_stays_away_is_said(own: DanubeBroker) -> None:
+    sink = DanubeSink(DanubeSinkConfig(url=own.url, timeout_ms=500))
+    sink.open()
+    own.kill()
+    sink.begin_epoch(Epoch("orders", "incarnation", 1), Task(0))
+    sink.write_batch(TOPIC, ROWS)
+    with pytest.raises(ConnectorError, match="UNAVAILABLE"):
+        sink.flush()
+    sink.close()
+    with pytest.raises(FatalError, match="PEN-5001"):
+        DanubeSink(DanubeSinkConfig(url=own.url)).open()
+
+
+def test_a_cluster_makes_the_topic_first(own: DanubeBroker) -> None:
+    own.tell("set", is_cluster=True)
+    send(own, ROWS)
+    assert len(payloads(own)) == 3

@@ -1,0 +1,203 @@
+"""Pipelines from and to Danube, killed at every step, beside a broker that is killed as well."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from danube_pipe import Pipe
+from penstock.schema.registry.danube_client import grpc
+from penstock.testing.danube import DanubeBroker
+from penstock.testing.danube.clients import PlainProducer
+from penstock.testing.processes import wait_until
+
+pytestmark = pytest.mark.xdist_group("danube")
+
+TOPIC = "/default/events"
+FAST = {
+    "heartbeat_ms": 20,
+    "base_redelivery_delay_ms": 20,
+    "max_redelivery_delay_ms": 200,
+    "cursor_flush_ms": 300,
+    "ack_timeout_ms": 500,
+    "max_redelivery_count": 1000,
+    "keeps_log": True,
+}
+
+
+@pytest.fixture
+def broker() -> Iterator[DanubeBroker]:
+    with DanubeBroker(**FAST) as running:
+        running.tell("create", topic=TOPIC)
+        yield running
+
+
+def reading(path: Path, broker: DanubeBroker) -> Pipe:
+    return Pipe(
+        path,
+        f"""
+        connector_name = "reading"
+        delivery = "exactly-once"
+        [source]
+        connector = "danube"
+        url = "{broker.url}"
+        topics = ["{TOPIC}"]
+        subscription = "penstock"
+        [sink]
+        connector = "penstock.testing:MemorySink"
+        path = "target"
+        """,
+    )
+
+
+def relaying(path: Path, broker: DanubeBroker) -> Pipe:
+    return Pipe(
+        path,
+        f"""
+        connector_name = "relaying"
+        [source]
+        connector = "danube"
+        url = "{broker.url}"
+        topics = ["/default/first"]
+        subscription = "relay"
+        [sink]
+        connector = "danube"
+        url = "{broker.url}"
+        topic = "{TOPIC}"
+        """,
+    )
+
+
+class Sending:
+    """A plain producer that goes on until the block ends; `sent` are the payloads that the broker has."""
+
+    def __init__(self, broker: DanubeBroker) -> None:
+        self.broker = broker
+        self.sent: list[bytes] = []
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Sending:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        producer = None
+        while not self._stopped.wait(0.01):
+            payload = str(len(self.sent)).encode()
+            try:
+                producer = producer or PlainProducer(self.broker.url, TOPIC)
+                producer.send(payload)
+            except grpc.RpcError:
+                producer = None
+                continue
+            self.sent.append(payload)
+
+
+def subscribe_first(pipe: Pipe, broker: DanubeBroker) -> None:
+    """Without a subscription nothing is kept for it."""
+    pipe.run_until(lambda: broker.subscription(TOPIC, "penstock").get("consumers"), "the subscription")
+
+
+def payloads(pipe: Pipe) -> list[bytes]:
+    return [row["payload"] for row in pipe.rows(TOPIC)]
+
+
+@pytest.mark.parametrize("step", ["journal.data", "journal.index", "journal.told", "commit.before"])
+def test_a_killed_reader_loses_and_doubles_nothing(broker: DanubeBroker, tmp_path: Path, step: str) -> None:
+    pipe = reading(tmp_path, broker)
+    subscribe_first(pipe, broker)
+    with Sending(broker) as sending:
+        for count in (2, 1):
+            pipe.killed(f"{step}=kill@{count}")
+    pipe.run_until(lambda: len(payloads(pipe)) >= len(sending.sent), "all messages")
+    assert len(sending.sent) > 5
+    assert payloads(pipe) == sending.sent
+
+
+def test_a_killed_broker_whose_cursor_goes_back_doubles_nothing(broker: DanubeBroker, tmp_path: Path) -> None:
+    broker.tell("set", cursor_flush_ms=3_600_000)
+    broker.options.cursor_flush_ms = 3_600_000
+    pipe = reading(tmp_path, broker)
+    subscribe_first(pipe, broker)
+    pipe.start()
+    for _ in range(2):
+        with Sending(broker) as sending:
+            seen = len(payloads(pipe))
+            wait_until(lambda: len(payloads(pipe)) >= seen + 8, "some messages")  # noqa: B023 - waited for at once
+        broker.restart()
+    wait_until(lambda: broker.subscription(TOPIC, "penstock").get("acknowledged", 0) > 5, "the repeats")
+    pipe.stop()
+    wanted = [message.payload for message in broker.messages(TOPIC)]
+    assert len(wanted) >= len(sending.sent) > 5
+    pipe.run_until(lambda: len(payloads(pipe)) >= len(wanted), "all messages")
+    assert payloads(pipe) == wanted
+
+
+def test_after_a_broker_lost_its_log_new_messages_at_old_offsets_are_taken(tmp_path: Path) -> None:
+    with DanubeBroker(**{**FAST, "keeps_log": False}) as broker:
+        broker.tell("create", topic=TOPIC)
+        pipe = reading(tmp_path, broker)
+        pipe.start()
+        for life in range(3):
+            wait_until(lambda: broker.subscription(TOPIC, "penstock").get("consumers"), "the subscription")
+            with PlainProducer(broker.url, TOPIC) as producer:
+                for _ in range(5):
+                    producer.send(b"the same")
+            wait_until(lambda: len(payloads(pipe)) >= 5 * (life + 1), "them")  # noqa: B023 - waited for at once
+            broker.restart()
+        pipe.stop()
+    assert payloads(pipe) == [b"the same"] * 15
+
+
+def test_acknowledgements_that_are_lost_double_nothing(broker: DanubeBroker, tmp_path: Path) -> None:
+    pipe = reading(tmp_path, broker)
+    subscribe_first(pipe, broker)
+    broker.tell("fail", method="Ack", code="UNAVAILABLE", times=15)
+    with PlainProducer(broker.url, TOPIC) as producer:
+        for number in range(30):
+            producer.send(str(number).encode())
+    pipe.run_until(lambda: broker.subscription(TOPIC, "penstock").get("acknowledged", 0) >= 30, "all to be known")
+    attempts = broker.subscription(TOPIC, "penstock")["attempts"]
+    assert sum(attempts.values()) > 30, "nothing was delivered twice"
+    assert payloads(pipe) == [str(number).encode() for number in range(30)]
+
+
+@pytest.mark.parametrize("step", ["stage.middle", "stage.task", "prepare.after", "commit.after"])
+def test_from_danube_to_danube_a_row_arrives_once_between_two_penstocks(
+    broker: DanubeBroker, tmp_path: Path, step: str
+) -> None:
+    broker.tell("create", topic="/default/first")
+    first, second = relaying(tmp_path / "relay", broker), reading(tmp_path / "read", broker)
+    first.run_until(lambda: broker.subscription("/default/first", "relay").get("consumers"), "the first subscription")
+    subscribe_first(second, broker)
+    second.start()
+    sent = []
+    for count in (1, 1 if step.startswith("stage") else 2):  # every task counts from the beginning
+        with PlainProducer(broker.url, "/default/first") as producer:
+            for _ in range(10):
+                sent.append(str(len(sent)).encode())
+                producer.send(sent[-1], key=f"key-{len(sent) % 3}")
+        first.start(f"{step}=kill@{count}")
+        with PlainProducer(broker.url, "/default/first") as producer:
+            while first.process.is_alive():  # an epoch each, until the one that it dies in
+                sent.append(str(len(sent)).encode())
+                producer.send(sent[-1], key=f"key-{len(sent) % 3}")
+                first.process.join(0.3)
+        assert first.wait() == -9, first.log()
+    first.start()
+    wait_until(lambda: len(payloads(second)) >= len(sent), "all messages")
+    first.stop()
+    second.stop()
+    assert sorted(payloads(second), key=int) == sent
+    relayed = [message.payload for message in broker.messages(TOPIC)]
+    assert sorted(set(relayed), key=int) == sent
+    if step == "stage.task":
+        assert len(relayed) > len(sent), "the kill made no repeats: the test shows nothing"

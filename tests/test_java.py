@@ -55,3 +55,24 @@ def test_a_java_that_cannot_run_is_refused(monkeypatch, tmp_path):
     (tmp_path / "bin" / "java").write_text("#!/bin/sh\nexit 1\n")
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     assert java_problem().code == "PEN-1014"
+
+
+@pytest.mark.parametrize(
+    ("submitted", "master"),
+    [
+        (None, "local[*]"),
+        ("", "local[*]"),
+        ("--master local[3] pyspark-shell", "local[3]"),
+        ("--conf spark.master=local[4] pyspark-shell", "local[4]"),
+        ("pyspark-shell", "local[*]"),
+    ],
+)
+def test_the_master_is_the_one_that_was_submitted_or_this_machine(monkeypatch, tmp_path, submitted, master):
+    from penstock.spark.session import chosen_master
+
+    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path))
+    monkeypatch.delenv("PYSPARK_GATEWAY_PORT", raising=False)
+    monkeypatch.delenv("PYSPARK_SUBMIT_ARGS", raising=False)
+    if submitted is not None:
+        monkeypatch.setenv("PYSPARK_SUBMIT_ARGS", submitted)
+    assert chosen_master(None) == master

@@ -14,7 +14,9 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -572,6 +574,41 @@ def test_a_task_that_cannot_see_the_journal_says_so_and_drops_nothing(tmp_path: 
             list(source(tmp_path).read(split))
 
 
+def test_another_journal_of_the_same_name_is_not_read(tmp_path: Path) -> None:
+    three_commits(tmp_path)
+    split = source(tmp_path).split(JournalPosition(), JournalPosition(row=3))[0]
+    assert len(list(source(tmp_path).read(split))) == 1
+    (tmp_path / "identity").write_text("of another machine")
+    with pytest.raises(FatalError, match="PEN-5016 there is another journal"):
+        list(source(tmp_path).read(split))
+
+
+def test_rows_that_are_carried_to_a_task_are_the_rows_of_the_split(tmp_path: Path) -> None:
+    three_commits(tmp_path)
+    split = source(tmp_path).split(JournalPosition(row=1), JournalPosition(row=3))[0]
+    carried = replace(split, directory=tmp_path / "not here", carried=SimpleNamespace(value=split.rows()))
+    read = [[each.records.to_pylist() for each in source(tmp_path).read(one)] for one in (split, carried)]
+    assert read[0] == read[1]
+    assert sum(map(len, read[0])) == 2
+
+
+def test_a_range_holds_no_more_bytes_than_it_may(tmp_path: Path) -> None:
+    with contextlib.closing(Journal(tmp_path)) as journal:
+        for number in range(20):
+            journal.append([SourceEnvelope(SourceRecord.from_bytes("s", b"%d" % number * 1000))])
+            journal.flush()
+    small = JournalSource(JournalConfig(directory=tmp_path, max_epoch_bytes=20_000))
+    ends, position = [], JournalPosition()
+    while (end := small.latest(position, ReadLimit())) != position:
+        assert sum(segment.data.stat().st_size for segment in segments.segments_of(tmp_path)) > 20_000
+        ends.append(end.row - position.row)
+        position = end
+    assert sum(ends) == 20
+    assert len(ends) > 1
+    tiny = JournalSource(JournalConfig(directory=tmp_path, max_epoch_bytes=1))
+    assert tiny.latest(JournalPosition(), ReadLimit()).row == 1, "at least one block"
+
+
 def test_only_its_user_can_read_a_journal(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
@@ -582,7 +619,7 @@ def test_only_its_user_can_read_a_journal(tmp_path: Path) -> None:
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "journal").iterdir()}
     assert stat.S_IMODE((tmp_path / "journal").stat().st_mode) == 0o700
-    assert len(modes) == 4
+    assert len(modes) == 5
     assert set(modes.values()) == {0o600}, modes
 
 

@@ -35,6 +35,9 @@ class Processing(Config):
     max_epoch_rows: PositiveInt = 10_000_000
     """Admission control: about how many rows of one source an epoch reads at most."""
 
+    max_epoch_bytes: PositiveInt = 1 << 28
+    """About how many bytes of one source's journal an epoch reads at most; on a cluster they may travel from the driver."""
+
     journal_max_bytes: PositiveInt = 1 << 30
     """Size of one source's journal at which the source is held back."""
 

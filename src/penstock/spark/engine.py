@@ -30,6 +30,7 @@ from penstock.runtime.job import (
     TaskResult,
     is_plain,
 )
+from penstock.runtime.journal import UNSEEN
 from penstock.runtime.messages.letters import REPLAY, Place
 from penstock.schema import key_of, with_key
 from penstock.spark.failures import driver_errors
@@ -43,7 +44,7 @@ from penstock.spark.session import (
     start_session,
     try_lock,
 )
-from penstock.spark.shipping import ship
+from penstock.spark.shipping import bare, carrying, ship
 from penstock.spark.sieve import CODE, Sieve, find, keeps_rows
 from penstock.spark.sql import (
     BAD_SQL,
@@ -125,6 +126,7 @@ class SparkEngine:
         self._needs = needs
         self._jvm_lock: Any = None
         self._seeds: dict[int, Any] = {}
+        self._carries = False  # journals are not where the tasks are: their rows travel with the job
 
     def start(self) -> None:
         """Start Spark, or join the caller's session; takes seconds, so it runs while the connectors open."""
@@ -226,7 +228,21 @@ class SparkEngine:
                     activate(self.session)
 
     def run(self, job: Job) -> Sequence[TaskResult]:
-        """Stage one epoch: one Spark job for all passthrough routes, and one for each topic that SQL makes."""
+        """Stage one epoch. Where tasks cannot see a journal, once more and from then on with its rows in hand."""
+        if self._carries:
+            with carrying(self._context, job) as loaded:
+                return self._run(loaded)
+        try:
+            return self._run(job)
+        except FatalError as error:
+            if error.code != UNSEEN:
+                raise
+        self._carries = True
+        with carrying(self._context, job) as loaded:
+            return [*self._run(loaded), TaskResult(attempt=1)]  # what the first try has staged is to be swept
+
+    def _run(self, job: Job) -> Sequence[TaskResult]:
+        """One Spark job for all passthrough routes, and one for each topic that SQL makes."""
         from py4j.protocol import Py4JError
 
         routes = job.router.effective
@@ -259,7 +275,7 @@ class SparkEngine:
 
     def _passthrough(self, job: Job) -> list[TaskResult]:
         groups = job.groups(self.parallelism)
-        packed = pack(job)
+        packed = pack(bare(job))
         seeds = self._empty(len(groups))
         lanes = lanes_of(job.router.effective)
         if not lanes:
@@ -300,7 +316,7 @@ class SparkEngine:
                 return None
 
             groups = job.groups(self.parallelism)
-            counting = self._empty(len(groups)).mapPartitionsWithIndex(count_task(pack(job), groups, target))
+            counting = self._empty(len(groups)).mapPartitionsWithIndex(count_task(pack(bare(job)), groups, target))
             counts = dict(counting.collect())
             bad = find([counts[index] for index in range(len(groups))], fails, error)
             with driver_errors(), row_errors(target):
@@ -309,7 +325,7 @@ class SparkEngine:
 
     def _sql(self, job: Job, target: Target, schema: pa.Schema, sieve: Sieve) -> list[TaskResult]:
         groups = job.groups(self.parallelism)
-        packed = pack(job)
+        packed = pack(bare(job))
         readers = self._context.accumulator({}, result_param())
         session = clone(self.session)
 

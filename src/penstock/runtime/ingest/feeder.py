@@ -109,7 +109,7 @@ class Ingest:
                 first_row=planned.direct,
                 on_commit=self.ready.set,
             )
-        config = JournalConfig(directory=self._directory, direct=direct_dir)
+        config = JournalConfig(directory=self._directory, direct=direct_dir, max_epoch_bytes=processing.max_epoch_bytes)
         self._range_source = JournalSource(config).bind(
             journal, self._line.direct, self.source, self.ready, self._on_ack
         )

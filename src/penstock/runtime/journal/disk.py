@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from uuid import uuid4
 from weakref import WeakSet
 
 import pyarrow as pa
@@ -28,6 +29,7 @@ from penstock.runtime.journal.segment import (
     frame,
     has_record,
     header_length,
+    identity_of,
     read_blocks,
     segments_of,
     serialise,
@@ -77,7 +79,9 @@ class Disk:
         make_directory(directory, private=True)
         self._lock_fd = _lock_directory(directory)
         self._tail_fd = -1
+        self.identity = ""
         try:
+            self.identity = _identity(directory)
             with disk_errors():
                 if not durable:
                     first_row = max(first_row, _throw_away(directory))
@@ -294,6 +298,13 @@ def _lock_directory(directory: Path) -> int:
             code="PEN-5002",
             hint="stop that process first; one process writes a journal",
         ) from None
+
+
+def _identity(directory: Path) -> str:
+    """Made with the journal, and kept."""
+    if not identity_of(directory):
+        write_atomic(directory / "identity", uuid4().hex.encode(), private=True)
+    return identity_of(directory)
 
 
 def _throw_away(directory: Path) -> int:

@@ -125,8 +125,38 @@ def tail_of(directory: Path) -> int | None:
     """The number of rows that readers may see; None: there is no journal."""
     try:
         return int.from_bytes((directory / "tail").read_bytes(), "little")
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return None
+
+
+def identity_of(directory: Path) -> str:
+    """What tells a journal from another one of the same name on another machine."""
+    try:
+        return (directory / "identity").read_text()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return ""
+
+
+def end_within(directory: Path, start: int, end: int, most_bytes: int) -> int:
+    """How far one can read from `start`, block by block, without reading more than so many bytes; at least one block."""
+    segments = segments_of(directory)
+    read = 0
+    for segment, following in zip(segments, [*segments[1:], None], strict=True):
+        if segment.first >= end or (following is not None and following.first <= start):
+            continue
+        with open(segment.index, "rb") as index:
+            for line in list(index)[2:]:
+                record = unframe(line.rstrip(b"\n")) or {"row": end, "blocks": []}
+                row = int(record["row"])
+                for _, rows, length, _ in record["blocks"]:
+                    if row >= end:
+                        return end
+                    if row + rows > start:
+                        read += length
+                        if read > most_bytes and row > start:
+                            return row
+                    row += rows
+    return end
 
 
 def schemas_of(directory: Path | None) -> dict[str, pa.Schema]:

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import pyarrow as pa
 
 from penstock.config import Config
 from penstock.errors import FatalError, RetryableError
@@ -16,11 +18,14 @@ from penstock.runtime.journal.envelopes import by_stream
 from penstock.runtime.journal.segment import (
     Block,
     coalesced,
+    end_within,
     first_row,
     gone,
+    identity_of,
     read_blocks,
     schemas_of,
     segments_of,
+    serialise,
     tail_of,
 )
 from penstock.runtime.journal.writer import Journal
@@ -28,15 +33,21 @@ from penstock.source import Position, RangeSource, ReadLimit, Schemas, SourceBat
 
 LEAST_SPLIT_ROWS = 1024
 
+UNSEEN = "PEN-5016"
+"""The code of a task that cannot see the journal."""
+
 
 class JournalConfig(Config):
     """Where a source's rows are."""
 
     directory: Path
-    """The journal's directory; on a cluster it is shared storage."""
+    """The journal's directory. Tasks read it where they see it; else an engine carries the rows of a split to them."""
 
     direct: Path | None = None
     """The directory of rows that bypass the journal's promise; they may be gone after a crash."""
+
+    max_epoch_bytes: int = 1 << 28
+    """About how many bytes one range holds at most."""
 
     parallelism: int = 1
     """How many splits a range has at most, until `latest` is asked for more."""
@@ -61,6 +72,21 @@ class JournalSplit:
     start: int
     end: int
     lossy: bool = False
+    identity: str = ""
+    """Of the journal that the driver writes; a directory of that name on another machine may be another one."""
+    carried: Carried | None = None
+    """The rows themselves, for tasks that cannot see the directory."""
+
+    def rows(self) -> list[tuple[str | None, bytes]]:
+        """On the driver: the rows, to be carried to a task."""
+        return [(stream, serialise(batch).to_pybytes()) for stream, batch in _read(self)]
+
+
+class Carried(Protocol):
+    """Rows that an engine brings to a task, such as a broadcast of Spark's: `value` is what `JournalSplit.rows` gave."""
+
+    @property
+    def value(self) -> list[tuple[str | None, bytes]]: ...
 
 
 class JournalSource(RangeSource[JournalConfig, JournalPosition]):
@@ -109,16 +135,22 @@ class JournalSource(RangeSource[JournalConfig, JournalPosition]):
             # Each side gets half, and what the other leaves: neither may starve.
             direct_rows = min(direct_rows, max(limit.rows // 2, limit.rows - rows))
             rows = min(rows, limit.rows - direct_rows)
+        rows = self._within_bytes(self.config.directory, start.row, rows)
+        if self.config.direct is not None:
+            direct_rows = self._within_bytes(self.config.direct, start.direct, direct_rows)
         return limit.bounded(JournalPosition(row=start.row + rows, direct=start.direct + direct_rows))
 
     def split(self, start: JournalPosition, end: JournalPosition) -> Sequence[JournalSplit]:
-        splits = [JournalSplit(self.config.directory, a, b) for a, b in self._parts(start.row, end.row)]
-        if self.config.direct is not None:
-            splits += [JournalSplit(self.config.direct, a, b, True) for a, b in self._parts(start.direct, end.direct)]
+        directory, direct = self.config.directory, self.config.direct
+        mine = identity_of(directory)
+        splits = [JournalSplit(directory, a, b, identity=mine) for a, b in self._parts(start.row, end.row)]
+        if direct is not None:
+            mine = identity_of(direct)
+            splits += [JournalSplit(direct, a, b, True, mine) for a, b in self._parts(start.direct, end.direct)]
         return splits
 
     def read(self, split: JournalSplit) -> Iterator[SourceBatch]:
-        for stream, batch in coalesced(_read(split)):
+        for stream, batch in coalesced(_read(split) if split.carried is None else _carried(split.carried)):
             if stream is None:
                 yield from by_stream(batch)
             else:
@@ -145,6 +177,11 @@ class JournalSource(RangeSource[JournalConfig, JournalPosition]):
             return self._bound.journal.tail, self._bound.direct.tail if self._bound.direct else 0
         direct = self.config.direct
         return tail_of(self.config.directory) or 0, (tail_of(direct) or 0) if direct is not None else 0
+
+    def _within_bytes(self, directory: Path, start: int, rows: int) -> int:
+        if rows == 0 or _size_of(directory) <= self.config.max_epoch_bytes:
+            return rows
+        return end_within(directory, start, start + rows, self.config.max_epoch_bytes) - start
 
     def _parts(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         parts = max(1, min(self._parallelism, (end - start) // LEAST_SPLIT_ROWS))
@@ -182,13 +219,23 @@ def _read(split: JournalSplit) -> Iterator[Block]:
     raise _behind(split, row)
 
 
+def _carried(rows: Carried) -> Iterator[Block]:
+    for stream, raw in rows.value:
+        yield stream, pa.ipc.open_stream(raw).read_next_batch()
+
+
+def _size_of(directory: Path) -> int:
+    return sum(segment.data.stat().st_size for segment in segments_of(directory) if segment.data.exists())
+
+
 def _require_shared(split: JournalSplit) -> None:
     """Refuse to read where the driver's journal cannot be seen: rows that may be lost would be lost here without a word."""
     tail = tail_of(split.directory)
-    if tail is None:
+    if tail is None or identity_of(split.directory) != (split.identity or identity_of(split.directory)):
+        what = "there is no journal" if tail is None else "there is another journal of the name"
         raise FatalError(
-            f"there is no journal {split.directory} on {socket.gethostname()}, where a task was to read it",
-            code="PEN-5016",
+            f"{what} {split.directory} on {socket.gethostname()}, where a task was to read it",
+            code=UNSEEN,
             hint="the driver and all executors must see the same `state_dir`: put it on storage that they share, "
             "or run with --master local[*]",
         )

@@ -81,6 +81,11 @@ class Journal:
         return self._disk.tail
 
     @property
+    def identity(self) -> str:
+        """What tells it from another journal of the same name on another machine."""
+        return self._disk.identity
+
+    @property
     def appended(self) -> int:
         """The tail as it will be once everything appended is durable."""
         return self._next_row

@@ -75,6 +75,8 @@ BUILT_IN: dict[tuple[Kind, str], Entry] = {
         Entry("sink", "mqtt", "penstock.connectors.mqtt.sink:MqttSink", "mqtt", ("paho",)),
         Entry("source", "danube", "penstock.connectors.danube:Danube", "danube", ("danube", "grpc")),
         Entry("sink", "danube", "penstock.connectors.danube:DanubeSink", "danube", ("danube", "grpc")),
+        Entry("source", "tcp", "penstock.connectors.tcp:Tcp"),
+        Entry("source", "websocket", "penstock.connectors.websocket:Websocket", "websocket", ("websockets",)),
         Entry("sink", "console", "penstock.connectors.console:Console"),
         Entry("sink", "files", "penstock.connectors.files.sink:FilesSink"),
         Entry(

@@ -1,0 +1,233 @@
+"""Messages over WebSockets: as a client that subscribes, or as a server that others connect to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from websockets.asyncio.client import connect
+from websockets.asyncio.server import Server, serve
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+
+from penstock.config import Config, Secret
+from penstock.errors import ConfigError, FatalError, RetryableError
+from penstock.source import (
+    ConnectorMetrics,
+    Offset,
+    Schemas,
+    Sender,
+    SourceContext,
+    SourceEnvelope,
+    SourceRecord,
+    StreamingSource,
+)
+
+_LOOK_SECS = 0.2
+"""How long a stop may go unnoticed."""
+
+
+class WebsocketConfig(Config):
+    url: str
+    """`ws://host:port/path` to connect to, or `wss://` for TLS; with `mode = "server"` where to listen (port 0: a free one)."""
+
+    mode: Literal["client", "server"] = "client"
+    """Connect to a server and subscribe, or listen for others."""
+
+    stream: str = "messages"
+    """The stream that the messages belong to."""
+
+    subscribe: tuple[str, ...] = ()
+    """Texts that a client sends after each connection, such as `{"op": "subscribe", "channel": "trades"}`."""
+
+    headers: dict[str, str] = Field(default_factory=dict)
+    """Headers of the client's request."""
+
+    token: Secret | None = None
+    """A client sends it as `Authorization: Bearer …`."""
+
+    acknowledge: bool = False
+    """After each fsync the server sends how many messages of the connection are on disk, as a number."""
+
+    max_message_bytes: PositiveInt = 1 << 20
+    """A larger message ends its connection."""
+
+    max_connections: PositiveInt = 20_000
+    """Connections of a server beyond these are closed at once."""
+
+    ping_secs: PositiveFloat = 20
+    """The other side is asked this often if it is there; without an answer for as long, the connection is ended."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_address(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("ws", "wss") or not parts.hostname:
+            raise ValueError("write ws://host:port/path, or wss:// for TLS")
+        return url
+
+
+class Websocket(StreamingSource[WebsocketConfig]):
+    """
+    A text or binary message is an envelope; its offset is the connection and the number of the message in it.
+
+    A message is safe from its fsync on, and exactly-once from there. `supports_replay` is False: what the other side sends
+    while the connection is broken, or had sent and is not yet on disk when the pipeline dies, is gone. A sender that waits
+    for `acknowledge` of a server knows what to send again.
+    """
+
+    name = "websocket"
+    supports_replay = False
+
+    def __init__(self, config: WebsocketConfig) -> None:
+        super().__init__(config)
+        self._open = self._refused = self._connections = 0
+        self.port = urlsplit(config.url).port or 0
+        """The port that a server listens on, once it streams."""
+
+    def open(self, context: SourceContext = SourceContext()) -> None:
+        super().open(context)
+        client_only = [name for name in ("subscribe", "headers", "token") if getattr(self.config, name)]
+        if self.config.mode == "server" and client_only:
+            raise ConfigError(f'`{client_only[0]}` has no meaning for mode = "server"', code="PEN-1003")
+        if self.config.mode == "client" and self.config.acknowledge:
+            raise ConfigError('`acknowledge` has no meaning for mode = "client"', code="PEN-1003")
+        if self.config.mode == "server" and urlsplit(self.config.url).scheme == "wss":
+            raise ConfigError("a server speaks plain ws://", code="PEN-1003", hint="let a proxy before it speak TLS")
+        try:
+            asyncio.run(self._try())
+        except (OSError, InvalidHandshake, TimeoutError) as error:
+            raise self._refusal(error, FatalError, "PEN-5001") from error
+
+    def schema(self) -> Schemas:
+        return {}
+
+    def metrics(self) -> ConnectorMetrics:
+        custom = {"websocket_connections": self._open, "websocket_connections_refused_total": self._refused}
+        return ConnectorMetrics(errors_total=self._refused, custom=custom)
+
+    def start_streaming(self, sender: Sender) -> None:
+        try:
+            asyncio.run(self._serve(sender) if self.config.mode == "server" else self._listen(sender))
+        except (OSError, InvalidHandshake, ConnectionClosed, TimeoutError) as error:
+            raise self._refusal(error, RetryableError, "PEN-2001") from error
+
+    # -- inside the loop ---------------------------------------------------------------------------------------------
+
+    async def _try(self) -> None:
+        if self.config.mode == "server":
+            async with self._server(lambda connection: connection.close()):
+                return
+        async with self._client():
+            return
+
+    def _client(self) -> Any:
+        config = self.config
+        headers = dict(config.headers)
+        if config.token is not None:
+            headers["Authorization"] = f"Bearer {config.token.reveal()}"
+        return connect(
+            config.url,
+            additional_headers=headers,
+            max_size=config.max_message_bytes,
+            ping_interval=config.ping_secs,
+            ping_timeout=config.ping_secs,
+            proxy=None,
+        )
+
+    @contextlib.asynccontextmanager
+    async def _server(self, handle: Any) -> AsyncIterator[Server]:
+        parts, config = urlsplit(self.config.url), self.config
+        async with serve(
+            handle,
+            str(parts.hostname),
+            parts.port or 0,
+            max_size=config.max_message_bytes,
+            ping_interval=config.ping_secs,
+            ping_timeout=config.ping_secs,
+            compression=None,  # of 20,000 connections, each would hold a window
+            backlog=1024,
+        ) as server:
+            yield server
+
+    async def _listen(self, sender: Sender) -> None:
+        async with self._client() as connection:
+            for text in self.config.subscribe:
+                await connection.send(text)
+            reading = asyncio.create_task(self._read(connection, sender))
+            while not sender.stopped and not reading.done():
+                await asyncio.wait([reading], timeout=_LOOK_SECS)
+            if reading.done():
+                reading.result()
+                raise RetryableError(f"{self.config.url} ended the connection", code="PEN-2001")
+            reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError, ConnectionClosed):
+                await reading
+
+    async def _serve(self, sender: Sender) -> None:
+        async with self._server(lambda connection: self._welcome(connection, sender)) as server:
+            self.port = server.sockets[0].getsockname()[1]
+            while not sender.stopped:
+                await asyncio.sleep(_LOOK_SECS)
+
+    async def _welcome(self, connection: Any, sender: Sender) -> None:
+        if self._open >= self.config.max_connections:
+            self._refused += 1
+            await connection.close(1013, "too many connections")
+            return
+        self._open += 1
+        try:
+            with contextlib.suppress(ConnectionClosed):
+                await self._read(connection, sender)
+        finally:
+            self._open -= 1
+
+    async def _read(self, connection: Any, sender: Sender) -> None:
+        """Hand over what comes, one after the other; while the journal is full, nothing is read, and pings go on."""
+        self._connections += 1
+        peer = "{}:{}".format(*(connection.remote_address or ("?", self._connections))[:2])
+        loop, number = asyncio.get_running_loop(), 0
+        acknowledge = None
+        async for message in connection:
+            while sender.full and not sender.stopped:
+                await asyncio.sleep(_LOOK_SECS)
+            if sender.stopped:
+                return
+            number += 1
+            if self.config.acknowledge:
+                acknowledge = _teller(loop, connection, number)
+            text = isinstance(message, str)
+            make = SourceRecord.from_string if text else SourceRecord.from_bytes
+            record = make(self.config.stream, message).with_attribute("websocket.peer", peer)
+            sender.send(SourceEnvelope.with_offset(record, Offset(peer, number)), acknowledge)
+
+    def _refusal(self, error: Exception, kind: type[FatalError | RetryableError], code: str) -> Exception:
+        if isinstance(error, InvalidStatus) and error.response.status_code in (401, 403):
+            return ConfigError(
+                f"{self.config.url} refused the credentials: {error}",
+                code="PEN-1016",
+                hint="check `token` and `headers`",
+            )
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return FatalError(
+                f"{self.config.url}: {error.verify_message}", code="PEN-5001", hint="check its certificate"
+            )
+        return kind(f"{self.config.url}: {error or type(error).__name__}", code=code)
+
+
+def _teller(loop: asyncio.AbstractEventLoop, connection: Any, number: int) -> Any:
+    """What tells the other side, from the journal's thread, that so many messages are on disk."""
+
+    async def tell() -> None:
+        with contextlib.suppress(ConnectionClosed):
+            await connection.send(str(number))
+
+    def call() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is over
+            asyncio.run_coroutine_threadsafe(tell(), loop)
+
+    return call

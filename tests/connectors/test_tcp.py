@@ -1,0 +1,237 @@
+"""The tcp source against real sockets: lines, acknowledgements, and other sides that misbehave."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from penstock.connectors.tcp import Tcp, TcpConfig
+from penstock.errors import FatalError, RetryableError
+from penstock.source import SourceEnvelope
+from penstock.testing import SourceContract
+from penstock.testing.mosquitto import answers, free_port
+from penstock.testing.processes import wait_until
+from penstock.testing.sources.journaled import RecordingSender
+from pushed import Pushed, await_kill
+
+
+class Keeping(RecordingSender):
+    """Keeps whole envelopes, and calls back at once if asked to."""
+
+    def __init__(self, durable: bool = True) -> None:
+        super().__init__()
+        self.kept: list[SourceEnvelope] = []
+        self._durable = durable
+
+    def send_batch(self, envelopes: Any, on_durable: Callable[[], None] | None = None) -> None:
+        super().send_batch(envelopes, on_durable)
+        self.kept += envelopes
+        if self._durable:
+            self.make_durable()
+
+    @property
+    def payloads(self) -> list[bytes | None]:
+        return [each.record.payload for each in self.kept]
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., tuple[Tcp, Keeping]]]:
+    """A server that runs, and what it was sent."""
+    started: list[Any] = []
+
+    def start(durable: bool = True, **options: Any) -> tuple[Tcp, Keeping]:
+        source, sender = Tcp(TcpConfig(url="tcp://127.0.0.1:0", **options)), Keeping(durable)
+        source.open()
+        running = sender.streaming(source)
+        running.__enter__()
+        started.append((source, running))
+        return source, sender
+
+    yield start
+    for source, running in started:
+        running.__exit__(None, None, None)
+        source.close()
+
+
+def dial(source: Tcp) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", source.port), timeout=60)
+
+
+class TestTcp(SourceContract):
+    @pytest.fixture
+    def source(self) -> Tcp:
+        return Tcp(TcpConfig(url=f"tcp://127.0.0.1:{free_port()}"))
+
+    @pytest.fixture
+    def more(self, source: Tcp) -> Callable[[], None]:
+        def send() -> None:
+            with socket.create_connection(source.config.address, timeout=60) as sock:
+                sock.sendall(b"a\nb\n")
+
+        return send
+
+    @pytest.fixture
+    def expected(self) -> dict[str, list[bytes]]:
+        return {"lines": [b"a", b"b"]}
+
+    @pytest.fixture
+    def wrong(self) -> Tcp:
+        return Tcp(TcpConfig(url="tcp://127.0.0.1:9", mode="client"))
+
+
+def test_lines_are_cut_whatever_pieces_they_come_in(serve: Callable[..., Any]) -> None:
+    source, sender = serve()
+    with dial(source) as sock:
+        for piece in (b"on", b"e\r\ntw", b"o\n\n\nthree\n", b"fo", b"ur\n"):
+            sock.sendall(piece)
+        wait_until(lambda: len(sender.kept) >= 4, "four lines")
+        here = "{}:{}".format(*sock.getsockname())
+    assert sender.payloads == [b"one", b"two", b"three", b"four"]
+    assert [(each.offset.partition, each.offset.value) for each in sender.kept] == [(here, n) for n in (1, 2, 3, 4)]
+    assert sender.kept[0].record.attributes == {"tcp.peer": here}
+
+
+def test_the_sender_hears_how_many_lines_are_on_disk(serve: Callable[..., Any]) -> None:
+    source, sender = serve(durable=False, acknowledge=True)
+    with dial(source) as sock:
+        sock.sendall(b"a\nb\nc\n")
+        wait_until(lambda: len(sender.kept) >= 3, "three lines")
+        sock.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            sock.recv(100)
+        sender.make_durable()
+        sock.settimeout(60)
+        assert sock.makefile().readline() in ("1\n", "2\n", "3\n")
+
+
+def test_a_client_reads_from_a_server_and_says_when_it_hangs_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        source = Tcp(TcpConfig(url=f"tcp://127.0.0.1:{server.getsockname()[1]}", mode="client", stream="s"))
+        source.open()
+        server.accept()[0].close()  # the try of `open`
+        sender = Keeping()
+
+        def hang_up() -> None:
+            with sender.streaming(source):
+                other, _ = server.accept()
+                other.sendall(b"a\nb\n")
+                other.close()
+                wait_until(lambda: sender.failed, "the end to be noticed")
+
+        with pytest.raises(RetryableError, match="PEN-2001"):
+            hang_up()
+        assert sender.rows == {"s": [b"a", b"b"]}
+        source.close()
+
+
+def test_slow_and_silent_and_endless_clients_keep_nobody_else_waiting(serve: Callable[..., Any]) -> None:
+    source, sender = serve(max_line_bytes=1000, max_connections=50)
+    slow = [dial(source) for _ in range(40)]
+    for sock in slow:
+        sock.sendall(b"never ending")  # and no line break
+    endless = dial(source)
+    endless.sendall(b"x" * 5000)
+    assert endless.recv(1) == b"", "a line that is too long ends its connection"
+    with dial(source) as good:
+        good.sendall(b"good\n")
+        wait_until(lambda: sender.kept, "the good one's line")
+    more = [dial(source) for _ in range(30)]
+    closed = 0
+    for sock in more:
+        sock.settimeout(0.2)
+        with contextlib.suppress(TimeoutError):
+            closed += sock.recv(1) == b""
+    assert closed >= 15, "beyond max_connections they are closed"
+    assert sender.payloads == [b"good"]
+    assert source.metrics().errors_total >= 1
+    for sock in (*slow, endless, *more):
+        sock.close()
+
+
+def test_a_line_that_is_too_long_within_a_piece_keeps_those_before_it(serve: Callable[..., Any]) -> None:
+    source, sender = serve(max_line_bytes=10)
+    with dial(source) as sock:
+        sock.sendall(b"a\n" + b"x" * 11 + b"\nb\n")
+        assert sock.recv(1) == b""
+    assert sender.payloads == [b"a"]
+
+
+def test_a_silent_connection_is_ended_and_half_a_line_is_dropped(serve: Callable[..., Any]) -> None:
+    source, sender = serve(idle_timeout_secs=0.2)
+    with dial(source) as sock:
+        sock.sendall(b"whole\nhalf")
+        assert sock.recv(1) == b""
+    wait_until(lambda: not source._connections, "the connection to be gone")
+    assert sender.payloads == [b"whole"]
+
+
+def test_an_epoch_is_asked_for_when_a_connection_ends(serve: Callable[..., Any]) -> None:
+    source, _ = serve(epoch_on_close=True)
+    asked = source.checkpoint_requested()
+    assert asked is not None
+    dial(source).close()
+    assert asked.wait(60)
+    assert Tcp(TcpConfig(url="tcp://h:1")).checkpoint_requested() is None
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        source = Tcp(TcpConfig(url=f"tcp://127.0.0.1:{taken.getsockname()[1]}"))
+        with pytest.raises(FatalError, match="PEN-5001 cannot listen"):
+            source.open()
+
+
+@pytest.mark.parametrize("url", ["h:1", "http://h:1", "tcp://h", "tcp://h:1/path"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ValidationError):
+        TcpConfig(url=url)
+
+
+@pytest.mark.parametrize("step", ["journal.data", "journal.index", "commit.after"])
+def test_what_was_acknowledged_is_there_after_a_kill_once(step: str, tmp_path: Path) -> None:
+    port = free_port()
+    run = Pushed(tmp_path, f'connector = "tcp"\nurl = "tcp://127.0.0.1:{port}"\nacknowledge = true\n')
+    acknowledged: list[int] = []
+
+    def send(start: int) -> int:
+        """Send until the connection breaks; returns the next number."""
+        number = start
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
+            replies = sock.makefile()
+
+            def listen() -> None:
+                with contextlib.suppress(OSError):
+                    for line in replies:
+                        acknowledged.extend(range(start + len(seen), start + int(line)))
+                        seen.extend(range(len(seen), int(line)))
+
+            seen: list[int] = []
+            listening = threading.Thread(target=listen)
+            listening.start()
+            try:
+                while True:
+                    sock.sendall(b'{"id": %d}\n' % number)
+                    number += 1
+                    if number % 50 == 0:
+                        threading.Event().wait(0.01)
+            except OSError:
+                listening.join()
+                return number
+
+    killed = run.start(f"{step}=kill@3")
+    wait_until(lambda: answers(port), "the server to listen")
+    sent = send(0)
+    await_kill(killed)
+    run.drain()
+    found = run.ids()
+    assert acknowledged, "some were acknowledged"
+    assert set(acknowledged) <= set(found), "what was acknowledged is there"
+    assert max(found.values()) == 1, "and nothing is there twice"
+    assert set(found) <= set(range(sent))

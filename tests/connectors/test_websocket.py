@@ -1,0 +1,191 @@
+"""The websocket source against real servers and clients of the same library."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from websockets.exceptions import ConnectionClosed, InvalidMessage
+from websockets.sync.client import connect
+from websockets.sync.server import serve
+
+from penstock.connectors.websocket import Websocket, WebsocketConfig
+from penstock.errors import ConfigError, FatalError, RetryableError
+from penstock.testing import SourceContract
+from penstock.testing.mosquitto import free_port
+from penstock.testing.processes import wait_until
+from penstock.testing.sources.journaled import RecordingSender
+from pushed import Pushed, await_kill
+
+
+@pytest.fixture
+def running() -> Iterator[Callable[..., tuple[Websocket, RecordingSender, str]]]:
+    """A source that listens, what it was sent, and its address."""
+    started: list[Any] = []
+
+    def start(**options: Any) -> tuple[Websocket, RecordingSender, str]:
+        source, sender = Websocket(WebsocketConfig(url="ws://127.0.0.1:0", mode="server", **options)), RecordingSender()
+        source.open()
+        streaming = sender.streaming(source)
+        streaming.__enter__()
+        started.append((source, streaming))
+        wait_until(lambda: source.port, "the server to listen")
+        return source, sender, f"ws://127.0.0.1:{source.port}"
+
+    yield start
+    for source, streaming in started:
+        streaming.__exit__(None, None, None)
+        source.close()
+
+
+class TestWebsocket(SourceContract):
+    @pytest.fixture
+    def source(self) -> Websocket:
+        return Websocket(WebsocketConfig(url=f"ws://127.0.0.1:{free_port()}", mode="server"))
+
+    @pytest.fixture
+    def more(self, source: Websocket) -> Callable[[], None]:
+        def send() -> None:
+            wait_until(lambda: _speaks(source.config.url), "the server to listen")
+            with connect(source.config.url) as client:
+                client.send("a")
+                client.send(b"b")
+
+        return send
+
+    @pytest.fixture
+    def expected(self) -> dict[str, list[bytes]]:
+        return {"messages": [b"a", b"b"]}
+
+    @pytest.fixture
+    def wrong(self) -> Websocket:
+        return Websocket(WebsocketConfig(url="ws://127.0.0.1:9"))
+
+
+def test_a_client_subscribes_each_time_and_says_when_the_server_hangs_up() -> None:
+    heard: list[Any] = []
+
+    def handle(connection: Any) -> None:
+        with contextlib.suppress(ConnectionClosed):
+            heard.append(connection.recv())
+            connection.send("one")
+            connection.send(b"two")
+
+    with serve(handle, "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"ws://127.0.0.1:{server.socket.getsockname()[1]}"
+        source = Websocket(WebsocketConfig(url=url, subscribe=('{"op": "subscribe"}',), stream="s"))
+        source.open()
+        for turn in (1, 2):
+            sender = RecordingSender()
+            with pytest.raises(RetryableError, match="PEN-2001"), sender.streaming(source):
+                wait_until(lambda: sender.failed, "the end to be noticed")  # noqa: B023
+            assert sender.rows == {"s": [b"one", b"two"]}
+            assert heard == ['{"op": "subscribe"}'] * turn
+        server.shutdown()
+
+
+def test_a_sender_hears_what_is_on_disk(running: Callable[..., Any]) -> None:
+    _, sender, url = running(acknowledge=True)
+    with connect(url) as client:
+        client.send("a")
+        client.send("b")
+        wait_until(lambda: sender.count == 2, "two messages")
+        with pytest.raises(TimeoutError):
+            client.recv(timeout=0.1)
+        sender.make_durable()
+        assert [client.recv(timeout=60), client.recv(timeout=60)] == ["1", "2"]
+
+
+def test_broken_frames_huge_messages_and_slow_clients_keep_nobody_else_waiting(running: Callable[..., Any]) -> None:
+    source, sender, url = running(max_message_bytes=1000, max_connections=30)
+    address = ("127.0.0.1", source.port)
+    slow = [socket.create_connection(address) for _ in range(20)]  # a request that never ends
+    for sock in slow:
+        sock.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n")
+    noise = socket.create_connection(address, timeout=60)
+    noise.sendall(b"\x00\xff" * 100 + b"\r\n\r\n")
+    with connect(url) as large:
+        large.send("x" * 2000)
+        with pytest.raises(ConnectionClosed):
+            large.recv(timeout=60)
+    with connect(url) as broken:
+        broken.socket.sendall(b"\xff\xff\xff\xff")  # reserved bits, an opcode that is none
+        with pytest.raises(ConnectionClosed):
+            broken.recv(timeout=60)
+    with connect(url) as good:
+        good.send("good")
+        wait_until(lambda: sender.count == 1, "the good one's message")
+    assert sender.rows == {"messages": [b"good"]}
+    for sock in (*slow, noise):
+        sock.close()
+
+
+def test_connections_beyond_the_limit_are_told_so(running: Callable[..., Any]) -> None:
+    source, _, url = running(max_connections=2)
+    with connect(url), connect(url):
+        wait_until(lambda: source.metrics().custom["websocket_connections"] == 2, "two connections")
+        with connect(url) as third, pytest.raises(ConnectionClosed, match="too many"):
+            third.recv(timeout=60)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "server", "subscribe": ("a",)},
+        {"mode": "client", "acknowledge": True},
+        {"mode": "server", "url": "wss://127.0.0.1:1"},
+    ],
+)
+def test_options_that_do_nothing_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="PEN-1003"):
+        Websocket(WebsocketConfig(**{"url": "ws://127.0.0.1:1", **options})).open()
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    with pytest.raises(ValidationError):
+        WebsocketConfig(url="http://h")
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"ws://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(FatalError, match="PEN-5001"):
+            Websocket(WebsocketConfig(url=url, mode="server")).open()
+
+
+@pytest.mark.parametrize("step", ["journal.index", "commit.after"])
+def test_what_was_acknowledged_is_there_after_a_kill_once(step: str, tmp_path: Path) -> None:
+    port = free_port()
+    url = f"ws://127.0.0.1:{port}"
+    run = Pushed(tmp_path, f'connector = "websocket"\nurl = "{url}"\nmode = "server"\nacknowledge = true\n')
+    killed = run.start(f"{step}=kill@3")
+    wait_until(lambda: _speaks(url), "the server to listen")  # `open` tries the port and lets it go again
+    sent = acknowledged = 0
+    with contextlib.suppress(OSError, ConnectionClosed), connect(url) as client:
+        while True:
+            for _ in range(20):
+                client.send(f'{{"id": {sent}}}')
+                sent += 1
+            while acknowledged < sent:
+                acknowledged = int(client.recv(timeout=60))
+    await_kill(killed)
+    run.drain()
+    found = run.ids()
+    assert acknowledged, "some were acknowledged"
+    assert set(range(acknowledged)) <= set(found) <= set(range(sent))
+    assert max(found.values()) == 1
+
+
+def _speaks(url: str) -> bool:
+    try:
+        with connect(url):
+            return True
+    except (OSError, InvalidMessage):
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import pickle
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -32,6 +34,7 @@ from penstock.runtime.journal import segment as segments
 from penstock.runtime.journal import source as sources
 from penstock.schema import key_of, with_key
 from penstock.source import ENVELOPE_SCHEMA, ReadLimit, SourceBatch, SourceEnvelope, SourceRecord
+from penstock.testing.processes import wait_until
 
 processes = multiprocessing.get_context("fork")
 
@@ -599,14 +602,56 @@ def test_a_range_holds_no_more_bytes_than_it_may(tmp_path: Path) -> None:
             journal.flush()
     small = JournalSource(JournalConfig(directory=tmp_path, max_epoch_bytes=20_000))
     ends, position = [], JournalPosition()
-    while (end := small.latest(position, ReadLimit())) != position:
+    assert small.latest(position, ReadLimit()).row == 20, "where a drain is to end"
+    while (end := small.latest(position, ReadLimit(rows=100))) != position:
         assert sum(segment.data.stat().st_size for segment in segments.segments_of(tmp_path)) > 20_000
         ends.append(end.row - position.row)
         position = end
     assert sum(ends) == 20
     assert len(ends) > 1
     tiny = JournalSource(JournalConfig(directory=tmp_path, max_epoch_bytes=1))
-    assert tiny.latest(JournalPosition(), ReadLimit()).row == 1, "at least one block"
+    assert tiny.latest(JournalPosition(), ReadLimit(rows=100)).row == 1, "at least one block"
+
+
+def test_a_full_disk_holds_the_source_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free, told = [1 << 40], []
+    monkeypatch.setattr(disks, "free_bytes", lambda directory: free[0])
+    with contextlib.closing(Journal(tmp_path)) as journal:
+        journal.append([envelope(1)])
+        journal.flush()
+        free[0] = 1000
+        journal.append([envelope(2)], on_durable=lambda: told.append(2))
+        wait_until(lambda: journal.no_room, "the journal to find the disk full")
+        assert journal.full
+        assert (journal.tail, told) == (1, [])
+        free[0] = 1 << 40
+        journal.flush()
+        assert (journal.tail, told, journal.no_room, journal.full) == (2, [2], "", False)
+    assert rows(tmp_path) == {"s": [1, 2]}
+
+
+@pytest.mark.parametrize("file", ["data", "index"])
+def test_a_write_that_the_disk_has_no_room_for_leaves_nothing_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    write, left = disks._write, [2]
+    with contextlib.closing(Journal(tmp_path)) as journal:
+        journal.append([envelope(1)])
+        journal.flush()
+
+        def full(target: Any, raw: Any) -> None:
+            if left[0] and Path(target.name).suffix == {"data": ".arrow", "index": ".index"}[file]:
+                left[0] -= 1
+                write(target, memoryview(raw)[:10])
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write(target, raw)
+
+        monkeypatch.setattr(disks, "_write", full)
+        journal.append([envelope(2)])
+        journal.flush()
+    assert left == [0]
+    assert rows(tmp_path) == {"s": [1, 2]}
+    Journal(tmp_path).close()
 
 
 def test_only_its_user_can_read_a_journal(tmp_path: Path) -> None:

@@ -114,6 +114,8 @@ class Line:
             self._full_since = (now, at)
         secs = now - self._full_since[0]
         what = f"the journal is full: {self.journal.held_bytes:,} bytes wait to be committed"
+        if self.journal.no_room:
+            what = f"the source waits for room on the disk: {self.journal.no_room}"
         if secs > self.processing.health_timeout_secs / 2:
             return HealthStatus.unhealthy(f"{what}, and nothing was for {secs:.0f} s")
         return HealthStatus.degraded(what)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import time
@@ -42,6 +43,14 @@ SEGMENT_BYTES = 64 << 20
 SEGMENT_COMMITS = 1024
 """Bounds what a task parses to find its first row."""
 KNOWN_STREAMS = 10_000
+RESERVE_BYTES = 16 << 20
+"""So much of the disk is left to the epochs: without their manifests nothing would ever leave the journal."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class NoRoom(Exception):
+    """The disk has no room for a commit, of which nothing is left; the same commit may be tried again."""
 
 
 @dataclass
@@ -107,7 +116,25 @@ class Disk:
             return self._ages[0][1] if self._ages else None
 
     def commit(self, blocks: Sequence[Block], keys: Sequence[str], checkpoint: Json, streams: Iterable[str]) -> None:
-        """Write and sync rows with what goes with them, and show them to readers. `streams`: those of the envelopes."""
+        """
+        Write and sync rows with what goes with them, and show them to readers. `streams`: those of the envelopes.
+
+        Raises `NoRoom` if the disk is full. A failed fsync is fatal all the same.
+        """
+        self._require_room(sum(batch.nbytes for _, batch in blocks))
+        try:
+            self._commit(blocks, keys, checkpoint, streams)
+        except FatalError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL:
+                raise NoRoom(str(error.__cause__.strerror)) from error
+            raise
+
+    def _require_room(self, size: int) -> None:
+        free = free_bytes(self.directory)
+        if free < size + RESERVE_BYTES:
+            raise NoRoom(f"{free:,} bytes are free in {self.directory}")
+
+    def _commit(self, blocks: Sequence[Block], keys: Sequence[str], checkpoint: Json, streams: Iterable[str]) -> None:
         segment = self.segments[-1]
         if segment.bytes >= self._segment_bytes or segment.commits >= SEGMENT_COMMITS:
             segment = self._create(segment.number + 1, segment.end)
@@ -116,20 +143,26 @@ class Disk:
         assert self._data is not None
         assert self._index is not None
         record: dict[str, Json] = {"row": segment.end, "at": segment.data_bytes, "blocks": [], "keys": list(keys)}
-        with disk_errors():
-            for stream, batch in blocks:
-                buffer = serialise(batch)
-                record["blocks"].append([stream, batch.num_rows, buffer.size, zlib.crc32(buffer)])
-                _write(self._data, buffer)
-            if blocks:
-                self._sync(self._data)
-                failpoints.hit("journal.data")
-            if new := self._new_streams(blocks, streams):
-                record["streams"] = new
-            if checkpoint is not None:
-                record["checkpoint"] = checkpoint
-            line = frame(record)
-            _write(self._index, line)
+        sizes = [os.fstat(file.fileno()).st_size for file in (self._data, self._index)]
+        with disk_errors(self.directory):
+            try:
+                for stream, batch in blocks:
+                    buffer = serialise(batch)
+                    record["blocks"].append([stream, batch.num_rows, buffer.size, zlib.crc32(buffer)])
+                    _write(self._data, buffer)
+                if blocks:
+                    self._sync(self._data)
+                    failpoints.hit("journal.data")
+                if new := self._new_streams(blocks, streams):
+                    record["streams"] = new
+                if checkpoint is not None:
+                    record["checkpoint"] = checkpoint
+                line = frame(record)
+                _write(self._index, line)
+            except OSError:
+                for file, size in zip((self._data, self._index), sizes, strict=True):
+                    os.ftruncate(file.fileno(), size)
+                raise
             self._sync(self._index)
         failpoints.hit("journal.index")
         with self._lock:
@@ -275,6 +308,12 @@ class Disk:
                 pass  # what was written last is what a crash may have damaged; the rest is checked when it is read
             if torn or size > segment.data_bytes:
                 _cut(segment, at)
+
+
+def free_bytes(directory: Path) -> int:
+    """What this user may still write on the disk of a directory."""
+    found = os.statvfs(directory)
+    return found.f_bavail * found.f_frsize
 
 
 def _cut(segment: Segment, index_bytes: int) -> None:

@@ -135,9 +135,9 @@ class JournalSource(RangeSource[JournalConfig, JournalPosition]):
             # Each side gets half, and what the other leaves: neither may starve.
             direct_rows = min(direct_rows, max(limit.rows // 2, limit.rows - rows))
             rows = min(rows, limit.rows - direct_rows)
-        rows = self._within_bytes(self.config.directory, start.row, rows)
-        if self.config.direct is not None:
-            direct_rows = self._within_bytes(self.config.direct, start.direct, direct_rows)
+            rows = self._within_bytes(self.config.directory, start.row, rows)
+            if self.config.direct is not None:
+                direct_rows = self._within_bytes(self.config.direct, start.direct, direct_rows)
         return limit.bounded(JournalPosition(row=start.row + rows, direct=start.direct + direct_rows))
 
     def split(self, start: JournalPosition, end: JournalPosition) -> Sequence[JournalSplit]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,11 @@ PENDING_BYTES = 64 << 20
 """How much may wait in memory for the disk."""
 URGENT_BYTES = 1 << 20
 """So much is written without waiting for more."""
+
+ROOM_SECS = 0.5
+"""How often a full disk is asked again."""
+
+logger = logging.getLogger("penstock.journal")
 
 Item = SourceBatch | Sequence[SourceBatch] | Sequence[SourceEnvelope]
 """What is appended as one unit: durable as a whole or not at all."""
@@ -62,6 +68,8 @@ class Journal:
         self._appended = self._settled = 0
         self._refusing = self._closed = self._hurry = False
         self._acked = 0
+        self.no_room = ""
+        """Why the disk takes nothing now, if it is full: what was appended waits until there is room."""
         segment_bytes = max(1, min(disks.SEGMENT_BYTES, max_bytes // 8))
         self._disk = Disk(directory, self._lock, segment_bytes, durable=durable, first_row=first_row)
         self._repeats = Repeats(self._disk.keys)  # the keys of appended records, waiting or durable
@@ -103,7 +111,7 @@ class Journal:
     @property
     def full(self) -> bool:
         """True while an append would wait; for callers that must answer instead."""
-        return self.held_bytes >= self._max_bytes
+        return bool(self.no_room) or self.held_bytes >= self._max_bytes
 
     def counts(self) -> dict[str, float]:
         """For metrics: what waits, for how long, and what the disk took."""
@@ -227,7 +235,7 @@ class Journal:
                     )
                 group, self._pending, self._hurry = self._pending, [], False
             try:
-                self._commit(group)
+                self._commit_when_there_is_room(group)
                 self._on_commit()
                 for entry in group:
                     if entry.on_durable is not None:
@@ -238,6 +246,28 @@ class Journal:
             with self._lock:
                 self._settled += len(group)
                 self._moved.notify_all()
+
+    def _commit_when_there_is_room(self, group: list[_Entry]) -> None:
+        while True:
+            try:
+                self._commit(group)
+            except disks.NoRoom as full:
+                if not self.no_room:
+                    logger.warning("the journal %s waits for room on the disk: %s", self.directory, full)
+                self.no_room = str(full)
+                with self._lock:
+                    if self._closed:
+                        raise FatalError(
+                            f"the journal {self.directory} has no room for rows that were accepted: {full}",
+                            code="PEN-5009",
+                            hint="free some space and start again; the outside system was not told that they are safe",
+                        ) from full
+                    self._work.wait(ROOM_SECS)
+                continue
+            with self._lock:
+                self.no_room = ""
+                self._moved.notify_all()
+            return
 
     def _poison(self, error: Exception) -> None:
         with self._lock:

@@ -30,9 +30,7 @@ CONTRACTS = ("health.py", "source.py", "tables.py", "capture.py", "sink.py", "sc
 USERS = ("schema/registry", "connectors", "pipeline", "runtime", "spark", "web", "cli", "reference.py")
 
 LATER = {
-    "from_string": "message sources",
     "from_number": "message sources",
-    "with_offset": "message sources",
     "with_partition": "message sources",
 }
 """Names without a user yet, and who will bring one. Take a name out as soon as it has one."""

@@ -260,7 +260,7 @@ class Journal:
                         raise FatalError(
                             f"the journal {self.directory} has no room for rows that were accepted: {full}",
                             code="PEN-5009",
-                            hint="free some space and start again; the outside system was not told that they are safe",
+                            hint="free some space and start again; they were not acknowledged, so their sender has them",
                         ) from full
                     self._work.wait(ROOM_SECS)
                 continue

@@ -19,7 +19,7 @@ from penstock.testing import SourceContract
 from penstock.testing.mosquitto import answers, free_port
 from penstock.testing.processes import wait_until
 from penstock.testing.sources.journaled import RecordingSender
-from pushed import Pushed, await_kill
+from push_runs import Pushed, await_kill
 
 
 class Keeping(RecordingSender):

@@ -17,7 +17,7 @@ from paho.mqtt.properties import Properties
 from brokers import numbered, peer
 from penstock.testing.mosquitto import Mosquitto, Way, is_installed
 from penstock.testing.processes import wait_until
-from pushed import Pushed, await_kill
+from push_runs import Pushed, await_kill
 from thorough import THOROUGH
 
 STEPS = ["journal.data", "journal.index", "journal.told", "stage.task", "commit.after", "ack.after"]

@@ -89,11 +89,6 @@ class Journal:
         return self._disk.tail
 
     @property
-    def identity(self) -> str:
-        """What tells it from another journal of the same name on another machine."""
-        return self._disk.identity
-
-    @property
     def appended(self) -> int:
         """The tail as it will be once everything appended is durable."""
         return self._next_row
@@ -235,7 +230,8 @@ class Journal:
                     )
                 group, self._pending, self._hurry = self._pending, [], False
             try:
-                self._commit_when_there_is_room(group)
+                while (full := self._commit(group)) is not None:
+                    _await_room(self, full)
                 self._on_commit()
                 for entry in group:
                     if entry.on_durable is not None:
@@ -246,28 +242,6 @@ class Journal:
             with self._lock:
                 self._settled += len(group)
                 self._moved.notify_all()
-
-    def _commit_when_there_is_room(self, group: list[_Entry]) -> None:
-        while True:
-            try:
-                self._commit(group)
-            except disks.NoRoom as full:
-                if not self.no_room:
-                    logger.warning("the journal %s waits for room on the disk: %s", self.directory, full)
-                self.no_room = str(full)
-                with self._lock:
-                    if self._closed:
-                        raise FatalError(
-                            f"the journal {self.directory} has no room for rows that were accepted: {full}",
-                            code="PEN-5009",
-                            hint="free some space and start again; they were not acknowledged, so their sender has them",
-                        ) from full
-                    self._work.wait(ROOM_SECS)
-                continue
-            with self._lock:
-                self.no_room = ""
-                self._moved.notify_all()
-            return
 
     def _poison(self, error: Exception) -> None:
         with self._lock:
@@ -280,7 +254,8 @@ class Journal:
             self._moved.notify_all()
         self._on_commit()  # wake the thread that waits for rows, so that it finds the failure
 
-    def _commit(self, group: list[_Entry]) -> None:
+    def _commit(self, group: list[_Entry]) -> disks.NoRoom | None:
+        """Make a group durable; or why the disk has no room for it now."""
         blocks = list(_blocks(group))
         checkpoint = next((entry.checkpoint for entry in reversed(group) if entry.checkpoint is not None), None)
         if blocks or checkpoint is not None:
@@ -288,10 +263,29 @@ class Journal:
             keys = [each.dedupe_key for each in envelopes if each.dedupe_key is not None]
             streams = {each.record.stream for each in envelopes}
             streams |= {each.stream for entry in group for each in entry.batches if _is_messages(each)}
-            self._disk.commit(blocks, keys, checkpoint, streams)
+            try:
+                self._disk.commit(blocks, keys, checkpoint, streams)
+            except disks.NoRoom as full:
+                return full
         with self._lock:
             self._pending_bytes -= sum(entry.size for entry in group)
             self._held = self._disk.held(self._acked)
+            self.no_room = ""
+        return None
+
+
+def _await_room(journal: Journal, full: disks.NoRoom) -> None:
+    if not journal.no_room:
+        logger.warning("the journal %s waits for room on the disk: %s", journal.directory, full)
+    with journal._lock:
+        journal.no_room = str(full)
+        if journal._closed:
+            raise FatalError(
+                f"the journal {journal.directory} has no room for rows that were accepted: {full}",
+                code="PEN-5009",
+                hint="free some space and start again; they were not acknowledged, so their sender has them",
+            )
+        journal._work.wait(ROOM_SECS)
 
 
 class _Entry:

@@ -879,14 +879,17 @@ def server():
 
 class TestIcebergInPostgres(SinkContract):
     @pytest.fixture
-    def sink(self, tmp_path, server):
-        """All tests share one database, in which each has a catalog of its own."""
-        config = IcebergConfig(path=f"{tmp_path}/out/{{topic}}", catalog_uri=server.dsn, catalog=tmp_path.name)
-        return Iceberg(config)
+    def own(self):
+        """All tests share one database, in which each has a catalog of its own: names of directories come again."""
+        return uuid.uuid4().hex
 
     @pytest.fixture
-    def catalog(self, tmp_path, server):
-        return SqlCatalog(tmp_path.name, uri=server.dsn.replace("postgresql:", "postgresql+psycopg:"))
+    def sink(self, tmp_path, server, own):
+        return Iceberg(IcebergConfig(path=f"{tmp_path}/out/{{topic}}", catalog_uri=server.dsn, catalog=own))
+
+    @pytest.fixture
+    def catalog(self, server, own):
+        return SqlCatalog(own, uri=server.dsn.replace("postgresql:", "postgresql+psycopg:"))
 
     @pytest.fixture
     def visible(self, read):

@@ -217,6 +217,9 @@ class SourceContext:
     None: none of its topics has a schema.
     """
 
+    parallelism: int = 1
+    """On the driver: how many tasks the epoch in hand was planned for. Split it as before: sinks may name rows by task."""
+
     in_task: bool = False
     """True where splits are read, False where ranges are planned."""
 

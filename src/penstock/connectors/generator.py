@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -130,7 +129,7 @@ class Generator(RangeSource[GeneratorConfig, NextIds]):
         edges = ((stream, start.ids.get(stream, 0), last) for stream, last in sorted(end.ids.items()))
         ranges = [IdRange(stream, first, last) for stream, first, last in edges if first < last]
         total = sum(each.end - each.start for each in ranges)
-        step = -(-total // (self._parallelism or os.cpu_count() or 1))
+        step = -(-total // (self._parallelism or self.context.parallelism))
         step = max(1, -(-step // self.config.batch_rows)) * self.config.batch_rows
         return [
             IdRange(each.stream, max(cut, each.start), min(cut + step, each.end))

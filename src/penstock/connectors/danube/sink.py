@@ -1,4 +1,4 @@
-"""Send rows to topics of a Danube broker, each message named so that a repeat can be told."""
+"""Send rows to topics of a Danube broker, each message named so that a repeat is recognised."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ class DanubeSink(SinkConnector[DanubeSinkConfig, Receipt]):
     Tasks send as they read, many messages at a time and one at a time of each routing key, so that its order holds.
 
     At-least-once: a repeat after a crash carries the same `penstock.pipeline`, `penstock.incarnation`, `penstock.epoch` and
-    `penstock.sequence` in its attributes, by which our own source drops it. Between two Penstocks a row arrives exactly
-    once, if the same range gives the same rows.
+    `penstock.sequence` in its attributes, by which our own source drops it, as long as the repeat is among its last 100,000
+    messages. Between two Penstocks a row then arrives exactly once, if an epoch that is staged again is read by as many
+    tasks as before.
     """
 
     name = "danube"
@@ -150,7 +151,7 @@ class DanubeSink(SinkConnector[DanubeSinkConfig, Receipt]):
 
 
 def _texts(keys: pa.Array) -> Iterator[str | None]:
-    """Routing keys are text: bytes that are none are told apart by their digest."""
+    """Routing keys are text: bytes that are none become their digest."""
     for key in keys.to_pylist():
         if key is None:
             yield None

@@ -89,7 +89,7 @@ def _upserts(batch: pa.RecordBatch, context: TopicContext, key: Sequence[str]) -
         [gone, pa.nulls(len(gone), pa.binary()), pa.nulls(len(gone), kept.batch.column("headers").type)], names=NAMES
     )
     both = pa.Table.from_batches([kept.batch, tombstones]).combine_chunks().to_batches()[0]
-    # The old key goes before the row that left it: another row may take it in a later change.
+    # The old key comes first, then the row that left it: another row may take it in a later change.
     places = np.concatenate([np.arange(batch.num_rows) + 0.5, np.asarray(moved, float)])
     return _keyed_records(Records(both.take(pa.array(np.argsort(places, kind="stable")))))
 

@@ -118,6 +118,7 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
         self.close()
         super().open(context)
         self._cluster = Cluster(self.config)
+        self._parallelism = context.parallelism
         if context.in_task:
             return
         self._cluster.connect()

@@ -26,6 +26,7 @@ class Contexts:
 
     def __init__(self, state: State, wiring: Wiring, codecs: Codecs | None = None) -> None:
         self.wiring = wiring
+        self._state = state
         self._codecs = codecs or Codecs(TopicSchemas(), state.directory)
         self.copies = FirstCopies(state, wiring)
         self._sources = state.directory / "sources"
@@ -50,7 +51,10 @@ class Contexts:
             if route.source in (None, name)
         )
         held, refused = partial(self.copies.held, name), partial(self._refused, name)
-        return SourceContext(self._sources / name, produces, held, refused)
+        newest = self._state.newest
+        return SourceContext(
+            self._sources / name, produces, held, refused, parallelism=newest.parallelism if newest else 1
+        )
 
     def _refused(self, source: str, stream: str, payloads: Sequence[bytes]) -> Failed | None:
         """By the routes that take every message of the stream; which others take one is found when it is routed."""

@@ -177,6 +177,7 @@ class EpochLoop:
             incarnation=self.state.identity.incarnation,
             number=newest.number + 1 if newest else 1,
             ranges=ranges,
+            parallelism=self.engine.parallelism,
             attempts=[uuid4().hex[:8]],
             unswept=newest.unswept if newest else [],
             held=newest.held if newest else {},

@@ -32,6 +32,8 @@ class Manifest(BaseModel):
     number: int
     state: Literal["planned", "prepared", "committed"] = "planned"
     ranges: dict[str, Range]
+    parallelism: int = 1
+    """How many tasks it was planned for."""
     attempts: list[str]
     """Every try at staging this epoch, the newest last."""
     only: list[tuple[str, Topic]] | None = None

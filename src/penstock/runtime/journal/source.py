@@ -101,7 +101,7 @@ class JournalSource(RangeSource[JournalConfig, JournalPosition]):
 
     def __init__(self, config: JournalConfig) -> None:
         super().__init__(config)
-        self._parallelism = config.parallelism
+        self._parallelism: int | None = None
         self._bound: _Bound | None = None
 
     def bind(
@@ -184,7 +184,8 @@ class JournalSource(RangeSource[JournalConfig, JournalPosition]):
         return end_within(directory, start, start + rows, self.config.max_epoch_bytes) - start
 
     def _parts(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        parts = max(1, min(self._parallelism, (end - start) // LEAST_SPLIT_ROWS))
+        most = self._parallelism or max(self.config.parallelism, self.context.parallelism)
+        parts = max(1, min(most, (end - start) // LEAST_SPLIT_ROWS))
         edges = [start + (end - start) * n // parts for n in range(parts + 1)]
         return ((a, b) for a, b in pairwise(edges) if a < b)
 

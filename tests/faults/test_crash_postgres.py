@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from uuid import uuid4
 
 import psycopg
 import pytest
@@ -22,13 +23,19 @@ def server(need):
         yield server
 
 
+def noted(path: Path, name: str) -> str:
+    """What the test's own process has written down for those that it starts."""
+    return next(file for each in (path, *path.parents) if (file := each / name).exists()).read_text()
+
+
 def dsn(path: Path) -> str:
-    """Where the server of a test is; the test's own process has written it down for those that it starts."""
-    return next(file for each in (path, *path.parents) if (file := each / "dsn").exists()).read_text()
+    """Where the server of a test is."""
+    return noted(path, "dsn")
 
 
-def schema(path: Path | str) -> str:
-    return "sink " + hashlib.sha256(str(path).encode()).hexdigest()[:16]
+def schema(path: Path) -> str:
+    """A name of the test's own: pytest gives the directory of a test that has passed to a later one."""
+    return "sink " + hashlib.sha256(f"{noted(path, 'test')} {path}".encode()).hexdigest()[:16]
 
 
 class TestPostgresCrash(CrashContract):
@@ -37,6 +44,7 @@ class TestPostgresCrash(CrashContract):
     @pytest.fixture(autouse=True)
     def _told(self, server, tmp_path):
         (tmp_path / "dsn").write_text(server.dsn)
+        (tmp_path / "test").write_text(uuid4().hex)
 
     def make_sink(self, path):
         return Postgres(PostgresSinkConfig(dsn=dsn(path), table=f"{schema(path)}.{{table}}", mode=self.mode))

@@ -634,7 +634,7 @@ def test_of_many_changes_only_the_keys_are_held_while_their_rows_are_written(tmp
             )
             writer.write_batch(changes(*events))
     before = pa.total_allocated_bytes()
-    collapsed = collapse_parts([table_files.StagedChanges(path, lambda rows: rows)], ["id"], PLAIN)
+    collapsed = collapse_parts([changed.StagedChanges(path, lambda rows: rows)], ["id"], PLAIN)
     held, seen = [], 0
     for piece in collapsed.rows(None)(0, rows):
         held.append(pa.total_allocated_bytes() - before)

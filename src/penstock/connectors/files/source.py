@@ -166,7 +166,8 @@ class Files(RangeSource[FilesConfig, Inventoried]):
 
     @cached_property
     def _directory(self) -> Directory:
-        c, pause = self.config, self.config.scan_interval_ms
+        c = self.config
+        pause = c.scan_interval_ms
         if store.is_object_url(c.path):
             pause = PAUSE_MS if pause is None else pause
             return Objects.under(c.path, c.storage_options, c.recursive, c.format, c.ignore, pause)

@@ -9,7 +9,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -122,12 +122,8 @@ class Disk:
         Raises `NoRoom` if the disk is full. A failed fsync is fatal all the same.
         """
         self._require_room(sum(batch.nbytes for _, batch in blocks))
-        try:
+        with disk_errors(self.directory):
             self._commit(blocks, keys, checkpoint, streams)
-        except FatalError as error:
-            if isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL:
-                raise NoRoom(str(error.__cause__.strerror)) from error
-            raise
 
     def _require_room(self, size: int) -> None:
         free = free_bytes(self.directory)
@@ -137,33 +133,30 @@ class Disk:
     def _commit(self, blocks: Sequence[Block], keys: Sequence[str], checkpoint: Json, streams: Iterable[str]) -> None:
         segment = self.segments[-1]
         if segment.bytes >= self._segment_bytes or segment.commits >= SEGMENT_COMMITS:
-            segment = self._create(segment.number + 1, segment.end)
+            with _full_is_no_room():  # nothing of it counts before it is whole
+                segment = self._create(segment.number + 1, segment.end)
             with self._lock:
                 self.segments.append(segment)
         assert self._data is not None
         assert self._index is not None
         record: dict[str, Json] = {"row": segment.end, "at": segment.data_bytes, "blocks": [], "keys": list(keys)}
-        sizes = [os.fstat(file.fileno()).st_size for file in (self._data, self._index)]
-        with disk_errors(self.directory):
-            try:
-                for stream, batch in blocks:
-                    buffer = serialise(batch)
-                    record["blocks"].append([stream, batch.num_rows, buffer.size, zlib.crc32(buffer)])
-                    _write(self._data, buffer)
-                if blocks:
-                    self._sync(self._data)
-                    failpoints.hit("journal.data")
-                if new := self._new_streams(blocks, streams):
-                    record["streams"] = new
-                if checkpoint is not None:
-                    record["checkpoint"] = checkpoint
-                line = frame(record)
-                _write(self._index, line)
-            except OSError:
-                for file, size in zip((self._data, self._index), sizes, strict=True):
-                    os.ftruncate(file.fileno(), size)
-                raise
-            self._sync(self._index)
+        sizes = {file: os.fstat(file.fileno()).st_size for file in (self._data, self._index)}
+        with _full_is_no_room(sizes):
+            for stream, batch in blocks:
+                buffer = serialise(batch)
+                record["blocks"].append([stream, batch.num_rows, buffer.size, zlib.crc32(buffer)])
+                _write(self._data, buffer)
+        if blocks:
+            self._sync(self._data)
+            failpoints.hit("journal.data")
+        if new := self._new_streams(blocks, streams):
+            record["streams"] = new
+        if checkpoint is not None:
+            record["checkpoint"] = checkpoint
+        line = frame(record)
+        with _full_is_no_room(sizes):
+            _write(self._index, line)
+        self._sync(self._index)
         failpoints.hit("journal.index")
         with self._lock:
             segment.add(record, len(line))
@@ -320,6 +313,20 @@ def _cut(segment: Segment, index_bytes: int) -> None:
     os.truncate(segment.index, index_bytes)
     os.truncate(segment.data, segment.data_bytes)
     fsync(segment.index, segment.data)
+
+
+@contextlib.contextmanager
+def _full_is_no_room(sizes: Mapping[FileIO, int] | None = None) -> Iterator[None]:
+    """Writes that a full disk refuses: cut the files to the sizes that they had, and let the commit be tried again."""
+    try:
+        yield
+    except (OSError, FatalError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        for file, size in (sizes or {}).items():
+            os.ftruncate(file.fileno(), size)
+        if isinstance(cause, OSError) and cause.errno in _FULL:
+            raise NoRoom(str(cause.strerror)) from error
+        raise
 
 
 def _write(file: FileIO, data: pa.Buffer | bytes) -> None:

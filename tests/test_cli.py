@@ -439,7 +439,7 @@ class TestCheck:
             assert code == 1
             assert f"✗ PEN-1000 cannot serve metrics on port {port}" in out
             assert f"cannot serve metrics on port {port}" in cli("run", file)[2]
-        assert f"✓ port {port} is free" in cli("check", file)[1]
+        assert f"✓ port {port} of 127.0.0.1 is free" in cli("check", file)[1]
 
     def test_a_state_directory_that_cannot_be_used_is_to_fix_for_check_and_run(self, cli, file):
         (file.parent / "state").write_text("a file")

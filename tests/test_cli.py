@@ -126,7 +126,7 @@ class TestErrors:
         code, _, err = cli("run", file)
         assert code == 1
         assert "PEN-5012 ZeroDivisionError" in err
-        assert "--debug" in err
+        assert "--verbose" in err
         assert "Traceback" not in err
 
     def test_without_java_nothing_is_started(self, cli, file, monkeypatch, tmp_path):

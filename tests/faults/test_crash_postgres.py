@@ -33,9 +33,17 @@ def dsn(path: Path) -> str:
     return noted(path, "dsn")
 
 
-def schema(path: Path) -> str:
-    """A name of the test's own: pytest gives the directory of a test that has passed to a later one."""
-    return "sink " + hashlib.sha256(f"{noted(path, 'test')} {path}".encode()).hexdigest()[:16]
+def schema(path: Path | str) -> str:
+    """A name of its own for a test, or for a directory of one."""
+    # pytest gives the directory of a test that has passed to a later one.
+    test = noted(path, "test") if isinstance(path, Path) else ""
+    return "sink " + hashlib.sha256(f"{test} {path}".encode()).hexdigest()[:16]
+
+
+def note(path: Path, server: PostgresServer) -> None:
+    """Write down what the processes of a test need."""
+    (path / "dsn").write_text(server.dsn)
+    (path / "test").write_text(uuid4().hex)
 
 
 class TestPostgresCrash(CrashContract):
@@ -43,8 +51,7 @@ class TestPostgresCrash(CrashContract):
 
     @pytest.fixture(autouse=True)
     def _told(self, server, tmp_path):
-        (tmp_path / "dsn").write_text(server.dsn)
-        (tmp_path / "test").write_text(uuid4().hex)
+        note(tmp_path, server)
 
     def make_sink(self, path):
         return Postgres(PostgresSinkConfig(dsn=dsn(path), table=f"{schema(path)}.{{table}}", mode=self.mode))

@@ -10,7 +10,7 @@ import psycopg
 import pyarrow as pa
 import pytest
 import test_crash_postgres
-from test_crash_postgres import dsn, schema
+from test_crash_postgres import dsn, note, schema
 
 from penstock import failpoints
 from penstock.connectors.postgres import Postgres, PostgresSinkConfig
@@ -148,7 +148,7 @@ class Upserting(Appending):
 
 @pytest.mark.parametrize("contract", [Appending, Upserting])
 def test_a_reader_never_sees_two_tables_at_different_epochs(server, tmp_path, contract):
-    (tmp_path / "dsn").write_text(server.dsn)
+    note(tmp_path, server)
     submit(play, contract, tmp_path, _watched, ())
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from penstock import errors
 from penstock.spark.java import java_problem
 from penstock.testing import kafka as kafka_server
 from penstock.testing import s3 as s3_servers
@@ -17,6 +18,10 @@ from penstock.testing.postgres import PostgresServer, binaries
 from thorough import THOROUGH
 
 TESTS = Path(__file__).parent
+
+# Before anything starts a process that others are forked from: they would not have the keys of the S3 servers.
+os.environ["PENSTOCK_S3_KEY"], os.environ["PENSTOCK_S3_SECRET"] = s3_servers.KEY, s3_servers.SECRET
+
 FOLDERS = ("", "schema", "connectors", "faults", "integration", "spark")
 """Tests without a JVM come first: they are the quickest to fail."""
 
@@ -124,6 +129,13 @@ def need() -> Callable[[bool, str], None]:
             missing(what)
 
     return need
+
+
+@pytest.fixture(autouse=True)
+def _secrets_of_its_own() -> Iterator[None]:
+    """A password such as `wrong`, which one test has revealed, would be blotted out of the messages of all later ones."""
+    yield
+    errors._secrets.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

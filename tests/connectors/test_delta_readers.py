@@ -21,7 +21,9 @@ import duckdb
 from deltalake import DeltaTable
 path, stop, rows = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 seen, polls = [], 0
-while not stop.exists() or polls < 3:
+last = False
+while not last:
+    last = stop.exists() and polls >= 3  # and then once more: the writer was done before it
     table = DeltaTable(path)
     found = table.to_pyarrow_table(columns=["id", "epoch"])
     files = [uri.removeprefix("file://") for uri in table.file_uris()]

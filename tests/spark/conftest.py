@@ -15,7 +15,7 @@ def spark(java: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]
     """A session on two threads. Tests share it: they must not stop it, nor leave views or settings behind."""
     from penstock.spark.session import start_session
 
-    here = str(Path(__file__).parent)  # so that workers find `connectors.py`
+    here = str(Path(__file__).parent)  # so that workers find `spark_connectors.py`
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
     os.environ["PENSTOCK_TEST_ARMED"] = str(tmp_path_factory.mktemp("armed") / "failpoint")
     session = start_session("local[2]", "penstock-tests", tmp_path_factory.mktemp("spark") / "spark.log")

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from deltalake import DeltaTable
+from spark_connectors import Keyed, KeyedConfig
 
-from connectors import Keyed, KeyedConfig
 from penstock.connectors.files.sink import FilesSink, FilesSinkConfig, read_published
 from penstock.errors import DataError
 from penstock.pipeline import Pipeline, Processing

@@ -13,9 +13,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from spark_connectors import Apart, AppliesElsewhere, Keyed, KeyedConfig, Picky, Wide
 
 import penstock
-from connectors import Apart, AppliesElsewhere, Keyed, KeyedConfig, Picky, Wide
 from penstock.connectors.files.sink import FilesSink, FilesSinkConfig, read_published
 from penstock.connectors.generator import Generator, GeneratorConfig
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError, SchemaError
@@ -326,7 +326,9 @@ class TestReaders:
         self, spark: Any, tmp_path: Path
     ) -> None:
         def run(rows: int) -> None:
-            stream = spark.readStream.format("penstock").option("connector", "connectors:Ticks").option("rows", rows)
+            stream = (
+                spark.readStream.format("penstock").option("connector", "spark_connectors:Ticks").option("rows", rows)
+            )
             query = (
                 stream.option("state_dir", str(tmp_path / "ticks"))
                 .option("max_rows_per_batch", 40)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from deltalake import DeltaTable
+from spark_connectors import Scripted, ScriptedConfig
 
-from connectors import Scripted, ScriptedConfig
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.errors import ConfigError, SchemaError
 from penstock.pipeline import Pipeline, Processing

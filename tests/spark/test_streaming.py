@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from spark_connectors import Keyed, KeyedConfig
 
-from connectors import Keyed, KeyedConfig
 from penstock import failpoints
 from penstock.connectors.files.sink import FilesSink, FilesSinkConfig, read_published
 from penstock.errors import ConfigError, FatalError

@@ -158,7 +158,7 @@ def test_a_stream_whose_rows_make_its_query_fail_is_left_out_and_the_others_go_o
 
 def test_a_source_that_takes_notes_is_not_for_sparks_own_readers() -> None:
     with pytest.raises(ConfigError, match=r"PEN-1009 postgres_cdc takes notes"):
-        source_of({"connector": "postgres_cdc", "dsn": "postgresql://localhost/shop", "tables": "[\"public.orders\"]"})
+        source_of({"connector": "postgres_cdc", "dsn": "postgresql://localhost/shop", "tables": '["public.orders"]'})
 
 
 def double(frame: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,3 +160,143 @@ def test_the_view_shows_copies_with_their_end_and_letters_by_code() -> None:
     assert "███░░░░░░░░░ ends in 0:00:30" in text
     assert "PEN-3001 2" in text
     assert "/s · epoch 1" in text
+
+
+MESSAGES = """
+connector_name = "messages"
+[processing]
+[[sources]]
+name = "exchange"
+connector = "sampled_exchange:Exchange"
+[[sources]]
+name = "polled"
+connector = "sampled_exchange:Polled"
+[[sources]]
+name = "rows"
+connector = "generator"
+streams = ["orders"]
+[[schemas]]
+topic = "/readings"
+schema_type = "json"
+[[routes]]
+from = "orders"
+to = "/orders"
+sql = "SELECT id FROM input"
+[[routes]]
+from = "readings"
+[[routes]]
+from = "polled"
+[sink]
+connector = "files"
+path = "lake/{topic}"
+"""
+
+EXCHANGE = """
+from penstock.config import Config
+from penstock.source import PollingSource, SourceCheckpoint, SourceEnvelope, SourceRecord, StreamingSource
+
+TOLD = []
+
+
+class NoOptions(Config):
+    pass
+
+
+def message(number, stream="readings"):
+    return SourceEnvelope(SourceRecord.from_json(stream, {"id": number}))
+
+
+class Exchange(StreamingSource[NoOptions]):
+    name = "exchange"
+
+    def schema(self):
+        return {}
+
+    def start_streaming(self, sender):
+        sender.send(SourceEnvelope(SourceRecord("readings", b"{broken")), on_durable=lambda: TOLD.append(0))
+        number = 0
+        while not sender.stopped:
+            number += 1
+            sender.send(message(number), on_durable=lambda: TOLD.append(number))
+
+
+class Polled(PollingSource[NoOptions]):
+    name = "polled"
+
+    def schema(self):
+        return {}
+
+    def poll_batch(self, max_records):
+        return [message(number, "polled") for number in range(max_records)]
+
+    def checkpoint(self):
+        return SourceCheckpoint()
+
+    def commit(self, offsets):
+        TOLD.append(offsets)
+"""
+
+
+@pytest.fixture
+def messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "sampled_exchange.py").write_text(EXCHANGE)
+    (tmp_path / "pipeline.toml").write_text(MESSAGES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "sampled_exchange", raising=False)
+    return tmp_path / "pipeline.toml"
+
+
+def test_a_sample_is_read_decoded_and_routed_and_commits_nothing(cli: Any, messages: Path) -> None:
+    code, out, _ = cli("check", messages, "--sample", "3", "--json")
+    taken = json.loads(out)["sample"]
+    topics = {each["topic"]: each["rows"] for each in taken if "topic" in each}
+    assert code == 0
+    assert topics["/readings"] == [{"id": 1}, {"id": 2}]
+    assert len(topics["/orders"]) == 3
+    assert [row["payload"] for row in topics["/polled"]] == ["b'{\"id\":0}'", "b'{\"id\":1}'", "b'{\"id\":2}'"]
+    assert next(each["bad"][0]["code"] for each in taken if "bad" in each) == "PEN-3001"
+    assert sys.modules["sampled_exchange"].TOLD == []
+    assert not (messages.parent / "state").exists()
+    assert [path for path in messages.parent.glob("lake/**/*") if path.is_file()] == []
+
+
+def test_a_sample_is_a_table_for_people(cli: Any, messages: Path) -> None:
+    out = cli("check", messages, "--sample", "2")[1]
+    assert "exchange:readings → /readings  1 rows" in out
+    assert "rows:orders → /orders  2 rows, before its SQL" in out
+    assert "✗ readings: PEN-3001" in out
+    assert "nothing was acknowledged or committed" in out
+
+
+def test_no_sample_is_taken_from_the_messages_of_a_running_pipeline(
+    cli: Any, messages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.runtime.readiness.runs", lambda pipeline: True)
+    out = cli("check", messages, "--sample", "2")[1]
+    assert "no sample while the pipeline runs" in out
+    assert "rows:orders → /orders  2 rows" in out
+    assert "/readings  " not in out
+
+
+def test_columns_are_shown_beside_those_of_the_target(cli: Any, file: Path, messages: Path, tmp_path: Path) -> None:
+    code, out, _ = cli("check", messages, "--show-schema", "--json")
+    orders = json.loads(out)["topics"]["/orders"]
+    assert (code, orders["columns"]["id"]) == (0, {"type": "int64", "files": None})
+    out = cli("check", messages, "--show-schema")[1]
+    assert "column" in out
+    assert "new" in out
+
+
+def test_everything_to_fix_is_in_one_table_with_a_fix_for_each(cli: Any, file: Path, tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("in the way")
+    (tmp_path / "mute.py").write_text(
+        "from penstock.source import Finding\nfrom penstock.connectors.generator import Generator\n"
+        "class Mute(Generator):\n    def check(self):\n        return [Finding(False, 'PEN-5001 nobody answers')]\n"
+    )
+    file.write_text(PIPELINE.replace('connector = "generator"', 'connector = "mute:Mute"\nname = "db"'))
+    code, out, _ = cli("check", file)
+    table = out.partition("2 to fix")[2]
+    assert code == 1
+    assert "what to do" in table
+    assert "source db" in table
+    assert "docs/errors.md" in table, "a finding without a fix of its own still has one"

@@ -309,6 +309,18 @@ class TestCommandLine:
             assert self.states(file, cli) == {f"public.{name}": ("failed", "PEN-1010"), "public.good": ("active", "")}
         assert DeltaTable(str(file.parent / "lake/good")).to_pyarrow_table().num_rows == 1
 
+    @pytest.mark.parametrize("connector", ["postgres_cdc", "postgres_capture"])
+    def test_a_sample_before_the_first_start_makes_neither_slot_nor_publication(self, database, file, cli, connector):
+        file.write_text(file.read_text().replace('"postgres_cdc"', f'"{connector}"'))
+        database.run("INSERT INTO good SELECT generate_series(2, 9)")
+        code, out, _ = cli("check", file, "--sample", "3", "--json")
+        (taken,) = json.loads(out)["sample"]
+        assert code == 0
+        assert taken["stream"] == "public.good"
+        assert [(row["id"], row["_op"]) for row in taken["rows"]] == [(1, "r"), (2, "r"), (3, "r")]
+        assert database.rows("SELECT slot_name FROM pg_replication_slots WHERE database = current_database()") == []
+        assert database.rows("SELECT pubname FROM pg_publication") == []
+
     def test_tables_that_meet_are_refused_at_the_first_start_and_later_the_new_one_is_set_aside(
         self, database, file, cli
     ):

@@ -142,11 +142,17 @@ def check(
     file: File = None,
     master: Annotated[str | None, typer.Option(help="The Spark master that the run will have.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the findings and the streams as JSON.")] = False,
+    show_schema: Annotated[
+        bool, typer.Option("--show-schema", help="Print the columns of each topic beside those of its targets.")
+    ] = False,
+    sample: Annotated[
+        int, typer.Option(min=0, max=1000, help="Read, decode and route N rows of each stream; commits nothing.")
+    ] = 0,
 ) -> None:
     """Say what is wrong with a pipeline. Shows where its rows would go, too; changes nothing. Exits with 1 if so."""
     from penstock.cli.checking import check
 
-    if not check(load(file), stdout(), master, json=json):
+    if not check(load(file), stdout(), master, json=json, show_schema=show_schema, sample=sample):
         raise typer.Exit(1)
 
 

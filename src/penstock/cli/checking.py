@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.looking import Looks, printable, targets
 from penstock.cli.schemas import checked, entries_of
 from penstock.durable import Json
-from penstock.errors import ConfigError, ConnectorError, is_of_stream
+from penstock.errors import CODES, ConfigError, ConnectorError, from_text, is_of_stream
 from penstock.pipeline import Pipeline
 from penstock.pipeline.checks import stream_notices
-from penstock.pipeline.routing import Target
 from penstock.runtime import readiness
 from penstock.schema import discover
 from penstock.sink import SinkConnector
@@ -41,8 +42,20 @@ def require(pipeline: Pipeline, master: str | None) -> None:
         raise problem
 
 
-def check(pipeline: Pipeline, console: Console, master: str | None = None, *, json: bool = False) -> bool:
-    """Print all findings and the planned routes; True when nothing has to be fixed."""
+def check(
+    pipeline: Pipeline,
+    console: Console,
+    master: str | None = None,
+    *,
+    json: bool = False,
+    show_schema: bool = False,
+    sample: int = 0,
+) -> bool:
+    """
+    Print all findings and the planned routes; True when nothing has to be fixed.
+
+    `show_schema`: also the columns of each topic beside those of its targets. `sample`: also so many rows of each stream.
+    """
     if json:
         console = Console(file=io.StringIO())
     report = _Report(console)
@@ -52,11 +65,12 @@ def check(pipeline: Pipeline, console: Console, master: str | None = None, *, js
     for finding in _machine(pipeline, master):
         report.add(finding)
     streams: dict[str, Schemas] = {}
+    looks = Looks(pipeline, sample)
     with tempfile.TemporaryDirectory(prefix="penstock-check-") as scratch:
         for kind, connectors in (("source", pipeline.sources), ("sink", pipeline.sinks)):
             for name, connector in connectors.items():
                 context = _context(pipeline, name, Path(scratch)) if kind == "source" else None
-                findings = list(_examine(name, connector, context, streams, pipeline))
+                findings = list(_examine(name, connector, context, streams, looks))
                 report.connector(kind, name, connector, findings)
     schemas = list(_schemas(pipeline))
     if schemas:
@@ -69,16 +83,19 @@ def check(pipeline: Pipeline, console: Console, master: str | None = None, *, js
         report.add(Finding(False, f"{problem.code} {problem.what}", problem.hint))
     if any(route.sql or route.transform for route in pipeline.router.routes):
         console.print(Text("  SQL and transforms are analysed by Spark when the run starts", style="dim"))
+    if show_schema:
+        looks.show_columns(streams, console)
+    if sample:
+        looks.show_rows(console)
     if json:
         columns = {
             s: {n: {c.name: str(c.type) for c in schema} for n, schema in each.items()} for s, each in streams.items()
         }
         found = {"pipeline": pipeline.name, "ok": not report.faults, "findings": report.found, "streams": columns}
-        print(codec.dumps(found, ensure_ascii=False, indent=1))
-    if report.faults:
-        console.print(Text(f"{report.faults} to fix", style="bold red"))
-    else:
-        console.print(Text("ready to run", style="bold green"))
+        found |= {"topics": looks.columns(streams)} if show_schema else {}
+        found |= {"sample": looks.rows()} if sample else {}
+        print(codec.dumps(found, ensure_ascii=False, indent=1, default=str))
+    report.close()
     return not report.faults
 
 
@@ -97,12 +114,25 @@ class _Report:
 
     def add(self, finding: Finding, indent: str = "") -> None:
         self.faults += not finding.ok
-        self.found.append({"part": self.part, "ok": finding.ok, "what": finding.what, "fix": finding.fix})
+        fix = finding.fix if finding.ok else finding.fix or _meaning(finding.what)
+        self.found.append({"part": self.part, "ok": finding.ok, "what": finding.what, "fix": fix})
         mark = (f"{indent}✓ ", "green") if finding.ok else (f"{indent}✗ ", "bold red")
         line = Text.assemble(mark, (printable(finding.what), "" if finding.ok else "red"))
         self.console.print(line, soft_wrap=True)
         if finding.fix:
             self.console.print(Text(f"{indent}  → {printable(finding.fix)}"), soft_wrap=True)
+
+    def close(self) -> None:
+        """The last word: what has to be fixed, as a table."""
+        if not self.faults:
+            self.console.print(Text("ready to run", style="bold green"))
+            return
+        table = Table("where", "what is wrong", "what to do", box=None, header_style="dim", padding=(0, 2, 0, 0))
+        for each in self.found:
+            if not each["ok"]:
+                table.add_row(*(Text(printable(each[name])) for name in ("part", "what", "fix")))
+        self.console.print(Text(f"{self.faults} to fix", style="bold red"))
+        self.console.print(table)
 
     def connector(self, kind: str, name: str, connector: Connector[Any] | None, findings: Sequence[Finding]) -> None:
         self.part = f"{kind} {name}"
@@ -112,11 +142,6 @@ class _Report:
         self.console.print(Text.assemble(mark, (f"{kind} ", "dim"), name, beside))
         for finding in findings:
             self.add(finding, "    ")
-
-
-def printable(text: str) -> str:
-    """The text on one line: a name that holds a line break or an escape code must not pass for a finding."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def _machine(pipeline: Pipeline, master: str | None) -> Iterator[Finding]:
@@ -163,7 +188,7 @@ def _examine(
     connector: SourceConnector[Any] | SinkConnector[Any, Any],
     context: SourceContext | None,
     streams: dict[str, Schemas],
-    pipeline: Pipeline,
+    looks: Looks,
 ) -> Iterator[Finding]:
     try:
         try:
@@ -180,8 +205,9 @@ def _examine(
         yield from connector.check()
         if isinstance(connector, SourceConnector):
             streams[name] = discover(connector)
+            yield from looks.take(name, connector)
         if isinstance(connector, SinkConnector):
-            yield from _places(name, connector, streams, pipeline)
+            yield from _places(name, connector, streams, looks)
     except ConnectorError as error:
         yield _refusal(error)
     finally:
@@ -201,27 +227,27 @@ def _all_that_is_wrong(connector: Connector[Any]) -> Sequence[Finding]:
         return ()  # it cannot look: then the refusal says what is wrong
 
 
-def _places(
-    name: str, sink: SinkConnector[Any, Any], streams: dict[str, Schemas], pipeline: Pipeline
-) -> Iterator[Finding]:
+def _meaning(what: str) -> str:
+    """What to do about a finding that does not say so itself."""
+    error = from_text(what)
+    return f"{CODES[error.code]}: see docs/errors.md" if error is not None else "see docs/troubleshooting.md"
+
+
+def _places(name: str, sink: SinkConnector[Any, Any], streams: dict[str, Schemas], looks: Looks) -> Iterator[Finding]:
     """Topics that the sink has no place for."""
     found = [
-        target for source, known in streams.items() for stream in known for target in _targets(pipeline, source, stream)
+        target
+        for source, known in streams.items()
+        for stream in known
+        for target in targets(looks.pipeline, source, stream)
     ]
     for topic in sorted({target.topic for target in found if name in target.sinks}):
         try:
-            sink.schema(topic)
+            looks.targets[name, topic] = sink.schema(topic)
         except ConnectorError as error:
             if not is_of_stream(error):
                 raise
             yield Finding(False, f"{topic} is left out: {error.code} {error.message}", error.hint)
-
-
-def _targets(pipeline: Pipeline, source: str, stream: str) -> tuple[Target, ...]:
-    try:
-        return pipeline.router.targets(source, stream)
-    except ConfigError:  # `check_streams` reports it
-        return ()
 
 
 def _schemas(pipeline: Pipeline) -> Iterator[Finding]:
@@ -242,10 +268,10 @@ def _routes(pipeline: Pipeline, streams: dict[str, Schemas], console: Console) -
             columns = ", ".join(f"{printable(column.name)} {column.type}" for column in schema)
             line = Text.assemble("  ", (f"{source}:", "dim"), printable(stream), (f" ({columns})", "dim"))
             console.print(line, soft_wrap=True)
-            targets = _targets(pipeline, source, stream)
-            if not targets and pipeline.processing.unrouted == "skip":
+            found = targets(pipeline, source, stream)
+            if not found and pipeline.processing.unrouted == "skip":
                 console.print(Text("    → nowhere: no route takes it, and its rows are skipped", style="yellow"))
-            for target in targets:
+            for target in found:
                 how = " through SQL" if target.route.sql else f" through {target.route.transform}"
                 how = how if target.route.sql or target.route.transform else ""
                 line = Text.assemble("    → ", (target.topic, "cyan"), how, f" → {', '.join(target.sinks)}")

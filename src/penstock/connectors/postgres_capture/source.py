@@ -17,7 +17,7 @@ from penstock.changes.old_key import unpack_key
 from penstock.connectors.postgres_capture.config import PostgresCaptureConfig
 from penstock.connectors.postgres_capture.ranges import LogEnd, LogReader, SlotMark, wait_for_writers
 from penstock.connectors.postgres_cdc import health
-from penstock.connectors.postgres_cdc.copy import Pages, read_part
+from penstock.connectors.postgres_cdc.copy import Pages, first_rows, read_part
 from penstock.connectors.postgres_cdc.findings import findings
 from penstock.connectors.postgres_cdc.log import snapshots
 from penstock.connectors.postgres_cdc.log.lsn import place_of
@@ -107,6 +107,12 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
     def schema(self) -> Schemas:
         """Of each table as the last change showed it, else as the catalog does."""
         return dict(self._schemas)
+
+    def sample(self, rows: int) -> Iterator[SourceBatch]:
+        """The first rows of each table; needs no slot and no publication, and makes none."""
+        session = self._log.session
+        for table in self._log.tables.values():
+            yield from first_rows(session.arrow(), table, session.catalog, rows)
 
     def restore(self, position: Json, copies: Mapping[str, Json]) -> None:
         self._copies = dict(copies)

@@ -242,6 +242,16 @@ def read_part(connection: Any, part: Chunk | Pages, *, apart: bool = False) -> I
     yield Note({"copied": copied.model_dump(mode="json"), "rows": count})
 
 
+def first_rows(connection: Any, table: Table, catalog: TypeCatalog, rows: int) -> Iterator[SourceBatch]:
+    """So many rows of a table as its copy would bring them, without a snapshot or a slot; for `penstock check --sample`."""
+    part = Pages(table, catalog, 0, None, ExportedSnapshot("", "", 0, {}), 1)
+    with failures.errors(f"cannot read {table.stream}"), table_errors(table):
+        columns = ", ".join(select_native(column, catalog) for column in table.columns) or "1"
+        for batch in batches(connection, f"SELECT {columns} FROM {_from(table)} LIMIT {rows}"):
+            if batch.num_rows:
+                yield SourceBatch(_seeded(batch, table, catalog, part), stream=table.stream)
+
+
 def _clear(table: Table, catalog: TypeCatalog, part: Chunk | Pages) -> SourceBatch:
     """One row that empties the target of a table."""
     row = {"_op": str(Op.TRUNCATE), "_position": position_text(part.lsn - 1, 2 * part.copy)}

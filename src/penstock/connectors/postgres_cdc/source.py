@@ -10,7 +10,7 @@ import psycopg
 
 from penstock.connectors.postgres_cdc import health
 from penstock.connectors.postgres_cdc.config import PostgresCdcConfig
-from penstock.connectors.postgres_cdc.copy import Chunk, Pages, Unreadable, read_part
+from penstock.connectors.postgres_cdc.copy import Chunk, Pages, Unreadable, first_rows, read_part
 from penstock.connectors.postgres_cdc.findings import findings
 from penstock.connectors.postgres_cdc.follow import LogRange, read_range, verify
 from penstock.connectors.postgres_cdc.log import slot as slots
@@ -95,6 +95,11 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
         planned = self._planned[1].tables if self._planned else {}
         aside = {stream for stream, progress in planned.items() if not progress.captured}
         return {s: table.schema(self.session.catalog) for s, table in tables.items() if s not in aside}
+
+    def sample(self, rows: int) -> Iterator[SourceBatch]:
+        """The first rows of each table; needs no slot and no publication, and makes none."""
+        for table in self.session.look_since(self._planner.planned_at).values():
+            yield from first_rows(self.session.arrow(), table, self.session.catalog, rows)
 
     def provide_schema(self) -> dict[str, Any]:
         return dict(self.schema())

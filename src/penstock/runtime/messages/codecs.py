@@ -100,6 +100,17 @@ class Codecs:
             make_format(each, made.wire, resolve[each.entry.expected_subject])
         return made
 
+    def decoders_unregistered(self) -> Decoders:
+        """What a run would decode with, by the files as they are; registers nothing, for `penstock check --sample`."""
+        if not self.schemas:
+            return Decoders()
+        wire = {str(each.subject): each.file for each in self._with_subject() if each.file is not None}
+        for each in self._with_subject():
+            if each.file is None:
+                wire[str(each.subject)] = choose(self._known, str(each.subject), each.entry.version_strategy)
+        expected = {each.entry.expected_subject for each in self.schemas.entries}
+        return Decoders(self.schemas, wire, {subject: Resolve(self._known, subject) for subject in expected}, {})
+
     @property
     def _known(self) -> Registry:
         assert self._registry is not None

@@ -192,8 +192,8 @@ def strict_s3(need: Callable[[object, str], None], java: None) -> Iterator[s3_se
 
 @pytest.fixture
 def own_modules() -> Iterator[None]:
-    """For tests that write the modules of the pages beside a pipeline: those of the same name from elsewhere step aside."""
-    names = ("jsonl_dir", "shaping")
+    """For tests that write modules beside a pipeline: those of the same name from elsewhere step aside."""
+    names = ("jsonl_dir", "shaping", "moving_source", "sampled_exchange", "mute")
     aside = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     yield
     for name in names:

@@ -14,6 +14,7 @@ PACKAGE = Path(penstock.__file__).parent
 
 PLANES = [
     {
+        "abilities",
         "errors",
         "config",
         "durable",

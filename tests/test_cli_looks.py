@@ -238,11 +238,10 @@ class Polled(PollingSource[NoOptions]):
 
 
 @pytest.fixture
-def messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_modules: None) -> Path:
     (tmp_path / "sampled_exchange.py").write_text(EXCHANGE)
     (tmp_path / "pipeline.toml").write_text(MESSAGES)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "sampled_exchange", raising=False)
     return tmp_path / "pipeline.toml"
 
 
@@ -287,7 +286,9 @@ def test_columns_are_shown_beside_those_of_the_target(cli: Any, file: Path, mess
     assert "new" in out
 
 
-def test_everything_to_fix_is_in_one_table_with_a_fix_for_each(cli: Any, file: Path, tmp_path: Path) -> None:
+def test_everything_to_fix_is_in_one_table_with_a_fix_for_each(
+    cli: Any, file: Path, tmp_path: Path, own_modules: None
+) -> None:
     (tmp_path / "state").write_text("in the way")
     (tmp_path / "mute.py").write_text(
         "from penstock.source import Finding\nfrom penstock.connectors.generator import Generator\n"

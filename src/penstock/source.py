@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, get_args, get_origin, runtime_checkable
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, get_args, get_origin
 
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
@@ -417,14 +417,6 @@ class StreamingSource(SourceConnector[C]):
     def start_streaming(self, sender: Sender) -> None:
         """Push until `sender.stopped`; a broken connection raises `RetryableError`, and the runtime calls again."""
         raise NotImplementedError
-
-
-@runtime_checkable
-class Sampled(Protocol):
-    """For `penstock check --sample`: a source whose first range leaves a trace, such as a slot, shows rows another way."""
-
-    def sample(self, rows: int) -> Iterator[SourceBatch]:
-        """About so many rows of each stream, as a first run would read them; after `open`. Changes nothing outside."""
 
 
 class BufferedBridge(Generic[T]):

@@ -40,17 +40,62 @@ def _show(file: File = None, json: Annotated[bool, typer.Option("--json", help="
 
 
 @app.command("reset")
-def _reset(file: File = None, yes: Yes = False) -> None:
-    """Have the next run read every source from its beginning. Empty the targets first."""
+def _reset(
+    file: File = None,
+    yes: Yes = False,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to", metavar="POSITION|TIME", help="Where to begin: beginning, 2026-05-01T00:00:00Z, or a position."
+        ),
+    ] = None,
+    source: Annotated[
+        list[str] | None,
+        typer.Option("--source", metavar="NAME", help="With --to: this source alone; may be repeated."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would change.")] = False,
+) -> None:
+    """Have the next run read every source from its beginning, or from where --to says. Empty the targets first."""
     from penstock.cli import load
+    from penstock.errors import ConfigError
     from penstock.runtime.epochs import reset
 
     pipeline = load(file)
+    if to is not None:
+        _move(pipeline, to, source or [], yes, dry_run)
+        return
+    if source:
+        raise ConfigError("--source needs --to", hint="--to beginning")
+    if dry_run:
+        print(f"the next run of {pipeline.name} would read {', '.join(pipeline.sources)} from the beginning")
+        print("nothing was changed")
+        return
     question = f"The next run of {pipeline.name} will read every source from its beginning. Go on?"
     if not yes and not typer.confirm(question):
         raise typer.Exit(1)
     reset(pipeline.processing.state_dir, pipeline.name)
     print("a new incarnation begins with the next run; empty the targets first, or they will hold the rows twice")
+
+
+def _move(pipeline: Pipeline, to: str, names: Sequence[str], yes: bool, dry_run: bool) -> None:
+    from penstock.cli import stdout
+    from penstock.runtime.moving import move, moves
+
+    moved = moves(pipeline, to, names)
+    table = Table("source", "read up to", "would begin at", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for each in moved:
+        table.add_row(
+            Text(each.source), Text(each.before.describe() if each.before else ""), Text(each.after.describe())
+        )
+    stdout().print(table)
+    if dry_run:
+        print("nothing was changed")
+        return
+    question = f"The next run of {pipeline.name} will begin there: rows that the targets hold come again. Go on?"
+    if not yes and not typer.confirm(question):
+        raise typer.Exit(1)
+    move(pipeline, moved)
+    print("a new incarnation begins there with the next run; rows that the targets hold already come once more")
 
 
 @app.command("restage")

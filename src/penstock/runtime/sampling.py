@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from penstock.abilities import Sampled
 from penstock.config import Config
 from penstock.errors import ConnectorError, FatalError
 from penstock.pipeline import Pipeline
@@ -27,7 +28,6 @@ from penstock.source import (
     Position,
     RangeSource,
     ReadLimit,
-    Sampled,
     Schemas,
     SourceBatch,
     SourceConnector,

@@ -166,10 +166,17 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
         elif start == "latest":
             begin = end
         elif start.timestamp is not None:
-            found = self._asked.at(first, int(start.timestamp.timestamp() * 1000))
-            begin = {place: end[place] if found.get(place, -1) < 0 else found[place] for place in first}
+            return self.position_at(start.timestamp)
         else:
             begin = {**first, **self._committed(str(start.group), first)}
+        return Offsets.of({name: each.id for name, each in self._topics.items()}, begin)
+
+    def position_at(self, when: datetime) -> Offsets:
+        """The first records that are not older than `when`, by their own timestamps."""
+        self._look()
+        first, end = self._edges(self._places())
+        found = self._asked.at(first, int(when.timestamp() * 1000))
+        begin = {place: end[place] if found.get(place, -1) < 0 else found[place] for place in first}
         return Offsets.of({name: each.id for name, each in self._topics.items()}, begin)
 
     def latest(self, start: Offsets, limit: ReadLimit) -> Offsets:

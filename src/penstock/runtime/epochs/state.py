@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 from uuid import uuid4
@@ -100,14 +100,20 @@ class State:
             end={source: span.end for source, span in manifest.ranges.items()},
         )
 
-    def renew(self) -> None:
-        """Begin a new incarnation; its first epoch is number 1. The old manifests are kept aside."""
+    def renew(self, begin: Callable[[str], Manifest] | None = None) -> None:
+        """
+        Begin a new incarnation; its first epoch is number 1. The old manifests are kept aside.
+
+        `begin` gives a committed epoch of it, from whose ends it goes on; None: from the beginning.
+        """
         old, last = self.identity.incarnation, self.newest.number if self.newest else 0
-        replaces = [*self.identity.replaces, (old, last)]
+        new, replaces = str(uuid4()), [*self.identity.replaces, (old, last)]
+        resumes = begin(new) if begin is not None else None
+        shape = None if resumes is None else self.identity.shape
         # Identity first: after a crash in between, the manifests of another incarnation are set aside when read.
-        self.save_identity(incarnation=str(uuid4()), replaces=replaces, adopts=[], resumes=None, shape=None)
+        self.save_identity(incarnation=new, replaces=replaces, adopts=[], resumes=resumes, shape=shape)
         self._set_aside(old)
-        self.newest = None
+        self.newest = resumes
 
     @property
     def _epochs(self) -> Path:

@@ -168,7 +168,7 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
         elif start.timestamp is not None:
             return self.position_at(start.timestamp)
         else:
-            begin = {**first, **self._committed(str(start.group), first)}
+            begin = {**first, **_committed(self.config, str(start.group), first)}
         return Offsets.of({name: each.id for name, each in self._topics.items()}, begin)
 
     def position_at(self, when: datetime) -> Offsets:
@@ -284,15 +284,6 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
     def _edges(self, places: Sequence[Place]) -> tuple[dict[Place, int], dict[Place, int]]:
         return self._asked.edges(places, self.config.isolation_level == "read_committed")
 
-    def _committed(self, group: str, places: Mapping[Place, int]) -> dict[Place, int]:
-        reader = consumer(self.config, group_id=group)
-        try:
-            with errors(f"cannot ask for the offsets of the group {group!r}"):
-                found = reader.committed([TopicPartition(*place) for place in places], timeout=ANSWER_SECS)
-        finally:
-            reader.close()
-        return {(each.topic, each.partition): each.offset for each in found if each.offset >= 0}
-
     def _require_all(self, start: Offsets) -> None:
         """Refuse to go on where a topic of the position is gone, or another one has its name."""
         if self.config.on_lost == "earliest":
@@ -315,6 +306,17 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
         first, _ = self._lost.get(place, (offset, 0))
         self._lost[place] = (first, lowest)
         return lowest
+
+
+def _committed(config: KafkaConfig, group: str, places: Mapping[Place, int]) -> dict[Place, int]:
+    """Where a consumer group is, for the partitions that it has a commit of."""
+    reader = consumer(config, group_id=group)
+    try:
+        with errors(f"cannot ask for the offsets of the group {group!r}"):
+            found = reader.committed([TopicPartition(*place) for place in places], timeout=ANSWER_SECS)
+    finally:
+        reader.close()
+    return {(each.topic, each.partition): each.offset for each in found if each.offset >= 0}
 
 
 def _matching(topics: Sequence[str], cluster: Cluster) -> list[str]:

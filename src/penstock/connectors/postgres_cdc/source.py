@@ -175,18 +175,7 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
                     raise RangeGone(error.message, hint=error.hint) from error
                 raise
         else:
-            yield from self._read_part(split)
-
-    def _read_part(self, part: Chunk | Pages) -> Iterator[SourceBatch | Note]:
-        done = False
-        try:
-            yield from read_part(self.session.arrow(), part, apart=True)
-            done = True
-        except (DataError, SchemaError) as error:
-            yield Note(Refused.because(part.stream, error).note())
-        finally:
-            if not done:
-                self.session.drop_arrow()
+            yield from _read_part(self.session, split)
 
     def _is_gone(self, split: LogRange, error: FatalError) -> bool:
         """True for log that went with its slot or its publication, when everything is copied again anyway."""
@@ -209,6 +198,18 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
 
     def ack(self, end: LogPosition) -> None:
         self.session.ask(lambda connection: slots.acknowledge(connection, self.config.slot, end.lsn))
+
+
+def _read_part(session: Session, part: Chunk | Pages) -> Iterator[SourceBatch | Note]:
+    done = False
+    try:
+        yield from read_part(session.arrow(), part, apart=True)
+        done = True
+    except (DataError, SchemaError) as error:
+        yield Note(Refused.because(part.stream, error).note())
+    finally:
+        if not done:
+            session.drop_arrow()
 
 
 def _bounded(end: LogPosition, limit: ReadLimit, ended: int) -> LogPosition:

@@ -206,3 +206,34 @@ class AppliesElsewhere(MemoryApplySink):
     def apply(self, epoch: Epoch, work: Work, task: Task) -> MemoryApplied:
         (self.config.path / f"applied-by-{os.getpid()}").touch()
         return super().apply(epoch, work, task)
+
+
+class HeardConfig(Config):
+    rows: int
+    told: str
+
+
+class Heard(RangeSource[HeardConfig, Next]):
+    """Numbers that lag as long as they are not planned; what it is told of them, it writes to a file."""
+
+    name = "heard"
+    _planned = 0
+
+    def schema(self) -> Schemas:
+        return {"rows": pa.schema([("row", pa.int64())])}
+
+    def latest(self, start: Next, limit: ReadLimit) -> Next:
+        self._planned = min(self.config.rows, start.row + (limit.rows or self.config.rows))
+        return limit.bounded(Next(row=self._planned))
+
+    def split(self, start: Next, end: Next) -> Sequence[tuple[int, int]]:
+        return [(start.row, end.row)]
+
+    def read(self, split: tuple[int, int]) -> Iterator[SourceBatch]:
+        yield SourceBatch(pa.record_batch([pa.array(range(*split), pa.int64())], names=["row"]), stream="rows")
+
+    def ack(self, end: Next) -> None:
+        Path(self.config.told).write_text(str(end.row))
+
+    def lag(self) -> int | None:
+        return self.config.rows - self._planned

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,20 +16,36 @@ from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, Inp
 
 from penstock import durable
 from penstock.capture import ChangeCapture
+from penstock.changes import CHANGE_FIELDS
 from penstock.durable import canonical
-from penstock.errors import (
-    ConfigError,
-)
-from penstock.source import RangeSource, ReadLimit, SourceBatch, SourceConnector
+from penstock.errors import ConfigError, ConnectorError, RetryableError
+from penstock.source import ENVELOPE_SCHEMA, RangeSource, ReadLimit, SourceBatch, SourceConnector, SourceContext
 from penstock.spark.given import connector_of
 from penstock.spark.tasks import conform
-from penstock.tables import TableSource
+
+try:
+    from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
+except ImportError:  # of a version without read limits
+    SupportsTriggerAvailableNow = object
+
+_log = logging.getLogger("penstock.spark")
+
+LAG_SECS = 5
+"""How often a source is asked for its lag: Spark would ask with every look for new rows."""
+
+ACK_AGAIN_SECS = 1
+"""Between two tries at an ack that did not get through."""
 
 
 class Ranges:
     """What the batch and the streaming reader share; opened where it is used, since a connection does not travel."""
 
     def __init__(self, source: RangeSource[Any, Any], stream: str, schema: pa.Schema) -> None:
+        """
+        `stream`: the one that is read; empty for all messages of a source that does not know their streams.
+
+        `schema`: its columns, in the types that the JVM reads.
+        """
         self._source, self._stream, self._schema = source, stream, schema
 
     def position(self, value: dict[str, Any]) -> Any:
@@ -40,9 +58,9 @@ class Ranges:
         return [InputPartition(split) for split in self._source.split(start, end)] if start != end else []
 
     def rows(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        with opened(self._source):
+        with opened(self._source, SourceContext(in_task=True)):
             for item in self._source.read(partition.value):
-                if isinstance(item, SourceBatch) and item.stream == self._stream:
+                if isinstance(item, SourceBatch) and item.stream == (self._stream or item.stream):
                     yield conform(item.records, self._schema, frozenset(self._schema.names), self._stream)
 
 
@@ -56,11 +74,22 @@ class BatchReader(Ranges, DataSourceReader):  # type: ignore[misc]
         return self.rows(partition)
 
 
-class StreamReader(Ranges, DataSourceStreamReader):  # type: ignore[misc]
-    """For versions that ask for an end by start and limit."""
+class StreamReader(Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
+    """
+    For versions that ask for an end by start and limit.
+
+    Spark asks for the next end once it has committed the batch before it, also while there is nothing to read. So what
+    precedes the start of that question is acked then, and not with the next batch, which may not come for hours.
+    """
 
     _is_open = False
+    _ends = False
     _until: Any = None
+    _acked: Any = None
+    _next_ack = 0.0
+    _planned: Any = None
+    _lag: int | None = None
+    _next_lag = 0.0
     max_rows: int | None = None
     """About how many rows a batch reads at most."""
 
@@ -69,11 +98,26 @@ class StreamReader(Ranges, DataSourceStreamReader):  # type: ignore[misc]
 
         return ReadMaxRows(self.max_rows) if self.max_rows else ReadAllAvailable()
 
+    def prepareForTriggerAvailableNow(self) -> None:
+        """The query is to end with what is there when it first asks."""
+        self._ends = True
+
     def initialOffset(self) -> dict[str, Any]:
-        return self.offset(self._opened().initial())
+        self._acked = self._opened().initial()
+        return self.offset(self._acked)
 
     def latestOffset(self, start: dict[str, Any], limit: Any) -> dict[str, Any]:
         return self._latest(self.position(start), getattr(limit, "max_rows", None))
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:
+        """For the query's progress, as `latestOffset`: how far it has planned, and `lag`, what is left in the source's unit."""
+        if self._planned is None:
+            return None
+        if time.monotonic() >= self._next_lag:
+            self._next_lag = time.monotonic() + LAG_SECS
+            with contextlib.suppress(ConnectorError):  # it is only a report; the next batch says what is wrong
+                self._lag = self._opened().lag()
+        return {**self.offset(self._planned), **({} if self._lag is None else {"lag": self._lag})}
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
         self._opened()
@@ -83,7 +127,7 @@ class StreamReader(Ranges, DataSourceStreamReader):  # type: ignore[misc]
         return self.rows(partition)
 
     def commit(self, end: dict[str, Any]) -> None:
-        self._opened().ack(self.position(end))
+        self._ack(self.position(end))
 
     def stop(self) -> None:
         self._source.close()
@@ -97,8 +141,26 @@ class StreamReader(Ranges, DataSourceStreamReader):  # type: ignore[misc]
         return self._source
 
     def _latest(self, start: Any, rows: int | None) -> dict[str, Any]:
-        bound = ReadLimit(rows=rows, parallelism=os.cpu_count() or 1, until=self._until)
-        return self.offset(self._opened().latest(start, bound))
+        source = self._opened()
+        self._ack(start)
+        if self._ends and self._until is None:
+            self._until = source.latest(start, self._limit(None))
+        self._planned = source.latest(start, self._limit(rows))
+        return self.offset(self._planned)
+
+    def _limit(self, rows: int | None) -> ReadLimit:
+        return ReadLimit(rows=rows, parallelism=os.cpu_count() or 1, until=self._until)
+
+    def _ack(self, end: Any) -> None:
+        """Tell the source what Spark has committed; one that cannot be reached hears of it later."""
+        if end == self._acked or time.monotonic() < self._next_ack:
+            return
+        try:
+            self._opened().ack(end)
+            self._acked = end
+        except RetryableError as error:
+            _log.warning("could not acknowledge: %s", error)
+            self._next_ack = time.monotonic() + ACK_AGAIN_SECS
 
 
 class RememberingReader(StreamReader):
@@ -133,8 +195,8 @@ class RememberingReader(StreamReader):
 
 
 @contextlib.contextmanager
-def opened(source: SourceConnector[Any]) -> Iterator[None]:
-    source.open()
+def opened(source: SourceConnector[Any], context: SourceContext = SourceContext()) -> Iterator[None]:
+    source.open(context)
     try:
         yield
     finally:
@@ -145,21 +207,25 @@ OWN = ("stream", "state_dir", "max_rows_per_batch")
 """Options of the reader itself; all others are the source's."""
 
 
-def source_of(options: Mapping[str, str]) -> tuple[SourceConnector[Any], str, pa.Schema, dict[str, str]]:
-    """The source that the options name, the stream that is read of it, its columns, and the options of the reader itself."""
+def source_of(options: Mapping[str, str]) -> tuple[SourceConnector[Any], dict[str, str]]:
+    """The source that the options name, not opened, and the options of the reader itself."""
     kind, config, own = connector_of("source", options, OWN)
-    name = kind.name
-    if issubclass(kind, TableSource | ChangeCapture):
-        raise ConfigError(
-            f"{name} takes notes while it copies tables, and Spark's own readers keep none",
-            code="PEN-1009",
-            hint="run it in a pipeline: Pipeline.from_toml(…).run(spark=spark)",
-        )
     source = kind(config)
     assert isinstance(source, SourceConnector)
+    return source, own
+
+
+def described(source: SourceConnector[Any], wanted: str) -> tuple[str, pa.Schema]:
+    """The stream that is read of a source, and its columns; opens the source, so it is asked only before the query runs."""
     with opened(source):
         schemas = source.schema()
-    stream = own.get("stream") or next(iter(schemas), "")
+    if not schemas and not isinstance(source, RangeSource):
+        return wanted, ENVELOPE_SCHEMA  # messages, of streams that are known when they come
+    stream = wanted or next(iter(schemas), "")
     if stream not in schemas:
+        name = type(source).name
         raise ConfigError(f"{name} has no stream {stream!r}; there are {', '.join(schemas)}", code="PEN-1003")
-    return source, stream, schemas[stream], own
+    schema = schemas[stream]
+    if isinstance(source, ChangeCapture):
+        schema = pa.schema([*(each.with_nullable(True) for each in schema), *CHANGE_FIELDS])
+    return stream, schema

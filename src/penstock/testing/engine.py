@@ -333,7 +333,9 @@ def _run_and_exit(function: Callable[[], Any], writer: int, parent: int | None) 
     """The life of a forked process; never returns, and runs nothing of what the parent has planned for its own exit."""
     try:
         gc.freeze()  # a collection would write to, and so copy, every page of the parent's objects
-        if parent is not None:
+        if parent is None:
+            os.setsid()  # as on another machine: no signal to the driver's group reaches it
+        else:
             _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)

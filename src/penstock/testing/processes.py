@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import pickle
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from multiprocessing import get_context
@@ -82,6 +85,16 @@ def process_state(pid: int) -> str:
 def stopped_children(pid: int, count: int) -> list[int]:
     children = list(children_of(pid))
     return children if len(children) == count and all(is_stopped(child) for child in children) else []
+
+
+def wake_tasks(pids: Sequence[int]) -> list[int]:
+    """Let stopped processes go on; gives those that were still there."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+            found.append(pid)
+    return found
 
 
 def children_of(pid: int) -> Iterator[int]:

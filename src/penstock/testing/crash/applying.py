@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from penstock.runtime.epochs.commit import has_second_stage
 from penstock.sink import SinkConnector
 from penstock.testing.crash.stage import Run, Stage, kill_at
 from penstock.testing.engine import Killed
-from penstock.testing.processes import children_of, is_stopped, stopped_children, wait_until
+from penstock.testing.processes import children_of, is_stopped, stopped_children, wait_until, wake_tasks
 
 APPLY_STEPS = [
     "plan_apply.before", "plan_apply.before@4", "plan_apply.after", "apply.begin", "apply.middle", "apply.middle@2",
@@ -92,8 +90,8 @@ def _zombie_work(stage: Stage) -> None:
         stage.run(Run(epochs=1))
         stage.check_all(epochs=2)
     finally:
-        for task in tasks:
-            os.kill(task, signal.SIGCONT)
+        woken = wake_tasks(tasks)
+    assert woken == tasks, "a stopped task did not outlive its driver: somebody else has killed it"
     wait_until(lambda: not any(Path(f"/proc/{task}").exists() for task in tasks), "the tasks to end")
     stage.check_all(epochs=2)
     stage.run()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +15,7 @@ from penstock.sink import Topic, TopicSink
 from penstock.testing.crash.stage import EPOCHS, SINKS, TOPICS, Run, Stage, as_rows, kill_at
 from penstock.testing.engine import Forked
 from penstock.testing.faults import Fault
-from penstock.testing.processes import stopped_children, wait_until
+from penstock.testing.processes import stopped_children, wait_until, wake_tasks
 
 
 def killed(stage: Stage, step: str, epoch: int) -> None:
@@ -108,8 +106,8 @@ def zombie_task(stage: Stage) -> None:
         stage.run(Run(epochs=1))
         stage.check_all(epochs=2)
     finally:
-        for task in tasks:
-            os.kill(task, signal.SIGCONT)
+        woken = wake_tasks(tasks)
+    assert woken == tasks, "a stopped task did not outlive its driver: somebody else has killed it"
     wait_until(lambda: not any(Path(f"/proc/{task}").exists() for task in tasks), "the tasks to end")
     stage.check_all(epochs=2)
     stage.run()

@@ -15,7 +15,7 @@ export PIP_BUILD_CONSTRAINT := constraints.txt
 .NOTPARALLEL:
 
 run: NAME = shop
-run: $(SET_UP) java  ## a live PostgreSQL mirrored into Delta, every row compared; NAME=quickstart: two million generated rows; NAME=messages: bad messages and their replay; NAME=lake: the same PostgreSQL into an S3 server
+run: $(SET_UP) java  ## a live PostgreSQL mirrored into Delta, every row compared; NAME=quickstart: two million generated rows; NAME=messages: bad messages and their replay; NAME=lake: the same PostgreSQL into Delta and Iceberg in an S3 server
 	@$(BIN)/python examples/$(NAME).py
 
 JOBS ?= 3

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def main() -> None:
             raise FatalError("stopped before the shop had closed and the mirror had all of it", hint="start it again")
         with psycopg.connect(server.dsn, autocommit=True) as connection:
             behind = connection.execute(LAG).fetchone()[0]
-            compared = {name: Compared.of(connection, name, lake / name) for name in TABLES}
+            compared = {name: Compared.of(connection, name, partial(read, lake / name)) for name in TABLES}
     show(compared)
     proof.summary(_figures(status, trade, lake, behind), lake / "orders")
     proof.verdict(sum(each.lost for each in compared.values()), sum(each.doubled for each in compared.values()))
@@ -216,13 +217,13 @@ class Compared:
     rows: tuple[int, int]
     checksums: tuple[str, str]
     lost: int
-    """Rows of PostgreSQL that Delta does not have, or not as they are."""
+    """Rows of PostgreSQL that the target does not have, or not as they are."""
     doubled: int
-    """Rows of Delta that PostgreSQL does not have, or not as often."""
+    """Rows of the target that PostgreSQL does not have, or not as often."""
 
     @classmethod
     def of(
-        cls, connection: psycopg.Connection[Any], name: str, path: Path | str, options: dict[str, str] | None = None
+        cls, connection: psycopg.Connection[Any], name: str, rows_of: Callable[[Sequence[str]], list[str]]
     ) -> Compared:
         columns = connection.execute(
             "SELECT column_name, data_type FROM information_schema.columns WHERE table_name = %s ORDER BY ordinal_position",
@@ -233,7 +234,7 @@ class Compared:
             f"""SELECT md5(coalesce(string_agg(line, chr(10) ORDER BY line COLLATE "C"), '')) FROM ({here})"""
         ).fetchone()[0]
         source = [line for (line,) in connection.execute(here).fetchall()]
-        target = read(path, [column for column, _ in columns], options)
+        target = rows_of([column for column, _ in columns])
         there = hashlib.md5("\n".join(sorted(target)).encode()).hexdigest()
         return cls((len(source), len(target)), (checksum, there), *differences(source, target))
 
@@ -244,11 +245,15 @@ def differences(source: Sequence[str], target: Sequence[str]) -> tuple[int, int]
     return (ours - theirs).total(), (theirs - ours).total()
 
 
-def read(path: Path | str, columns: Sequence[str], options: dict[str, str] | None = None) -> list[str]:
+def read(path: Path, columns: Sequence[str]) -> list[str]:
     """Every row of a Delta table as one text."""
-    delta = DeltaTable(str(path), storage_options=options)
     named = ", ".join(f'"{column}"' for column in columns)
-    table = pa.table(QueryBuilder().register("t", delta).execute(f"SELECT {named} FROM t").read_all())
+    found = QueryBuilder().register("t", DeltaTable(str(path))).execute(f"SELECT {named} FROM t")
+    return lines(pa.table(found.read_all()), columns)
+
+
+def lines(table: pa.Table, columns: Sequence[str]) -> list[str]:
+    """Every row as one text."""
     texts = [pc.fill_null(table.column(name).cast(pa.string()), "∅") for name in columns]
     return pc.binary_join_element_wise(*texts, "\x1f").to_pylist()
 
@@ -295,9 +300,9 @@ def _figures(status: dict[str, Any], trade: Trade, lake: Path, behind: int) -> d
     }
 
 
-def show(compared: dict[str, Compared]) -> None:
+def show(compared: dict[str, Compared], target: str = "Delta") -> None:
     table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0))
-    for heading in ("", "PostgreSQL", "Delta"):
+    for heading in ("", "PostgreSQL", target):
         table.add_column(heading, justify="right" if heading else "left")
     for heading in ("md5 of its rows", "", ""):
         table.add_column(heading)

@@ -23,11 +23,11 @@ def beside(base: Path | None, path: str) -> str:
 
 
 def _beside_file(path: str, info: ValidationInfo) -> str:
-    return beside(_base(info), path)
+    return beside(base_of(info), path)
 
 
 def _path_beside_file(path: Path, info: ValidationInfo) -> Path:
-    return Path(beside(_base(info), str(path)))
+    return Path(beside(base_of(info), str(path)))
 
 
 FilePath = Annotated[str, AfterValidator(_beside_file)]
@@ -56,7 +56,7 @@ class Config(BaseModel):
     @model_validator(mode="after")
     def _resolve_paths(self, info: ValidationInfo) -> Config:
         # Defaults are not validated one by one, so relative ones are found here.
-        base = _base(info)
+        base = base_of(info)
         for name, field in type(self).model_fields.items() if base else ():
             value = self.__dict__[name]
             if isinstance(value, Path):
@@ -153,5 +153,5 @@ def _bounds(metadata: Sequence[Any]) -> str:
     )
 
 
-def _base(info: ValidationInfo) -> Path | None:
+def base_of(info: ValidationInfo) -> Path | None:
     return (info.context or {}).get("base")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import AfterValidator, Field, PositiveInt, ValidationInfo
 
-from penstock.config import Secret
+from penstock.config import Secret, base_of, beside
 from penstock.connectors.lake.sink import LakeConfig
+
+
+def _sqlite_beside_file(uri: str, info: ValidationInfo) -> str:
+    kind, found, path = uri.partition("sqlite:///")
+    return f"sqlite:///{beside(base_of(info), path)}" if found and not kind else uri
 
 
 class IcebergConfig(LakeConfig):
@@ -27,8 +32,8 @@ class IcebergConfig(LakeConfig):
     purge_percent: float = Field(default=10.0, gt=0, le=100)
     """For `upsert`: a data file is written again without its deleted rows once they are this share of it."""
 
-    catalog_uri: str = ""
-    """The catalog's database: `sqlite:////data/lake/catalog.db` or `postgresql://user@host/database`, without a password;
+    catalog_uri: Annotated[str, AfterValidator(_sqlite_beside_file)] = ""
+    """The catalog's database: `sqlite:///lake/catalog.db` or `postgresql://user@host/database`, without a password;
     by default the SQLite file `catalog.db` in the directory above all tables."""
 
     catalog_password: Secret | None = None

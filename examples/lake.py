@@ -1,6 +1,6 @@
 """
 Mirror the shop of `shop.py` into an S3 server, by `lake.toml`: into Delta tables by deletion vectors and into Iceberg tables by
-position deletes. At the end polars reads both, and every row is compared.
+position deletes. At the end DuckDB reads both, and every row is compared.
 
 All servers are this script's own and go with it. SHOP_ROWS says how large the shop is, all tables together.
 """
@@ -11,10 +11,10 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-import polars
 import proof
 import psycopg
 import shop
@@ -27,6 +27,7 @@ from penstock.errors import FatalError
 from penstock.pipeline import Pipeline
 from penstock.testing import s3
 from penstock.testing.postgres import PostgresServer
+from penstock.testing.readers import DuckDB, install, is_installed
 
 FILE = Path(__file__).with_name("lake.toml")
 
@@ -37,6 +38,9 @@ def main() -> None:
         if not s3.ministack().is_file():
             console.print("fetching an S3 server (90 MB); only this once", style="dim")
             s3.install_ministack()
+        if not is_installed():
+            console.print("fetching a DuckDB that reads lakes (160 MB); only this once", style="dim")
+            install()
         server = resources.enter_context(s3.S3Server())
         server.options()  # sets the keys
         os.environ["LAKE_ENDPOINT"] = server.endpoint
@@ -59,15 +63,15 @@ def main() -> None:
             raise trade.error
         if trade.stop.is_set():
             raise FatalError("stopped before the shop had closed and the mirror had all of it", hint="start it again")
-        readers = {"delta": by_delta(server), "iceberg": by_iceberg(server, home / "catalog.db")}
-        with psycopg.connect(database.dsn, autocommit=True) as connection:
+        with psycopg.connect(database.dsn, autocommit=True) as connection, DuckDB() as reader:
+            secret = f"type s3, key_id '{s3.KEY}', secret '{s3.SECRET}', endpoint '127.0.0.1:{server.port}'"
+            reader.rows(f"create secret ({secret}, use_ssl false, url_style 'path', region 'us-east-1')")
             compared = {
-                f"{kind}/{name}": shop.Compared.of(connection, name, rows_of(scan(name)))
-                for kind, scan in readers.items()
-                for name in shop.TABLES
+                name: shop.Compared.of(connection, name.partition("/")[2], partial(lines, reader, scan))
+                for name, scan in lake_tables(server, home / "catalog.db").items()
             }
         objects = Counter(kind_of(entry.place.name) for entry in store.listed(store.at("s3://lake", options)))
-    shop.show(compared, "polars")
+    shop.show(compared, "DuckDB")
     console.print(
         f"\n{status['rows']['in']:,} rows in {status['epochs']:,} epochs; {objects.total():,} objects, "
         f"{objects['vectors']} of them deletion vectors, {objects['deletes']} position deletes",
@@ -76,31 +80,28 @@ def main() -> None:
     proof.verdict(sum(each.lost for each in compared.values()), sum(each.doubled for each in compared.values()))
 
 
-def by_delta(server: s3.S3Server) -> Callable[[str], polars.LazyFrame]:
-    return lambda name: polars.scan_delta(f"s3://lake/delta/{name}", storage_options=keys(server))
-
-
-def by_iceberg(server: s3.S3Server, database: Path) -> Callable[[str], polars.LazyFrame]:
-    os.environ["POLARS_ICEBERG_PLANNER"] = "pyiceberg"  # its own planner is another package
+def lake_tables(server: s3.S3Server, database: Path) -> dict[str, str]:
+    """Every table of the lake, as DuckDB reads it."""
     own = {"s3.endpoint": server.endpoint, "s3.access-key-id": s3.KEY, "s3.secret-access-key": s3.SECRET}
     catalog = SqlCatalog("default", uri=f"sqlite:///{database}", **own, **{"s3.region": "us-east-1"})
-    return lambda name: polars.scan_iceberg(
-        catalog.load_table(f"shop.{name}"), reader_override="native", storage_options=keys(server)
-    )
-
-
-def keys(server: s3.S3Server) -> Mapping[str, str]:
+    newest = {name: catalog.load_table(f"shop.{name}").metadata_location for name in shop.TABLES}
     return {
-        "aws_endpoint_url": server.endpoint,
-        "aws_access_key_id": s3.KEY,
-        "aws_secret_access_key": s3.SECRET,
-        "aws_region": "us-east-1",
-        "allow_http": "true",
+        **{f"delta/{name}": f"delta_scan('s3://lake/delta/{name}')" for name in shop.TABLES},
+        **{f"iceberg/{name}": f"iceberg_scan('{place}')" for name, place in newest.items()},
     }
 
 
-def rows_of(frame: polars.LazyFrame) -> Callable[[Sequence[str]], list[str]]:
-    return lambda columns: shop.lines(frame.select(columns).collect().to_arrow(), columns)
+def lines(reader: DuckDB, scan: str, columns: Sequence[tuple[str, str]]) -> list[str]:
+    """Every row of a table as one text, made by DuckDB."""
+    every = ", ".join(text_of(name, kind) for name, kind in columns)
+    return [row["line"] for row in reader.rows(f"select concat_ws(chr(31), {every}) as line from {scan}")]
+
+
+def text_of(column: str, kind: str) -> str:
+    text = f'"{column}"::varchar'
+    if kind == "timestamp with time zone":
+        text = f"strftime(make_timestamp(epoch_us(\"{column}\")), '%Y-%m-%d %H:%M:%S.%fZ')"
+    return f"coalesce({text}, '∅')"
 
 
 def kind_of(name: str) -> str:

@@ -124,7 +124,7 @@ def main() -> None:
             raise FatalError("stopped before the shop had closed and the mirror had all of it", hint="start it again")
         with psycopg.connect(server.dsn, autocommit=True) as connection:
             behind = connection.execute(LAG).fetchone()[0]
-            compared = {name: Compared.of(connection, name, partial(read, lake / name)) for name in TABLES}
+            compared = {name: Compared.of(connection, name, partial(_read_columns, lake / name)) for name in TABLES}
     show(compared)
     proof.summary(_figures(status, trade, lake, behind), lake / "orders")
     proof.verdict(sum(each.lost for each in compared.values()), sum(each.doubled for each in compared.values()))
@@ -223,7 +223,7 @@ class Compared:
 
     @classmethod
     def of(
-        cls, connection: psycopg.Connection[Any], name: str, rows_of: Callable[[Sequence[str]], list[str]]
+        cls, connection: psycopg.Connection[Any], name: str, lines_of: Callable[[Sequence[tuple[str, str]]], list[str]]
     ) -> Compared:
         columns = connection.execute(
             "SELECT column_name, data_type FROM information_schema.columns WHERE table_name = %s ORDER BY ordinal_position",
@@ -234,7 +234,7 @@ class Compared:
             f"""SELECT md5(coalesce(string_agg(line, chr(10) ORDER BY line COLLATE "C"), '')) FROM ({here})"""
         ).fetchone()[0]
         source = [line for (line,) in connection.execute(here).fetchall()]
-        target = rows_of([column for column, _ in columns])
+        target = lines_of(columns)
         there = hashlib.md5("\n".join(sorted(target)).encode()).hexdigest()
         return cls((len(source), len(target)), (checksum, there), *differences(source, target))
 
@@ -249,13 +249,13 @@ def read(path: Path, columns: Sequence[str]) -> list[str]:
     """Every row of a Delta table as one text."""
     named = ", ".join(f'"{column}"' for column in columns)
     found = QueryBuilder().register("t", DeltaTable(str(path))).execute(f"SELECT {named} FROM t")
-    return lines(pa.table(found.read_all()), columns)
-
-
-def lines(table: pa.Table, columns: Sequence[str]) -> list[str]:
-    """Every row as one text."""
+    table = pa.table(found.read_all())
     texts = [pc.fill_null(table.column(name).cast(pa.string()), "∅") for name in columns]
     return pc.binary_join_element_wise(*texts, "\x1f").to_pylist()
+
+
+def _read_columns(path: Path, columns: Sequence[tuple[str, str]]) -> list[str]:
+    return read(path, [name for name, _ in columns])
 
 
 def _text(column: str, kind: str) -> str:
@@ -303,7 +303,7 @@ def _figures(status: dict[str, Any], trade: Trade, lake: Path, behind: int) -> d
 def show(compared: dict[str, Compared], target: str = "Delta") -> None:
     table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0))
     for heading in ("", "PostgreSQL", target):
-        table.add_column(heading, justify="right" if heading else "left")
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for heading in ("md5 of its rows", "", ""):
         table.add_column(heading)
     for name, each in compared.items():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 VERSION = "1.5.5"
-EXTENSIONS = ("delta", "iceberg", "avro")
+EXTENSIONS = ("delta", "iceberg", "avro", "httpfs")
 
 _SERVER = """
 import json, sys
@@ -44,21 +44,27 @@ def home() -> Path:
 
 
 def is_installed() -> bool:
-    return (home() / "installed").exists()
+    return _installed() == " ".join(EXTENSIONS)
+
+
+def _installed() -> str:
+    """The extensions that are there."""
+    return (home() / "installed").read_text() if (home() / "installed").exists() else ""
 
 
 def install() -> None:
     """Make the environment, unless it is there."""
     if is_installed():
         return
-    shutil.rmtree(home(), ignore_errors=True)
     wanted = [f"duckdb=={VERSION}", f"duckdb-extensions=={VERSION}"]
     wanted += [f"duckdb-extension-{name}=={VERSION}" for name in EXTENSIONS]
     without_ours = {name: value for name, value in os.environ.items() if "CONSTRAINT" not in name}
-    subprocess.run([sys.executable, "-m", "venv", str(home())], check=True)
+    if not (home() / "installed").exists():
+        shutil.rmtree(home(), ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", str(home())], check=True)
     pip = [str(home() / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, *wanted], check=True, env=without_ours)
-    (home() / "installed").touch()
+    (home() / "installed").write_text(" ".join(EXTENSIONS))
 
 
 class DuckDB:

@@ -84,7 +84,7 @@ def fetch_jar(artifact: str, target: Path) -> None:
 
 
 class S3Server:
-    """A server in a process of its own; `stop` and `start` again are an outage that keeps nothing but the address."""
+    """A server in a process of its own; `stop` and `start` are an outage. It keeps the address, and S3Proxy its objects."""
 
     name: ClassVar[str] = "ministack"
 
@@ -123,6 +123,14 @@ class S3Server:
         return f"s3://{name}"
 
     def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+        shutil.rmtree(self._home, ignore_errors=True)
+
+    def start(self) -> None:
         with open(self._home / "log", "ab") as log:
             self._process = subprocess.Popen(
                 self._command(),
@@ -137,17 +145,17 @@ class S3Server:
         while self._process.poll() is None and time.monotonic() < deadline:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return self
+                    return
             pause.wait(0.05)
         text = (self._home / "log").read_text(errors="replace")[-2000:]
         self.__exit__()
         raise RuntimeError(f"{self.name} did not start:\n{text}")
 
-    def __exit__(self, *exception: object) -> None:
+    def stop(self) -> None:
+        """Kill it, in the middle of whatever it does."""
         assert self._process is not None
         self._process.kill()
         self._process.wait(60)
-        shutil.rmtree(self._home, ignore_errors=True)
 
     def _command(self) -> list[str]:
         return [str(ministack())]

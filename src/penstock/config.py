@@ -53,6 +53,9 @@ class Config(BaseModel):
     Of a list, elements may be added; of a table, keys. Names that a class does not have are passed over.
     """
 
+    shared: ClassVar[Mapping[str, str]] = {}
+    """Options that the root of the file may give for all sections that leave them out, and the keys that it has for them."""
+
     @model_validator(mode="after")
     def _resolve_paths(self, info: ValidationInfo) -> Config:
         # Defaults are not validated one by one, so relative ones are found here.

@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from penstock import errors, formats
 from penstock.config import Config, Secret, type_text
 from penstock.pipeline import registry
+from penstock.pipeline.file import SHARED
 from penstock.pipeline.options import Processing, RouteEntry, SchemaEntry
 from penstock.pipeline.registry import BUILT_IN, Entry
 from penstock.pipeline.routing import OnError
@@ -111,6 +112,10 @@ def configuration_page() -> str:
             type_text(DeliveryGuarantee),
             '`"at-least-once"`',
             "What is promised; checked before anything starts.",
+        ),
+        *(
+            (key, "text", "none", f"{text}; `{key.upper()}` in the environment overrides it.")
+            for key, text in SHARED.items()
         ),
     ]
     common = [
@@ -220,6 +225,7 @@ def file_schema() -> dict[str, Any]:
         "properties": {
             "connector_name": {"type": "string"},
             "delivery": {"enum": [str(each) for each in DeliveryGuarantee]},
+            **{key: {"type": "string"} for key in SHARED},
             "processing": {"$ref": "#/$defs/processing"},
             "registry": {"$ref": "#/$defs/registry"},
             "schemas": many["schema"],
@@ -298,11 +304,12 @@ def _section(title: str, model: type[Config]) -> list[str]:
 
 
 def _options(model: type[BaseModel]) -> list[str]:
+    shared = model.shared if issubclass(model, Config) else {}
     rows = [
         (
             name,
             type_text(info.annotation, info.metadata),
-            _quoted(default_of(info)),
+            _quoted(shared.get(name) or default_of(info)),
             " ".join((info.description or "").split()),
         )
         for name, info in options_of(model).items()
@@ -349,6 +356,8 @@ def _schema(model: type[BaseModel], definitions: dict[str, Any]) -> dict[str, An
     schema = model.model_json_schema(ref_template="#/$defs/{model}")
     definitions |= schema.pop("$defs", {})
     schema.setdefault("properties", {})
+    if issubclass(model, Config) and "required" in schema:  # what the root of the file may give
+        schema["required"] = [name for name in schema["required"] if name not in model.shared]
     return schema
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -14,11 +15,12 @@ from penstock.connectors.danube import DanubeSink
 from penstock.connectors.danube.message import identity
 from penstock.connectors.danube.sink import DanubeSinkConfig
 from penstock.errors import ConfigError, ConnectorError, DataError, FatalError
-from penstock.formats import WireSchema
+from penstock.formats import Format, WireSchema
+from penstock.formats.json_schema import JsonSchema, JsonSchemaConfig
 from penstock.schema.registry.danube import DanubeRegistry
 from penstock.schema.registry.danube_client import DanubeConfig, fnv1a
 from penstock.schema.registry.versions import Minimum, Pinned
-from penstock.sink import Epoch, Task
+from penstock.sink import Epoch, SinkContext, Task, TopicContext
 from penstock.source import ENVELOPE_SCHEMA
 from penstock.testing import SinkContract
 from penstock.testing.danube import DanubeBroker
@@ -60,12 +62,18 @@ class TestContract(SinkContract):
 
 
 def send(
-    broker: DanubeBroker, *batches: pa.RecordBatch, number: int = 1, task: int = 0, topic: str = TOPIC, **options: Any
+    broker: DanubeBroker,
+    *batches: pa.RecordBatch,
+    number: int = 1,
+    task: int = 0,
+    topic: str = TOPIC,
+    encoder: Format[Any] | None = None,
+    **options: Any,
 ) -> None:
     """What one task of an epoch sends."""
     sink = pickle.loads(pickle.dumps(DanubeSink(DanubeSinkConfig(url=broker.url, **options))))
     epoch = Epoch("orders", "incarnation", number)
-    sink.open()
+    sink.open(SinkContext({topic: TopicContext(encoder=encoder)}))
     try:
         sink.begin_epoch(epoch, Task(task))
         for batch in batches:
@@ -156,6 +164,19 @@ def test_messages_name_the_version_that_the_strategy_chooses(broker: DanubeBroke
     registry.close()
     send(broker, ROWS, schema_subject="orders", version_strategy=strategy)
     assert {(each.schema_id, each.schema_version) for each in broker.messages(TOPIC)} == {(1, version)}
+
+
+def test_messages_name_the_schema_of_their_topic_if_it_is_of_the_same_broker(broker: DanubeBroker) -> None:
+    registry = DanubeRegistry(DanubeConfig(url=broker.url))
+    for text in ('{"type": "object"}', '{"type": "object", "properties": {"id": {"type": "integer"}}}'):
+        written = registry.register_schema("orders", WireSchema("json_schema", text))
+    registry.close()
+    send(broker, ROWS, encoder=JsonSchema(JsonSchemaConfig(), written))
+    assert {(each.schema_id, each.schema_version) for each in broker.messages(TOPIC)} == {(1, 2)}
+    assert broker.tell("report")["topics"][TOPIC]["subject"] == "orders"
+    elsewhere = JsonSchema(JsonSchemaConfig(), replace(written, origin="http://another:6650"))
+    send(broker, ROWS, encoder=elsewhere, topic="/shop/elsewhere")
+    assert not any(each.HasField("schema_id") for each in broker.messages("/shop/elsewhere"))
 
 
 def test_what_the_broker_will_never_take_is_a_wrong_setting(broker: DanubeBroker) -> None:

@@ -165,10 +165,16 @@ def init(
     given: Annotated[
         list[str] | None, typer.Option("--set", metavar="source.NAME=VALUE", help="An option, instead of being asked.")
     ] = None,
+    from_danube: Annotated[
+        Path | None, typer.Option(metavar="CONNECTOR.TOML", help="Rewrite this file of Danube Connect instead.")
+    ] = None,
 ) -> None:
     """Write a pipeline file with a comment for each option; asks for what it needs."""
     from penstock.cli import initial
 
+    if from_danube is not None:
+        initial.write_from_danube(file, from_danube, stdout())
+        return
     initial.write(file, source, sink, name, given or [], stdout())
 
 

@@ -42,8 +42,26 @@ def write(
     unknown = [each for each in values if each.partition(".")[0] not in chosen]
     if unknown:
         raise ConfigError(f"--set {unknown[0]}", hint="it begins with source. or sink.: --set source.rows=100")
+    _save(file, "\n".join(lines), console)
+
+
+def write_from_danube(file: Path, origin: Path, console: Console) -> None:
+    """Write the file from one of Danube Connect, and list what could not be carried over."""
+    from penstock.cli import from_danube
+
+    if file.exists():
+        raise ConfigError(f"{file} exists already", hint="name another file")
+    moved = from_danube.convert(origin)
+    _save(file, moved.text(origin.name), console)
+    if moved.notes:
+        console.print(Text("not carried over, or different here (also at the top of the file):", style="yellow"))
+        for note in moved.notes:
+            console.print(Text(f"- {note}"), soft_wrap=True)
+
+
+def _save(file: Path, text: str, console: Console) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n".join(lines), encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
     console.print(Text.assemble(("wrote ", "dim"), str(file)), soft_wrap=True)
     try:
         Pipeline.from_toml(file)

@@ -47,6 +47,8 @@ class WireSchema:
     """Of the registry; 0: it is in none."""
     references: tuple[tuple[str, WireSchema], ...] = ()
     """What the text imports: the name it is imported by, and the schema."""
+    origin: str = ""
+    """Address of a registry that is part of a broker, for those who send to the same broker and name the id beside a payload."""
 
 
 Resolver = Callable[[int], WireSchema]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -26,8 +27,12 @@ from penstock.source import Connector
 
 M = TypeVar("M", bound=Config)
 
+SHARED = {"danube_service_url": "Address of the Danube broker, for all sections that have no `url` of their own"}
+"""Keys at the root that are for an option of several sections; a variable of that name in capitals overrides them."""
+
 _SECTIONS = (
-    "connector_name", "delivery", "processing", "registry", "schemas", "source", "sources", "sink", "sinks", "routes"
+    "connector_name", "delivery", "processing", "registry", "schemas", "source", "sources", "sink", "sinks", "routes",
+    *SHARED,
 )  # fmt: skip
 
 
@@ -41,12 +46,13 @@ class Reader:
         """Where the file has each named connector."""
         self.declared: dict[Kind, list[str]] = {"source": [], "sink": []}
         self.on_error: dict[str, Any] = {}
+        self._taken: set[str] = set()
 
     def pipeline(self) -> Pipeline:
         data = self.file.data
         for key in data:
             if key not in _SECTIONS:
-                self.problems.append(_unknown_key(key, "the file", _SECTIONS, (key,)))
+                self.problems.append(self._unknown(key))
         processing = self._processing()
         sources = self._connectors("source")
         sinks = self._connectors("sink")
@@ -60,8 +66,27 @@ class Reader:
         self.problems += checks.evolution_problems(found)
         self.problems += checks.letter_problems(found.processing.dead_letter_sink, self.declared["sink"])
         self.problems += checks.delivery_problems(found)
+        for key in SHARED:
+            if key in data and key not in self._taken:
+                what, hint = f"nothing in the file uses '{key}'", "leave it out, or check the names of the connectors"
+                self.problems.append(Problem("PEN-1002", what, hint, (key,)))
         self._refuse()
         return found
+
+    def _unknown(self, key: str) -> Problem:
+        found = _unknown_key(key, "the file", _SECTIONS, (key,))
+        if "danube_service_url" not in self.file.data:
+            return found
+        return replace(found, hint=f"penstock init NEW.toml --from-danube {self.file.path.name} rewrites such a file")
+
+    def _shared(self, model: type[Config], given: Any) -> Any:
+        """A section, with what the root says for options that it leaves out."""
+        for option, key in model.shared.items() if isinstance(given, dict) else ():
+            self._taken.add(key)
+            value = os.environ.get(key.upper()) or self.file.data.get(key)
+            if value is not None:
+                given = {option: value, **given}
+        return given
 
     def _name(self) -> str:
         override = os.environ.get("CONNECTOR_NAME")
@@ -98,7 +123,7 @@ class Reader:
         except ConfigError as error:
             self.problems.append(Problem(error.code, error.message, error.hint, ("registry", "type")))
             return RegistryRef()
-        options = {key: value for key, value in given.items() if key != "type"}
+        options = self._shared(model, {key: value for key, value in given.items() if key != "type"})
         config = self._section(model, options, "[registry]", ("registry",), ("type",))
         return RegistryRef(name, config)
 
@@ -193,7 +218,8 @@ class Reader:
         options = {key: value for key, value in given.items() if key not in beside}
         if cls is None:
             return {}
-        config = self._section(registry.config_of(cls), options, label, where, beside)
+        model = registry.config_of(cls)
+        config = self._section(model, self._shared(model, options), label, where, beside)
         if config is None or len(self.problems) > before:
             return {}
         try:

@@ -19,7 +19,7 @@ from penstock.errors import ConfigError, FatalError
 from penstock.schema.registry.danube import DanubeRegistry, unpacked
 from penstock.schema.registry.danube_client import Calls, DanubeConfig, first
 from penstock.schema.registry.versions import Pinned, VersionStrategy, choose
-from penstock.sink import Epoch, Receipt, SinkConnector, SinkContext, Task, Topic, WriteResult
+from penstock.sink import Epoch, Receipt, SinkConnector, SinkContext, Task, Topic, TopicContext, WriteResult
 from penstock.source import Finding
 
 NAME = re.compile(r"/[\w-]+/[\w-]+")
@@ -42,7 +42,11 @@ class DanubeSinkConfig(DanubeConfig):
     """Columns that become attributes of the message, and leave its payload."""
 
     schema_subject: str | None = Field(default=None, min_length=1)
-    """Subject in the broker's registry that producers are bound to and messages name; it must be there. None: no schema."""
+    """
+    Subject in the broker's registry that producers are bound to and messages name; it must be there.
+
+    None: that of the topic's `[[schemas]]`, if `[registry]` is the same broker's, and otherwise no schema.
+    """
 
     version_strategy: VersionStrategy = "latest"
     """With `schema_subject`, which version they name: `"latest"`, `{ pinned = 2 }` or `{ minimum = 1 }`."""
@@ -112,7 +116,7 @@ class DanubeSink(SinkConnector[DanubeSinkConfig, Receipt]):
         first_row = self._sent.get(topic, 0)
         rows = zip(names.to_pylist(), keys, messages.triples(), strict=True)
         for number, (name, key, (_, payload, attributes)) in enumerate(rows, first_row):
-            binding = self._binding(name)
+            binding = self._binding(name, context)
             own = [*self._named, (SEQUENCE, f"{topic}@{self._task}.{number}")]
             self._producers.send(name, binding, payload or b"", key, number, {**dict(attributes), **dict(own)})
         self._sent[topic] = first_row + len(messages)
@@ -122,7 +126,7 @@ class DanubeSink(SinkConnector[DanubeSinkConfig, Receipt]):
         if self._producers is not None:
             self._producers.settle()
 
-    def _binding(self, name: str) -> Binding | None:
+    def _binding(self, name: str, context: TopicContext) -> Binding | None:
         """The schema that messages of a topic name; asked for once in each epoch."""
         if name in self._bindings:
             return self._bindings[name]
@@ -133,11 +137,15 @@ class DanubeSink(SinkConnector[DanubeSinkConfig, Receipt]):
                 hint='a topic is /namespace/name, of letters, digits, _ and -: set `topic`, such as "/default/orders"',
             )
         found: Binding | None = None
+        written = context.encoder.schema if context.encoder is not None else None
         if self.config.schema_subject is not None:
             registry = DanubeRegistry(self.config)
             chosen = choose(registry, self.config.schema_subject, self.config.version_strategy)
             registry.close()
             found = Binding(chosen.subject, *unpacked(chosen.id), self._reference())
+        elif written is not None and written.id and written.origin == self.config.url:
+            # The version is the one that the driver chose for this epoch, by the entry's own version_strategy.
+            found = Binding(written.subject, *unpacked(written.id), ("pinned_version", written.version))
         self._bindings[name] = found
         return found
 

@@ -195,7 +195,7 @@ class DanubeRegistry:
     def _kept(self, answer: Any) -> WireSchema:
         kind, text = _definition(answer.schema_type, answer.schema_definition)
         id = packed(answer.schema_id, answer.version)
-        found = WireSchema(kind, text, answer.subject, answer.version, id)
+        found = WireSchema(kind, text, answer.subject, answer.version, id, origin=self.config.url)
         self._versions[found.subject, found.version] = found
         self._subjects[answer.schema_id] = found.subject
         return found

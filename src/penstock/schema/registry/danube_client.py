@@ -10,10 +10,10 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
 import grpc
@@ -59,6 +59,8 @@ _OPTIONS = [
 
 class DanubeConfig(Config):
     """How a broker is reached; what sources, sinks and the registry share."""
+
+    shared: ClassVar[Mapping[str, str]] = {"url": "danube_service_url"}
 
     url: str
     """Address of a broker, such as `http://localhost:6650`, or `https://…` for TLS."""

@@ -167,6 +167,7 @@ class Topics:
         return {
             name: {
                 "messages": len(topic.log),
+                "subject": self.facts(name)["subject"],
                 "producers": sorted(topic.producers.values()),
                 "subscriptions": {
                     each.name: {

@@ -168,7 +168,8 @@ def test_messages_name_the_version_that_the_strategy_chooses(broker: DanubeBroke
 
 def test_messages_name_the_schema_of_their_topic_if_it_is_of_the_same_broker(broker: DanubeBroker) -> None:
     registry = DanubeRegistry(DanubeConfig(url=broker.url))
-    for text in ('{"type": "object"}', '{"type": "object", "properties": {"id": {"type": "integer"}}}'):
+    shape: dict[str, Any] = {"type": "object", "properties": {"id": {"type": "integer"}, "name": {"type": "string"}}}
+    for text in (json.dumps(shape), json.dumps({**shape, "title": "Order"})):
         written = registry.register_schema("orders", WireSchema("json_schema", text))
     registry.close()
     send(broker, ROWS, encoder=JsonSchema(JsonSchemaConfig(), written))

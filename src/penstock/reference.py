@@ -98,9 +98,9 @@ def operating_page(path: Path) -> str:
     return "\n".join([before + _BEGIN, "", names.markdown(), "", _END + rest.partition(_END)[2]])
 
 
-def configuration_page() -> str:
-    """What a pipeline file holds besides its connectors."""
-    top = [
+def _top() -> list[tuple[str, str, str, str]]:
+    """What is at the top of the file, before its first section."""
+    return [
         (
             "connector_name",
             "text",
@@ -118,6 +118,10 @@ def configuration_page() -> str:
             for key, text in SHARED.items()
         ),
     ]
+
+
+def configuration_page() -> str:
+    """What a pipeline file holds besides its connectors."""
     common = [
         ("connector", "text", "required", 'Name of the connector, or `"package.module:Class"` for one of your own.'),
         ("name", "text", "the connector's", "Name by which routes, metrics and the state know it; unique."),
@@ -133,7 +137,7 @@ def configuration_page() -> str:
         "",
         'Secrets are references, never text: `{ env = "NAME" }` or `{ file = "path" }`. They are read where they are used.',
         "",
-        *_table(top),
+        *_table(_top()),
         "",
         "## `[source]`, `[[sources]]`, `[sink]`, `[[sinks]]`",
         "",

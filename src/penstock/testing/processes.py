@@ -76,10 +76,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def process_state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return ""
+    """One letter, as `ps` shows it; nothing if the process is gone."""
+    return _read(pid, "stat").rpartition(")")[2].strip()[:1]
 
 
 def stopped_children(pid: int, count: int) -> list[int]:
@@ -99,8 +97,16 @@ def wake_tasks(pids: Sequence[int]) -> list[int]:
 
 def children_of(pid: int) -> Iterator[int]:
     """The processes that one has forked, by itself or through its zygote."""
-    for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
-        if Path(f"/proc/{child}/comm").read_text().strip() == ZYGOTE:
+    for child in map(int, _read(pid, f"task/{pid}/children").split()):
+        if _read(child, "comm").strip() == ZYGOTE:
             yield from children_of(child)
         else:
             yield child
+
+
+def _read(pid: int, name: str) -> str:
+    """A file of /proc, or nothing: a process may end before its file is opened, and also before it is read."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

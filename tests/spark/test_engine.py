@@ -80,7 +80,6 @@ def test_the_work_of_a_commit_is_done_in_tasks(build: Any, spark: Any, tmp_path:
     assert os.getpid() not in workers
 
 
-@pytest.mark.every_spark
 def test_partitions_keep_the_order_of_each_key(drained: Any, tmp_path: Path) -> None:
     drained(Keyed(KeyedConfig(rows=2000, splits=5, keys=11)), Route(partitions=3), max_epoch_rows=1000)
     files = sorted((tmp_path / "lake" / "rows").glob("*.parquet"))
@@ -165,7 +164,6 @@ def double(frame: Any) -> Any:
     return frame.selectExpr("key", "row * 2 AS row")
 
 
-@pytest.mark.every_spark
 def test_a_transform_is_a_function_of_data_frames(drained: Any, tmp_path: Path) -> None:
     drained(Keyed(KeyedConfig(rows=10)), Route(transform=f"{__name__}:double"))
     assert sorted(rows(tmp_path)["row"].to_pylist()) == list(range(0, 20, 2))
@@ -246,7 +244,6 @@ def test_a_bug_in_a_connector_stops_with_its_last_line(drained: Any) -> None:
         drained(Keyed(KeyedConfig(fail="bug")))
 
 
-@pytest.mark.every_spark
 def test_skipped_records_are_counted_and_the_others_arrive(drained: Any, tmp_path: Path) -> None:
     summary = drained(Keyed(KeyedConfig(rows=100, splits=2, fail="data")), on_error="skip")
     assert (summary.skipped, summary.rows_out) == (3, 100)
@@ -272,7 +269,6 @@ def test_a_worker_that_always_dies_is_given_up(drained: Any) -> None:
         drained(Keyed(KeyedConfig(fail="die")), max_retries=1)
 
 
-@pytest.mark.every_spark
 def test_the_callers_session_and_its_views_stay_as_they_were(drained: Any, spark: Any) -> None:
     spark.range(3).createOrReplaceTempView("input")
     spark.udf.register("plus_one", lambda n: n + 1, "long")

@@ -15,9 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.connectors.files.sink import read_published
+from thorough import THOROUGH
 
 ROWS = 20_000
-KILLS = 3
+KILLS = 3 if THOROUGH else 2
 
 PIPELINE = """
 connector_name = "killed"

@@ -29,6 +29,14 @@ class Timed(Protocol):
 
 
 @runtime_checkable
+class Named(Protocol):
+    """For OpenLineage: the config of a connector whose data has a name that others use, too."""
+
+    def dataset(self, name: str) -> tuple[str, str]:
+        """Namespace and name of a stream or topic, as OpenLineage names data of this system; without secrets."""
+
+
+@runtime_checkable
 class Peeked(Protocol):
     """For `penstock peek`: a sink that can show what its target holds."""
 

@@ -21,7 +21,7 @@ from penstock import errors, formats
 from penstock.config import Config, Secret, type_text
 from penstock.pipeline import registry
 from penstock.pipeline.file import SHARED
-from penstock.pipeline.options import Processing, RouteEntry, SchemaEntry
+from penstock.pipeline.options import Processing, RouteEntry, SchemaEntry, TelemetryOptions
 from penstock.pipeline.registry import BUILT_IN, Entry
 from penstock.pipeline.routing import OnError
 from penstock.pipeline.schemas import RegistryRef
@@ -127,6 +127,7 @@ def configuration_page() -> str:
         ("name", "text", "the connector's", "Name by which routes, metrics and the state know it; unique."),
         ("on_error", type_text(OnError), "as `[processing]` says", "What to do with bad records of this source."),
     ]
+    sections = (("[processing]", Processing), ("[telemetry]", TelemetryOptions), ("[[routes]]", RouteEntry))
     lines = [
         _GENERATED,
         "# The pipeline file",
@@ -147,10 +148,7 @@ def configuration_page() -> str:
         "",
         *_connector_list(),
         "",
-        *_section("[processing]", Processing),
-        "",
-        *_section("[[routes]]", RouteEntry),
-        "",
+        *(line for name, model in sections for line in (*_section(name, model), "")),
         "Every route that matches applies. A row reaches one sink under one topic once, by the first route that leads there.",
         "",
         *_section("[[schemas]]", SchemaEntry),
@@ -211,7 +209,12 @@ def file_schema() -> dict[str, Any]:
         connectors[str(entry.kind)].append({"$ref": f"#/$defs/{title}"})
     own = {"type": "object", "properties": {"connector": {"type": "string", "pattern": ":"}}, "required": ["connector"]}
     definitions |= {kind: {"anyOf": [*known, own]} for kind, known in connectors.items()}
-    sections: dict[str, type[Config]] = {"processing": Processing, "route": RouteEntry, "schema": SchemaEntry}
+    sections: dict[str, type[Config]] = {
+        "processing": Processing,
+        "telemetry": TelemetryOptions,
+        "route": RouteEntry,
+        "schema": SchemaEntry,
+    }
     for title, model in sections.items():
         definitions[title] = _schema(model, definitions)
     for name in formats.BUILT_IN:  # the options of a format go beside those of the entry
@@ -231,6 +234,7 @@ def file_schema() -> dict[str, Any]:
             "delivery": {"enum": [str(each) for each in DeliveryGuarantee]},
             **{key: {"type": "string"} for key in SHARED},
             "processing": {"$ref": "#/$defs/processing"},
+            "telemetry": {"$ref": "#/$defs/telemetry"},
             "registry": {"$ref": "#/$defs/registry"},
             "schemas": many["schema"],
             "source": {"$ref": "#/$defs/source"},

@@ -12,7 +12,7 @@ from penstock.durable import Json
 from penstock.errors import ConfigError
 from penstock.pipeline import checks, registry, shape
 from penstock.pipeline.checks import PipelineError, Problem
-from penstock.pipeline.options import Processing
+from penstock.pipeline.options import Processing, TelemetryOptions
 from penstock.pipeline.routing import OnError, Router
 from penstock.pipeline.schemas import TopicSchemas
 from penstock.pipeline.shape import compare_shapes
@@ -40,6 +40,8 @@ class Pipeline:
     """Sources that say themselves what becomes of their bad records."""
     file: Path | None = None
     """The file it was read from, if any."""
+    telemetry: TelemetryOptions = field(default_factory=TelemetryOptions)
+    """Where a run sends what it tells about itself."""
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str] | None = None) -> Pipeline:

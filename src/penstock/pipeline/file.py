@@ -16,7 +16,7 @@ from penstock.errors import ConfigError, ConnectorError
 from penstock.pipeline import Pipeline, checks, registry, schemas
 from penstock.pipeline import toml as tomlfile
 from penstock.pipeline.checks import Problem
-from penstock.pipeline.options import Processing, RouteEntry, SchemaEntry
+from penstock.pipeline.options import Processing, RouteEntry, SchemaEntry, TelemetryOptions
 from penstock.pipeline.registry import Kind
 from penstock.pipeline.routing import OnError, Router
 from penstock.pipeline.schemas import RegistryRef, TopicSchema, TopicSchemas
@@ -31,8 +31,8 @@ SHARED = {"danube_service_url": "Address of the Danube broker, for all sections 
 """Keys at the root that are for an option of several sections; a variable of that name in capitals overrides them."""
 
 _SECTIONS = (
-    "connector_name", "delivery", "processing", "registry", "schemas", "source", "sources", "sink", "sinks", "routes",
-    *SHARED,
+    "connector_name", "delivery", "processing", "telemetry", "registry", "schemas", "source", "sources", "sink", "sinks",
+    "routes", *SHARED,
 )  # fmt: skip
 
 
@@ -60,7 +60,16 @@ class Reader:
         routes = [entry.route() if entry else None for entry in self._entries("routes", RouteEntry)]
         router = Router(tuple(route for route in routes if route), tuple(self.declared["sink"]), processing.unrouted)
         found = Pipeline(
-            self._name(), sources, sinks, router, self._delivery(), processing, topics, self.on_error, self.file.path
+            self._name(),
+            sources,
+            sinks,
+            router,
+            self._delivery(),
+            processing,
+            topics,
+            self.on_error,
+            self.file.path,
+            self._telemetry(),
         )
         self.problems += checks.route_problems(routes, self.declared["source"], self.declared["sink"], found.base)
         self.problems += checks.evolution_problems(found)
@@ -111,6 +120,10 @@ class Reader:
     def _processing(self) -> Processing:
         given = self.file.data.get("processing", {})
         return self._section(Processing, given, "[processing]", ("processing",)) or Processing()
+
+    def _telemetry(self) -> TelemetryOptions:
+        given = self.file.data.get("telemetry", {})
+        return self._section(TelemetryOptions, given, "[telemetry]", ("telemetry",)) or TelemetryOptions()
 
     def _registry(self) -> RegistryRef:
         given = self.file.data.get("registry", {})

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from penstock.config import Config, Secret
 from penstock.pipeline.routing import OnError, Route
@@ -82,6 +83,44 @@ class Processing(Config):
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severity that is logged."""
+
+
+class TelemetryOptions(Config):
+    """The `[telemetry]` section: where a run sends what it tells about itself, see [telemetry](telemetry.md)."""
+
+    otlp_endpoint: str | None = None
+    """An OpenTelemetry collector, for metrics and traces over OTLP/HTTP: `http://collector:4318`; none: nothing is sent."""
+
+    otlp_headers: dict[str, Secret] = Field(default={})
+    """Headers of each request, by name, such as `{ authorization = { env = "OTLP_AUTH" } }`."""
+
+    otlp_interval_secs: PositiveInt = 10
+    """How often metrics are sent; the trace of an epoch is sent once it is committed."""
+
+    openlineage_url: str | None = None
+    """Where OpenLineage events go: `http://marquez:5000/api/v1/lineage`; none: nothing is sent."""
+
+    openlineage_token: Secret | None = None
+    """Token for it, sent as `Authorization: Bearer`."""
+
+    openlineage_namespace: str = Field(default="penstock", min_length=1)
+    """The namespace of the pipeline as a job."""
+
+    openlineage_interval_secs: PositiveInt = 60
+    """How often an event follows while nothing changes; an event about changed columns or new datasets is sent at once."""
+
+    timeout_secs: PositiveInt = 5
+    """How long a collector may take to answer. The pipeline never waits for it."""
+
+    @field_validator("otlp_endpoint", "openlineage_url")
+    @classmethod
+    def _is_http(cls, url: str | None) -> str | None:
+        parts = urlsplit(url or "http://none")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("give an address such as http://collector:4318")
+        if parts.username or parts.password:
+            raise ValueError("leave the password out of the address, and give it as a header")
+        return url
 
 
 class RouteEntry(Config):

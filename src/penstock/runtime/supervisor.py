@@ -33,6 +33,7 @@ from penstock.runtime.monitor import EndWatch, Monitor, Step
 from penstock.runtime.retry import Backoff
 from penstock.runtime.starting import Starting
 from penstock.runtime.telemetry import Looks, Telemetry
+from penstock.runtime.telemetry.export import Exporters
 from penstock.runtime.telemetry.ports import listening
 from penstock.runtime.waker import Waker
 from penstock.schema import discover
@@ -163,6 +164,8 @@ class _Supervisor:
         self.telemetry.publish(directory)
         if processing.metrics_port is not None and self.serve is not None:
             resources.callback(self.serve(self.telemetry, processing.metrics_port, self.pipeline).close)
+        exporters = Exporters(self.telemetry, self.pipeline)
+        resources.push(lambda kind, error, trace: exporters.close(error))
         starting = Starting(engine, directory / "lock.jvm", self.telemetry)
         resources.callback(starting.stop)
         letters = letter_sink(self.pipeline)
@@ -174,7 +177,10 @@ class _Supervisor:
         self.contexts = Contexts(state, Wiring(self.ranges, self.sinks, self.router), codecs)
         self.contexts.copies.captures = self.ingests
         self.telemetry.looks = Looks(
-            partial(_positions, state, self.ranges), self.contexts.columns, self.contexts.flows
+            partial(_positions, state, self.ranges),
+            self.contexts.columns,
+            self.contexts.flows,
+            self.contexts.streams,
         )
         self._open(state, resources)
         if not starting.wait(self.stop):
@@ -327,7 +333,7 @@ class _Supervisor:
                     if schema is None:
                         continue  # its payloads are not known yet, nor what SQL would make of them
                     for sink in target.sinks:
-                        self.contexts.learn(sink, target, schema, name)
+                        self.contexts.learn(sink, target, schema, name, stream)
                     routes.append((target, schema))
         keyed = [name for name, sink in self.pipeline.sinks.items() if sink.capabilities.upsert]
         engine.check(routes, keyed)

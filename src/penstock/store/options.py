@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
 from typing import Annotated
 from urllib.parse import urlparse
@@ -44,6 +45,14 @@ def is_object_url(where: str) -> bool:
             hint=f"write to a local or mounted directory, or to one of {', '.join(f'{each}://' for each in SCHEMES)}",
         )
     return True
+
+
+def dataset(where: str) -> tuple[str, str]:
+    """How lineage tools call a place: `s3://bucket` and the key, or `file` and the path."""
+    if not is_object_url(where):
+        return "file", os.path.abspath(where.removeprefix("file://"))
+    url = urlparse(where)
+    return f"{url.scheme}://{url.netloc.rpartition('@')[2]}", url.path.strip("/") or "/"
 
 
 def kind_of(where: str) -> str:

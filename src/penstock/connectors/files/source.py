@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -38,6 +40,7 @@ from penstock.source import (
     SourceRecord,
 )
 from penstock.store import StorageOptions
+from penstock.store.options import dataset
 
 
 class FilesConfig(Config):
@@ -54,6 +57,11 @@ class FilesConfig(Config):
     storage_options: StorageOptions = Field(default_factory=dict)
     """How to reach an object store, with the same names as for the sinks: `region`, `endpoint`, `access_key_id`,
     `secret_access_key` and so on; secrets are references."""
+
+    def dataset(self, name: str) -> tuple[str, str]:
+        """How lineage tools call the files: the directory above the first wildcard."""
+        plain = re.split(r"[*?\[]", self.path)[0]
+        return dataset(plain if plain == self.path else os.path.dirname(plain))
 
     format: Literal["jsonl", "csv", "parquet"] | None = None
     """Format of all files; none: by ending (`.jsonl .ndjson .json .csv .tsv .parquet .pq`, text also with `.gz` or `.zst`)."""

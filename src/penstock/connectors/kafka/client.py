@@ -89,6 +89,10 @@ class ClusterConfig(Config):
                 raise ValueError(f'{name!r} is a secret: give a reference, {{ env = "NAME" }} or {{ file = "path" }}')
         return options
 
+    def dataset(self, name: str) -> tuple[str, str]:
+        """How lineage tools call a topic: `kafka://broker:port` and its name."""
+        return f"kafka://{self.bootstrap_servers.partition(',')[0].strip()}", name
+
     def settings(self, **more: Any) -> dict[str, Any]:
         """What a client is made from; called where it is used, since it holds secrets."""
         given = {name: each.reveal() if isinstance(each, Secret) else each for name, each in self.options.items()}

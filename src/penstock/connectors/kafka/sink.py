@@ -84,6 +84,10 @@ class KafkaSinkConfig(ClusterConfig):
     of `topic`. Rows wait for their commit in a topic of this name with `.staging` added.
     """
 
+    def dataset(self, name: str) -> tuple[str, str]:
+        """How lineage tools call the Kafka topic of a topic."""
+        return super().dataset(self.topic.replace("{topic}", name.strip("/").replace("/", ".")))
+
     @field_validator("topic")
     @classmethod
     def _only_topic(cls, topic: str) -> str:

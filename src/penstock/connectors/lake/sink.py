@@ -33,6 +33,7 @@ from penstock.sink import (
 )
 from penstock.source import Finding, HealthStatus
 from penstock.store import Place, StorageOptions
+from penstock.store.options import dataset
 
 
 class LakeConfig(EvolutionConfig):
@@ -56,6 +57,10 @@ class LakeConfig(EvolutionConfig):
     max_open_files: PositiveInt = 64
     """Files that a task writes at the same time, one per partition. When rows of another partition come, the file ends that
     has waited longest for rows."""
+
+    def dataset(self, name: str) -> tuple[str, str]:
+        """How lineage tools call the directory of a topic."""
+        return dataset(self.path.replace("{topic}", name.strip("/")))
 
 
 S = TypeVar("S", bound=LakeConfig)

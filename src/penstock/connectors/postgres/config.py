@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Literal
 
@@ -34,6 +35,13 @@ class PostgresSinkConfig(PostgresConfig, EvolutionConfig):
 
     staging_schema: str = "_penstock"
     """The schema of the sink's own tables: staged rows, and the last epoch of every table. It is created if it is missing."""
+
+    def dataset(self, name: str) -> tuple[str, str]:
+        """How lineage tools call the table of a topic."""
+        parts = re.split(r"[/.]", name.strip("/"))
+        schema = parts[-2] if len(parts) > 1 else "public"
+        table = self.table.replace("{schema}", schema).replace("{table}", parts[-1]).replace("{topic}", name.strip("/"))
+        return super().dataset(table)
 
 
 class StagedTables(Receipt):

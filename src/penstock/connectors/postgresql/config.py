@@ -66,6 +66,13 @@ class PostgresConfig(Config):
         options |= {name: value for name, value in _NOTICED.items() if name not in given}
         return make_conninfo(self.dsn, **{name: value for name, value in options.items() if value is not None})
 
+    def dataset(self, name: str) -> tuple[str, str]:
+        """How lineage tools call a table: `postgres://host:port` and `database.schema.table`."""
+        parts = conninfo_to_dict(self.dsn)
+        host = str(parts.get("host") or "localhost").partition(",")[0]
+        port = str(parts.get("port") or "5432").partition(",")[0]
+        return f"postgres://{host}:{port}", f"{parts.get('dbname') or parts.get('user') or ''}.{name}"
+
     def session(self) -> dict[str, str]:
         """The session settings that the options ask for."""
         return {"statement_timeout": f"{self.statement_timeout_secs}s"}

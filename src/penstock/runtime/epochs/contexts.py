@@ -33,6 +33,7 @@ class Contexts:
         self._topics: dict[str, dict[Topic, TopicContext]] = {name: {} for name in wiring.sinks}
         self._columns: dict[Topic, pa.Schema] = {}
         self._flows: dict[tuple[str, Topic, str], None] = {}
+        self._streams: dict[tuple[str, str], pa.Schema] = {}
 
     def open(self) -> None:
         """Open every connector; sinks first, since a source may ask what they hold."""
@@ -70,9 +71,9 @@ class Contexts:
         """For a sink, on the driver: it shows what is learned later, too."""
         return SinkContext(MappingProxyType(self._topics[name]))
 
-    def learn(self, sink: str, target: Target, schema: pa.Schema, source: str = "") -> None:
+    def learn(self, sink: str, target: Target, schema: pa.Schema, source: str = "", stream: str = "") -> None:
         """Take over what a route says of a topic, and the schema that its stream has now."""
-        self._columns[target.topic] = schema
+        self._columns[target.topic] = self._streams[source, stream] = schema
         self._flows[source, target.topic, sink] = None
         topics = self._topics[sink]
         topics[target.topic] = target.context(topics.get(target.topic, TopicContext()), schema)
@@ -80,6 +81,10 @@ class Contexts:
     def columns(self) -> dict[Topic, dict[str, str]]:
         """The columns of each topic with their types, as they enter it; for people."""
         return {topic: {each.name: str(each.type) for each in schema} for topic, schema in [*self._columns.items()]}
+
+    def streams(self) -> dict[tuple[str, str], dict[str, str]]:
+        """The columns of each stream of a source with their types, once decoded."""
+        return {key: {each.name: str(each.type) for each in schema} for key, schema in [*self._streams.items()]}
 
     def flows(self) -> list[tuple[str, Topic, str]]:
         """Source, topic and sink of every way that rows take, as far as it is known."""

@@ -97,7 +97,7 @@ class Followers:
                 continue  # nothing is known of the payloads yet
             for name in target.sinks:
                 sink, pair = self._wiring.sinks[name], (name, target.topic)
-                self._contexts.learn(name, target, new, source)
+                self._contexts.learn(name, target, new, source, stream)
                 policy = sink.policy(target.topic)
                 # Of SQL only the tasks know the schema, and what is discarded is known there row by row.
                 if not is_plain(target.route) or policy.discards or self._evolved.get(pair) == new:

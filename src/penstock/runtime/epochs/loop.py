@@ -49,6 +49,9 @@ class EpochReport:
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Time spent in plan, stage, apply, commit and ack."""
     recovered: bool = False
+    incarnation: str = ""
+    began: float = 0.0
+    """When this run took it up, in seconds since 1970."""
 
 
 class EpochLoop:
@@ -121,6 +124,7 @@ class EpochLoop:
     def step(self) -> EpochReport | None:
         """Carry one epoch through to its acks; None when the sources have nothing new."""
         seconds: dict[str, float] = {}
+        began, incarnation = time.time(), self.state.identity.incarnation
         recovered = self.pending()
         again = self.state.newest is not None and self.state.newest.state == "prepared"
         with _timed(seconds, "plan"):
@@ -135,7 +139,9 @@ class EpochLoop:
                 if manifest.only is not None:
                     raise
                 self._withdraw()
-                return EpochReport(manifest.number, seconds=seconds, recovered=recovered)
+                return EpochReport(
+                    manifest.number, seconds=seconds, recovered=recovered, incarnation=incarnation, began=began
+                )
         with _timed(seconds, "commit"):
             manifest = self._finish(self._commit(manifest, again))
         seconds["apply"] = self._commits.take_apply_secs()
@@ -156,6 +162,8 @@ class EpochLoop:
             bad=tuple(staged.samples),
             seconds=seconds,
             recovered=recovered,
+            incarnation=incarnation,
+            began=began,
         )
 
     # -- the steps -----------------------------------------------------------------------------------------------

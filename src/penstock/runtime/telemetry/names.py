@@ -115,6 +115,12 @@ SLOT_HELD = Metric(
 SLOT_SAFE = Metric(
     "penstock_slot_safe_bytes", "gauge", "Bytes that can be written before the slot may be lost.", ("connector",)
 )
+EXPORTED = Metric(
+    "penstock_exported_total",
+    "counter",
+    "Traces, metrics and events for collectors: `sent`, or `dropped` because one was down for too long.",
+    ("exporter", "outcome"),
+)
 OWN = Metric("penstock_connector", "gauge", "What a connector counts itself.", ("component", "name"))
 INFO = Metric("penstock_info", "gauge", "1.", ("pipeline", "version"))
 UPTIME = Metric("penstock_uptime_seconds", "gauge", "Time since the start.")

@@ -27,6 +27,8 @@ class Looks:
     """The columns of each topic, with their types."""
     flows: Callable[[], Sequence[tuple[str, str, str]]] = tuple
     """Source, topic and sink of every way that rows take."""
+    streams: Callable[[], Mapping[tuple[str, str], Mapping[str, str]]] = dict
+    """The columns of each stream of a source, with their types."""
 
 
 @dataclass

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from penstock.durable import Json
@@ -12,6 +14,16 @@ from penstock.source import ConnectorMetrics
 
 Sample = tuple[Metric, tuple[str, ...], float]
 """One number: its metric and the values of its labels."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """One line of a histogram: how many values are in each bucket, the last of which has no upper edge, and their sum."""
+
+    metric: Metric
+    labels: tuple[str, ...]
+    counts: tuple[int, ...]
+    sum: float
 
 
 class Metrics:
@@ -61,6 +73,22 @@ class Metrics:
             families[metric].add_metric(list(labels), value)
         yield from families.values()
 
+    def histograms(self) -> Iterator[Distribution]:
+        """Every histogram, a line per set of labels."""
+        for metric, kept in ((names.EPOCH_SECONDS, self._epochs), (names.LATENCY, self._latency)):
+            for family in kept.collect():
+                lines: dict[tuple[str, ...], dict[str, Any]] = {}
+                for sample in family.samples:
+                    labels = tuple(sample.labels[label] for label in metric.labels)
+                    line = lines.setdefault(labels, {"below": []})
+                    if sample.name.endswith("_bucket"):
+                        line["below"].append(int(sample.value))
+                    elif sample.name.endswith("_sum"):
+                        line["sum"] = sample.value
+                for labels, line in lines.items():
+                    counts = tuple(b - a for a, b in pairwise([0, *line["below"]]))
+                    yield Distribution(metric, labels, counts, line["sum"])
+
     def samples(self) -> Iterator[Sample]:
         """Every number but those of histograms."""
         status, counted = self._status(), self._counted()
@@ -75,6 +103,9 @@ class Metrics:
         yield names.QUIET, (), status["quiet_secs"] if waits else 0
         for code, count in status["dead_letters_by_code"].items():
             yield names.DEAD_LETTERS, (code,), count
+        for exporter, about in status["exports"].items():
+            for what in ("sent", "dropped"):
+                yield names.EXPORTED, (exporter, what), about[what]
         yield from _own(counted)
 
 

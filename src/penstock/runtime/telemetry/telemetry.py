@@ -79,6 +79,8 @@ class Telemetry:
         """What is asked for a component's own counters."""
         self.looks = Looks()
         """What is asked for when a status is made; set by the supervisor."""
+        self.exports: Callable[[], Mapping[str, Json]] = dict
+        """What each collector got, where there are any."""
         self.file: Path | None = None
         """The pipeline file, if there is one."""
         self.ports: list[dict[str, Json]] = []
@@ -104,7 +106,8 @@ class Telemetry:
         self._samples = 0
         self.on_epoch: list[Callable[[EpochReport], None]] = []
         """Called with the report of every committed epoch, in the thread that commits."""
-        self._metrics = Metrics(self.status, self._counted)
+        self.numbers = Metrics(self.status, self._counted)
+        """What a scrape shows."""
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> Telemetry:
@@ -192,12 +195,15 @@ class Telemetry:
                 self._parts.meters[source].add(begin, now, rows)
             for pair, written in report.rows_out.items():
                 self._parts.meters[pair].add(begin, now, written.records_written, written.bytes_written)
-        self._metrics.observe(report.seconds, latency)
+        self.numbers.observe(report.seconds, latency)
         about = {"number": report.number, "rows_in": rows_in, "rows_out": rows_out, **report.seconds}
         self._history.epoch([about.get(field, 0.0) for field in EPOCH_FIELDS])
         log_epoch(report, rows_in, rows_out)
         for tell in self.on_epoch:
-            tell(report)
+            try:
+                tell(report)
+            except Exception:  # exports steer nothing
+                log.exception("epoch=%d could not be exported", report.number)
         self._file.changed()
 
     def acked(self, source: str) -> None:
@@ -280,6 +286,7 @@ class Telemetry:
     def status(self) -> dict[str, Json]:
         """Everything there is to know, as JSON."""
         positions, flows, counted = self.looks.positions(), self.looks.flows(), self._counted()
+        exports = dict(self.exports())
         with self._lock:
             now = self._clock()
             totals = self._totals
@@ -330,6 +337,7 @@ class Telemetry:
                 "errors": list(totals.errors),
                 "errors_by_code": dict(totals.codes),
                 "notices": self._notices,
+                "exports": exports,
             }
         status["state"], status["problems"] = assess(status)
         status["reason"] = "; ".join(status["problems"])
@@ -337,7 +345,7 @@ class Telemetry:
 
     def metrics(self) -> bytes:
         """The same in Prometheus' text format, with what the connectors count themselves."""
-        return self._metrics.text()
+        return self.numbers.text()
 
     def _counted(self) -> dict[str, ConnectorMetrics]:
         """What each connector counts itself; one that cannot tell just now is left out."""

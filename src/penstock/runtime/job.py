@@ -20,7 +20,6 @@ from penstock.sink import (
     SinkConnector,
     SinkContext,
     Topic,
-    TopicSink,
     Work,
     WriteResult,
 )
@@ -169,7 +168,7 @@ class ApplyJob:
     """The work that commits of an epoch need; picklable."""
 
     epoch: Epoch
-    sinks: Mapping[str, TopicSink[Any, Any]]
+    sinks: Mapping[str, SinkConnector[Any, Any]]
     work: Sequence[tuple[str, Work]]
     """Each with the name of its sink."""
     contexts: Mapping[str, SinkContext] = field(default_factory=dict)

@@ -1,5 +1,5 @@
 """
-Publish an epoch and its marker in one transaction; on the driver.
+Publish rows and their marker in one transaction.
 
 The order is what makes it a compare-and-set: a producer with the sink's transactional id is made first, which ends whatever an
 earlier one has open and refuses all that it may still send; only then is the marker read, up to the high watermark. A run
@@ -10,47 +10,58 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import pyarrow as pa
 from confluent_kafka import KafkaError, KafkaException, Producer, TopicPartition
 
 from penstock.connectors.kafka.client import ANSWER_SECS, Cluster, consumer, errors, failure
-from penstock.connectors.kafka.staging import KafkaReceipt, forget, staged
+from penstock.connectors.kafka.send import Sending
 from penstock.durable import canonical
 from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError
-from penstock.sink import CommittedEpoch, Epoch, Positions, Topic
+from penstock.sink import CommittedEpoch, Epoch, Topic
 
 Markers = dict[tuple[str, Topic], CommittedEpoch]
 
 UNDECIDED_SECS = 30.0
 """A transaction in the marker's topic ends within this time, or never."""
 
+_PARTITIONERS = {"murmur2": "murmur2_random", "crc32": "consistent_random", "fnv1a": "fnv1a_random"}
+
 _FENCED = (KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH)
 
 
 class Publisher:
-    """One transactional id. Made by the driver alone: a second one fences the first."""
+    """One transactional id, and the partition in which its markers are. Making a second one of it fences the first."""
 
-    def __init__(self, config: Any, cluster: Cluster, name: str) -> None:
+    def __init__(self, config: Any, cluster: Cluster, name: str, partition: int = 0, id: str = "") -> None:
         self.name = name
+        self.partition = partition
+        self._id = id or name
         self._config = config
         self._cluster = cluster
         self._producer: Producer | None = None
         self._markers: Markers = {}
         self._next = 0
+        self.made = 0
+        """How many producers were made so far: whatever was asked under an earlier one may have changed since."""
 
     def close(self) -> None:
         self._producer = None
 
     def markers(self) -> Markers:
-        """The epochs that Kafka holds, asked of the marker's topic once no earlier producer can change it."""
-        self._fence()
-        _, ends = self._cluster.edges([(self.name, 0)], committed=False)
-        if (self.name, 0) not in ends:
+        """The epochs that Kafka holds, asked once no earlier producer can change it."""
+        self.fence()
+        return self.seen()
+
+    def seen(self) -> Markers:
+        """What the markers are now; somebody else may still write one."""
+        place = self.name, self.partition
+        _, ends = self._cluster.edges([place], committed=False)
+        if place not in ends:
             raise RetryableError(f"the topic {self.name!r} has no leader for now", code="PEN-2001")
-        end = ends[self.name, 0]
+        end = ends[place]
         if end < self._next:
             raise FatalError(
                 f"the topic {self.name!r} ends at offset {end}, and {self._next} was read: it was deleted or emptied",
@@ -61,48 +72,43 @@ class Publisher:
             self._read_to(end)
         return self._markers
 
-    def publish(
-        self,
-        epoch: Epoch,
-        topics: Sequence[Topic],
-        receipts: Sequence[KafkaReceipt],
-        end: Positions,
-        before_commit: Callable[[], None],  # called for each topic; at the last one all is sent
-    ) -> None:
-        """The rows of `topics`, in the order of tasks and rows, and a marker of each topic: visible at once or not at all."""
-        producer = self._fence()
+    @contextmanager
+    def transaction(self, epoch: Epoch, part: str = "") -> Iterator[Sending]:
+        """What is sent in the block is visible at once after it, or not at all."""
+        producer = self.fence()
         began = time.monotonic()
-        marker = CommittedEpoch(incarnation=epoch.incarnation, number=epoch.number, end=dict(end))
+        sending: Sending | None = None
         try:
             producer.begin_transaction()
-            sending = Sending(producer, self._config, epoch)
-            for topic in topics:
-                for receipt in receipts:
-                    chunks = receipt.chunks.get(topic, ())
-                    for batch in staged(self._config, receipt.staging, chunks):
-                        sending.send(chunks[0].target, batch)
-                value = canonical(marker.model_dump(mode="json"))
-                producer.produce(
-                    self.name, value.encode(), key=canonical([epoch.pipeline, topic]).encode(), partition=0
-                )
-                sending.flush()
-                before_commit()
+            sending = Sending(producer, self._config, epoch, part)
+            yield sending
             producer.commit_transaction(self._config.transaction_timeout_ms / 1000)
         except KafkaException as error:
             raise self._broken(error.args[0], time.monotonic() - began) from None
         except BaseException:
             self._abort()
             raise
+        finally:
+            if sending is not None:
+                sending.close()
         self.markers()  # returns once the marker can be read, and so can the rows
-        forget(self._cluster, receipts)
 
-    def _fence(self) -> Producer:
+    def mark(self, pipeline: str, topic: Topic, marker: CommittedEpoch) -> None:
+        """Write a marker; inside a transaction. All that was sent before is with the brokers when it returns."""
+        value = canonical(marker.model_dump(mode="json")).encode()
+        key = canonical([pipeline, topic]).encode()
+        self.fence().produce(self.name, value, key=key, partition=self.partition)
+        self.fence().flush(ANSWER_SECS)  # the commit would do it too; here, so that a test can stop where all is sent
+
+    def fence(self) -> Producer:
+        """The producer; making it shuts out all earlier ones of its id."""
         if self._producer is not None:
             return self._producer
         settings = {
-            "transactional.id": self.name,
+            "transactional.id": self._id,
             "transaction.timeout.ms": self._config.transaction_timeout_ms,
-            "partitioner": "murmur2_random",  # as the Java client's
+            "partitioner": _PARTITIONERS[self._config.partitioner],
+            "delivery.report.only.error": True,
             "compression.type": self._config.compression,
             "linger.ms": 5,
             "batch.size": 900_000,
@@ -122,8 +128,9 @@ class Publisher:
                     code="PEN-1016",
                     hint="set it to their `transaction.max.timeout.ms`, or raise that",
                 ) from None
-            raise failure(found, f"cannot begin as {self.name!r}") from None
+            raise failure(found, f"cannot begin as {self._id!r}") from None
         self._producer = producer
+        self.made += 1
         return producer
 
     def _read_to(self, end: int) -> None:
@@ -131,7 +138,7 @@ class Publisher:
         until = time.monotonic() + UNDECIDED_SECS
         try:
             with errors("cannot read the marker"):
-                reader.assign([TopicPartition(self.name, 0, self._next)])
+                reader.assign([TopicPartition(self.name, self.partition, self._next)])
             while self._next < end:
                 with errors("cannot read the marker"):
                     message = reader.poll(0.5)
@@ -159,7 +166,7 @@ class Publisher:
         return failure(error, "cannot read the marker")
 
     def _undecided(self) -> FatalError:
-        where = f"--topic {self.name} --partition 0"
+        where = f"--topic {self.name} --partition {self.partition}"
         return FatalError(
             f"a transaction in the topic {self.name!r} was neither committed nor aborted for {UNDECIDED_SECS:g} s, "
             "so nobody knows whether an epoch is in Kafka",
@@ -189,39 +196,3 @@ class Publisher:
             producer.abort_transaction(ANSWER_SECS)
         except KafkaException:
             return  # fenced, or out of reach: the next producer's first call ends the transaction
-
-
-class Sending:
-    """Sends rows, one by one or in bulk, and counts them."""
-
-    def __init__(self, producer: Producer, config: Any, epoch: Epoch) -> None:
-        self._producer = producer
-        self._epoch = canonical([epoch.pipeline, epoch.incarnation, epoch.number]).encode() if config.headers else b""
-        self._rows = 0
-
-    def send(self, topic: str, batch: pa.RecordBatch) -> None:
-        keys, values, headers = (batch.column(name) for name in ("key", "value", "headers"))
-        bare = headers.null_count == len(headers) or not len(headers.keys)
-        each_headers: list[Any] = [[]] * len(headers) if bare else [each or [] for each in headers.to_pylist()]
-        for key, value, own in zip(keys.to_pylist(), values.to_pylist(), each_headers, strict=True):
-            more = {"headers": self._with_epoch(own)} if own or self._epoch else {}
-            self._produce(topic, value, key, more)
-            self._rows += 1
-
-    def flush(self) -> None:
-        """`commit_transaction` would do it too; here, so that a test can stop where everything is sent."""
-        self._producer.flush(ANSWER_SECS)
-
-    def _with_epoch(self, own: list[tuple[str, str]]) -> list[tuple[str, bytes]]:
-        found = [(name, value.encode()) for name, value in own]
-        if self._epoch:
-            found += [("penstock.epoch", self._epoch), ("penstock.row", str(self._rows).encode())]
-        return found
-
-    def _produce(self, topic: str, value: bytes | None, key: bytes | None, more: dict[str, Any]) -> None:
-        while True:
-            try:
-                self._producer.produce(topic, value, key=key, **more)
-                return
-            except BufferError:
-                self._producer.poll(0.1)

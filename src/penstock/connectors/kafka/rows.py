@@ -14,7 +14,7 @@ from penstock.changes import Op, is_changelog, own_columns
 from penstock.changes.old_key import unpack_keys
 from penstock.connectors.messages import Messages, encode, refuse_rows
 from penstock.errors import SchemaError
-from penstock.schema import key_of
+from penstock.schema import is_envelope, key_of
 from penstock.sink import TopicContext
 
 
@@ -23,11 +23,12 @@ class Records:
     """Records of one topic, in order. A null value is a tombstone."""
 
     batch: pa.RecordBatch
-    """`key`, `value` and `headers`."""
+    """`key`, `value` and `headers`; `partition` and `time` where they are given."""
 
     @classmethod
     def of(cls, messages: Messages) -> Records:
-        return cls(pa.RecordBatch.from_arrays([messages.keys, messages.payloads, messages.attributes], names=NAMES))
+        columns = [messages.keys.cast(pa.binary()), messages.payloads.cast(pa.binary()), messages.attributes]
+        return cls(pa.RecordBatch.from_arrays(columns, names=NAMES))
 
     @property
     def nbytes(self) -> int:
@@ -38,12 +39,50 @@ class Records:
         lengths = [pc.fill_null(pc.binary_length(self.batch.column(each)), 0) for each in ("key", "value")]
         return pc.greater(pc.add(*(each.cast(pa.int64()) for each in lengths)), most)
 
+    def partitions_over(self, count: int) -> pa.Array:
+        """Which records name a partition that is none of so many."""
+        if "partition" not in self.batch.schema.names:
+            return pa.nulls(0, pa.bool_())
+        given = self.batch.column("partition")
+        return pc.or_kleene(given.is_null(), pc.or_kleene(pc.less(given, 0), pc.greater_equal(given, count)))
+
 
 NAMES = ["key", "value", "headers"]
 
 
 def as_messages(batch: pa.RecordBatch, context: TopicContext, config: Any) -> Records:
     """The records of a batch; in a task."""
+    more: dict[str, pa.Array] = {}
+    if config.keep_timestamps:
+        at = "timestamp" if context.encoder is None and is_envelope(batch.schema) else "_timestamp"
+        if at not in batch.schema.names:
+            raise _no_column(
+                at, 'add `metadata = ["timestamp"]` to the [[schemas]] entry, or leave `keep_timestamps` out'
+            )
+        more["time"] = batch.column(at).cast(pa.timestamp("ms", "UTC"), safe=False).cast(pa.int64())
+        batch = batch if at == "timestamp" else batch.drop_columns([at])
+    if config.partition_column:
+        if config.partition_column not in batch.schema.names:
+            raise _no_column(config.partition_column, "correct `partition_column`")
+        more["partition"] = batch.column(config.partition_column).cast(pa.int32())
+    records = _of_mode(batch, context, config)
+    if not more:
+        return records
+    if records.batch.num_rows != batch.num_rows:
+        raise SchemaError(
+            "a row that gets another key is two records, and only one has a time or a partition",
+            code="PEN-4002",
+            hint='leave `keep_timestamps` and `partition_column` out, or use mode = "changes"',
+        )
+    columns = [*records.batch.columns, *more.values()]
+    return Records(pa.RecordBatch.from_arrays(columns, names=[*NAMES, *more]))
+
+
+def _no_column(name: str, hint: str) -> SchemaError:
+    return SchemaError(f"the rows have no column {name!r}", code="PEN-4002", hint=hint)
+
+
+def _of_mode(batch: pa.RecordBatch, context: TopicContext, config: Any) -> Records:
     if config.mode == "append":
         return Records.of(encode(batch, context, config.key))
     if config.mode == "changes":

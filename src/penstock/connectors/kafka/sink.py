@@ -16,10 +16,12 @@ from penstock import failpoints
 from penstock.connectors.kafka.client import ANSWER_SECS, Cluster, ClusterConfig, failure
 from penstock.connectors.kafka.publish import Publisher
 from penstock.connectors.kafka.rows import as_messages
-from penstock.connectors.kafka.staging import STAGING_PARTITIONS, KafkaReceipt, Stage
+from penstock.connectors.kafka.shards import Shards, ShardWork, publish_shard, publisher_of, topic_of
+from penstock.connectors.kafka.staging import SHARDS, STAGING_PARTITIONS, KafkaReceipt, Stage, forget, staged
 from penstock.connectors.messages import refuse_rows
-from penstock.errors import ConfigError, FatalError, StagingLost
+from penstock.errors import ConfigError, ConnectorError, FatalError, StagingLost
 from penstock.sink import (
+    Applied,
     CommittedEpoch,
     Epoch,
     Positions,
@@ -28,6 +30,7 @@ from penstock.sink import (
     SinkContext,
     Task,
     Topic,
+    Work,
     WriteResult,
     is_committed,
 )
@@ -75,6 +78,24 @@ class KafkaSinkConfig(ClusterConfig):
     headers: bool = False
     """Add the headers `penstock.epoch` (pipeline, incarnation and number) and `penstock.row` (the row's place in the epoch)."""
 
+    partitioner: Literal["murmur2", "crc32", "fnv1a"] = "murmur2"
+    """How keys choose partitions: `murmur2` as Java clients do, `crc32` as other clients of librdkafka, `fnv1a` as Sarama."""
+
+    partition_column: str = ""
+    """A column of whole numbers that names each row's partition; none: the key chooses. It stays in the value."""
+
+    keep_timestamps: bool = False
+    """
+    Give records the time that they came with (`timestamp` of messages that are forwarded as they came, else the column
+    `_timestamp`), not that of their publishing. Rows are then sent one by one, which takes longer.
+    """
+
+    publish_in_tasks_bytes: Annotated[int, Field(ge=0)] = 128 << 20
+    """
+    An epoch with more bytes is published by several tasks, each in a transaction of its own: all rows of a key are in one of
+    them, and readers see the parts of the epoch one after the other. A smaller one is visible at once.
+    """
+
     transaction_timeout_ms: Annotated[PositiveInt, Field(ge=1000)] = 300_000
     """The longest time that publishing an epoch may take; not over the broker's `transaction.max.timeout.ms`."""
 
@@ -99,10 +120,10 @@ class KafkaSinkConfig(ClusterConfig):
 class KafkaSink(SinkConnector[KafkaSinkConfig, KafkaReceipt]):
     """
     Tasks encode rows and stage them in a Kafka topic of their own; the driver publishes an epoch and its marker in one
-    transaction, after it has fenced every earlier producer.
+    transaction, after it has fenced every earlier producer. Tasks publish large epochs, in one transaction each.
 
-    Supports exactly-once for consumers with `isolation.level = read_committed`: they see each row once, and whole epochs.
-    Others also see rows of transactions that are open or were aborted.
+    Supports exactly-once for consumers with `isolation.level = read_committed`: they see each row once, the rows of a key in
+    their order, and whole epochs unless they are large. Others also see rows of transactions that are open or were aborted.
     """
 
     name = "kafka"
@@ -114,8 +135,10 @@ class KafkaSink(SinkConnector[KafkaSinkConfig, KafkaReceipt]):
         self.capabilities = more() if more else promised
         self._cluster: Cluster | None = None
         self._publisher: Publisher | None = None
+        self._shards: Shards | None = None
         self._stage: Stage | None = None
         self._limits: dict[str, int] = {}
+        self._partitions: dict[str, int] = {}
 
     def open(self, context: SinkContext = SinkContext()) -> None:
         self.close()
@@ -125,10 +148,11 @@ class KafkaSink(SinkConnector[KafkaSinkConfig, KafkaReceipt]):
 
     def close(self) -> None:
         self._cluster = self._stage = None
-        if self._publisher is not None:
-            self._publisher.close()
-        self._publisher = None
-        self._limits = {}
+        for each in (self._publisher, self._shards):
+            if each is not None:
+                each.close()
+        self._publisher = self._shards = None
+        self._limits, self._partitions = {}, {}
 
     def check(self) -> Sequence[Finding]:
         cluster = Cluster(self.config)
@@ -136,7 +160,16 @@ class KafkaSink(SinkConnector[KafkaSinkConfig, KafkaReceipt]):
         return [Finding(True, f"the cluster at {self.config.bootstrap_servers} answers")]
 
     def health_check(self) -> HealthStatus:
-        return HealthStatus()
+        if self._cluster is None or self._publisher is None:
+            return HealthStatus()
+        place = self._publisher.name, 0
+        try:
+            _, ends = self._cluster.edges([place])
+        except ConnectorError as error:
+            return HealthStatus.unhealthy(error.message)
+        if place not in ends:
+            return HealthStatus.degraded(f"the topic {place[0]!r} has no leader for now")
+        return HealthStatus.healthy()
 
     # -- tasks ---------------------------------------------------------------------------------------------------
 
@@ -144,7 +177,8 @@ class KafkaSink(SinkConnector[KafkaSinkConfig, KafkaReceipt]):
         marker = self._marker_topic(epoch.pipeline)
         staging = f"{marker}.staging"
         self._make(staging, STAGING_PARTITIONS, STAGING_SETTINGS)
-        self._stage = Stage(self.config, staging, epoch, task)
+        count = len(self._asked.describe([staging])[staging].partitions)
+        self._stage = Stage(self.config, staging, count, epoch, task)
 
     def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
         assert self._stage is not None, "begin_epoch comes first"
@@ -155,6 +189,11 @@ class KafkaSink(SinkConnector[KafkaSinkConfig, KafkaReceipt]):
             messages.sizes_over(most - RECORD_OVERHEAD),
             f"a record is larger than the {most} bytes that the topic {name!r} takes",
             "raise `max.message.bytes` of the topic, or leave such rows out",
+        )
+        refuse_rows(
+            messages.partitions_over(self._partitions[name]),
+            f"a row names a partition that the topic {name!r} does not have",
+            f"it has {self._partitions[name]} partitions; correct the values of `partition_column`",
         )
         self._stage.write(topic, name, messages)
         return WriteResult(batch.num_rows, messages.nbytes)
@@ -175,11 +214,63 @@ class KafkaSink(SinkConnector[KafkaSinkConfig, KafkaReceipt]):
         if not left:
             return
         try:
-            publisher.publish(epoch, left, receipts, end, lambda: failpoints.hit("commit.before"))
+            self._publish(publisher, epoch, left, receipts, end)
         except StagingLost:
             # A successor that committed the epoch while we were stopped has removed what it published.
             if self._left(publisher, epoch, topics):
                 raise
+        else:
+            forget(self._asked, receipts)
+
+    def _publish(
+        self,
+        publisher: Publisher,
+        epoch: Epoch,
+        topics: Sequence[Topic],
+        receipts: Sequence[KafkaReceipt],
+        end: Positions,
+    ) -> None:
+        """All rows and a marker of each topic: visible at once, or what tasks have begun is finished."""
+        assert self._shards is not None
+        begun = self._shards.done(epoch)
+        for work in self._shards.work(epoch, receipts) if begun else ():
+            self._shards.publish(epoch, work)
+        marker = CommittedEpoch(incarnation=epoch.incarnation, number=epoch.number, end=dict(end))
+        with publisher.transaction(epoch) as sending:
+            for topic in topics:
+                for receipt in () if begun else receipts:
+                    for target, batch in staged(self.config, receipt.staging, receipt.chunks.get(topic, ())):
+                        sending.send(target, batch)
+                publisher.mark(epoch.pipeline, topic, marker)
+                failpoints.hit("commit.before")
+
+    def plan_epoch(self, epoch: Epoch, receipts: Sequence[KafkaReceipt]) -> Sequence[Work]:
+        size = sum(chunk.bytes for receipt in receipts for chunks in receipt.chunks.values() for chunk in chunks)
+        topics = sorted({topic for receipt in receipts for topic in receipt.topics()})
+        if not topics or size < self.config.publish_in_tasks_bytes:
+            return ()
+        publisher = self._published(epoch.pipeline)
+        if not self._left(publisher, epoch, topics):
+            return ()
+        assert self._shards is not None
+        self._make(topic_of(publisher.name), SHARDS, MARKER_SETTINGS)
+        return self._shards.work(epoch, receipts)
+
+    def apply(self, epoch: Epoch, work: Work, task: Task) -> Applied:
+        assert isinstance(work, ShardWork)
+        main = Publisher(
+            self.config, self._asked, work.marker_topic
+        )  # only looked at: the driver's is the one that writes
+        own = publisher_of(self.config, self._asked, work.marker_topic, work.shard)
+        try:
+            publish_shard(self.config, own, main, epoch, work)
+        except StagingLost:
+            # As at the commit: another run that has published it has removed it too.
+            if (found := main.seen().get((epoch.pipeline, work.topic))) is None or not is_committed(found, epoch):
+                raise
+        finally:
+            own.close()
+        return Applied(topic=work.topic)
 
     def _left(self, publisher: Publisher, epoch: Epoch, topics: Sequence[Topic]) -> list[Topic]:
         markers = publisher.markers()
@@ -213,6 +304,7 @@ class KafkaSink(SinkConnector[KafkaSinkConfig, KafkaReceipt]):
         if self._publisher is None:
             self._make(name, 1, MARKER_SETTINGS)
             self._publisher = Publisher(self.config, self._asked, name)
+            self._shards = Shards(self.config, self._asked, self._publisher)
         return self._publisher
 
     def _target(self, topic: Topic) -> str:
@@ -234,6 +326,7 @@ class KafkaSink(SinkConnector[KafkaSinkConfig, KafkaReceipt]):
             settings = {key: _text(value) for key, value in self.config.topic_config.items()}
             self._make(name, self.config.partitions, settings, self.config.replication)
         self._limits[name] = self._largest(name)
+        self._partitions[name] = len(self._asked.describe([name])[name].partitions)
         return name
 
     def _make(self, name: str, partitions: int, settings: Mapping[str, str], replication: int = -1) -> None:

@@ -8,8 +8,11 @@ durable as the topics that they are for.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, pairwise
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 from confluent_kafka import KafkaError, KafkaException, Producer, TopicPartition
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,7 +22,10 @@ from penstock.connectors.kafka.rows import Records
 from penstock.errors import RetryableError, StagingLost
 from penstock.sink import Epoch, Receipt, Task, Topic
 
-STAGING_PARTITIONS = 8
+SHARDS = 8
+"""Into so many parts the rows of a large epoch are divided by their keys. Never change it: an epoch in hand would lose rows."""
+
+STAGING_PARTITIONS = 8 * SHARDS
 CHUNK_BYTES = 900_000
 """Rows are staged in records of about this size."""
 
@@ -36,6 +42,9 @@ class Chunk(BaseModel):
     partition: int
     offset: int
     rows: int
+    bytes: int = 0
+    shard: int | None = None
+    """The part that all its rows are of; None: rows of all parts."""
 
 
 class KafkaReceipt(Receipt):
@@ -47,15 +56,21 @@ class KafkaReceipt(Receipt):
 
 
 class Stage:
-    """What one task stages of one epoch; in order, in one partition."""
+    """
+    What one task stages of one epoch. Its first rows are in one partition, in order; those of a large epoch are divided by
+    shards, each in a partition of its own, so that several tasks can publish them.
+    """
 
-    def __init__(self, config: Any, topic: str, epoch: Epoch, task: Task) -> None:
+    def __init__(self, config: Any, topic: str, partitions: int, epoch: Epoch, task: Task) -> None:
         self._topic = topic
-        self._partition = task.partition % STAGING_PARTITIONS
+        self._partitions = partitions
+        self._first = task.partition * SHARDS
+        self._divide_after: int = config.publish_in_tasks_bytes // 16
+        self._staged_bytes = 0
         self._stem = epoch.stem(task)
         self._held: dict[tuple[Topic, str], list[pa.RecordBatch]] = {}
         self._held_bytes = 0
-        self._sent: list[tuple[Topic, str, str, int]] = []
+        self._sent: list[tuple[Topic, Chunk]] = []
         self._offsets: dict[str, int] = {}
         self._failure: KafkaError | None = None
         settings = {
@@ -76,36 +91,56 @@ class Stage:
             piece = rows.slice(first, step)
             self._held.setdefault((topic, target), []).append(piece)
             self._held_bytes += piece.nbytes
-            if self._held_bytes >= CHUNK_BYTES:
+            if self._held_bytes >= (CHUNK_BYTES if self._is_small else 4 * CHUNK_BYTES):
                 self._send()
+
+    @property
+    def _is_small(self) -> bool:
+        return self._staged_bytes < self._divide_after
 
     def finish(self) -> KafkaReceipt:
         """Everything staged, and on the disks of the brokers."""
         self._send()
         self._settle(lambda: self._producer.flush(ANSWER_SECS) == 0)
         chunks: dict[Topic, list[Chunk]] = {}
-        for topic, target, name, rows in self._sent:
-            chunk = Chunk(name=name, target=target, partition=self._partition, offset=self._offsets[name], rows=rows)
-            chunks.setdefault(topic, []).append(chunk)
+        for topic, chunk in self._sent:
+            chunks.setdefault(topic, []).append(chunk.model_copy(update={"offset": self._offsets[chunk.name]}))
         return KafkaReceipt(staging=self._topic, chunks=chunks)
 
     def _send(self) -> None:
         for (topic, target), batches in self._held.items():
-            sink = pa.BufferOutputStream()
-            with pa.ipc.new_stream(sink, batches[0].schema) as writer:
-                for batch in batches:
-                    writer.write_batch(batch)
-            name = f"{self._stem}-{len(self._sent):06d}"
-            self._sent.append((topic, target, name, sum(batch.num_rows for batch in batches)))
-            self._produce(name, sink.getvalue().to_pybytes())
+            parts: dict[int | None, list[pa.RecordBatch]] = {None: batches}
+            if not self._is_small:
+                parts = {shard: [part] for shard, part in divided(batches)}
+            for shard, some in parts.items():
+                self._send_chunk(topic, target, shard, some)
+        self._staged_bytes += self._held_bytes
         self._held, self._held_bytes = {}, 0
 
-    def _produce(self, name: str, value: bytes) -> None:
+    def _send_chunk(self, topic: Topic, target: str, shard: int | None, batches: Sequence[pa.RecordBatch]) -> None:
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, batches[0].schema) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+        value = sink.getvalue()
+        chunk = Chunk(
+            name=f"{self._stem}-{len(self._sent):06d}",
+            target=target,
+            partition=(self._first + (shard or 0)) % self._partitions,
+            offset=-1,
+            rows=sum(batch.num_rows for batch in batches),
+            bytes=value.size,
+            shard=shard,
+        )
+        self._sent.append((topic, chunk))
+        self._produce(chunk, value.to_pybytes())
+
+    def _produce(self, chunk: Chunk, value: bytes) -> None:
         while True:
             try:
                 with errors("cannot stage rows"):
                     self._producer.produce(
-                        self._topic, value, key=name, partition=self._partition, on_delivery=self._delivered
+                        self._topic, value, key=chunk.name, partition=chunk.partition, on_delivery=self._delivered
                     )
                 self._producer.poll(0)
                 return
@@ -125,10 +160,70 @@ class Stage:
             raise RetryableError("the brokers do not answer while rows are staged", code="PEN-2003")
 
 
-def staged(config: ClusterConfig, staging: str, chunks: Sequence[Chunk]) -> Iterator[pa.RecordBatch]:
-    """The rows of chunks of one partition, in order; on the driver."""
-    if not chunks:
-        return
+def divided(batches: Sequence[pa.RecordBatch]) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """The rows of each shard that has any, in their order."""
+    (whole,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
+    shards = shard_of(whole.column("key"), whole.column("value"))
+    order = np.argsort(shards, kind="stable")
+    ends = np.searchsorted(shards[order], np.arange(SHARDS + 1))
+    for shard, (start, end) in enumerate(pairwise(ends.tolist())):
+        if start < end:
+            yield shard, whole.take(pa.array(order[start:end]))
+
+
+def shard_of(keys: pa.Array, values: pa.Array) -> npt.NDArray[np.int64]:
+    """The shard of each row: by its key, so that one shard has all rows of a key; without one, by its value."""
+    mixed = _mixed(keys)
+    if keys.null_count:
+        mixed = np.where(keys.is_null().to_numpy(zero_copy_only=False), _mixed(values), mixed)
+    return (mixed % np.uint64(SHARDS)).astype(np.int64)
+
+
+_LAST_BYTES = 64
+
+
+def _mixed(column: pa.Array) -> npt.NDArray[np.uint64]:
+    """A number for each value, made of its length and last bytes. The same for the same bytes, on every machine."""
+    _, offsets, data = column.buffers()
+    edges = np.frombuffer(offsets, np.int32)[column.offset : column.offset + len(column) + 1].astype(np.int64)
+    base, size = int(edges[0]), int(edges[-1] - edges[0])
+    edges -= base
+    ends, lengths = edges[1:], np.diff(edges)
+    held = np.zeros(size + 8, np.uint8)
+    if size:
+        held[:size] = np.frombuffer(data, np.uint8)[base : base + size]
+    words = np.ndarray((len(held) - 7,), "<u8", held.data, strides=(1,))
+    starts = np.maximum(edges[:-1], ends - _LAST_BYTES)
+    found = lengths.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for at in range(0, min(_LAST_BYTES, int(lengths.max(initial=0))), 8):
+        rows = np.flatnonzero(starts + at < ends)
+        rest = np.minimum(ends[rows] - starts[rows] - at, 8).astype(np.uint64)
+        taken = words[starts[rows] + at] << ((np.uint64(8) - rest) * np.uint64(8))
+        found[rows] = (found[rows] ^ taken) * np.uint64(0xD6E8FEB86659FD93)
+        found[rows] ^= found[rows] >> np.uint64(32)
+    return found
+
+
+def of_shard(chunks: Iterable[Chunk], shard: int) -> list[Chunk]:
+    """The chunks that hold rows of a shard, in order."""
+    return [chunk for chunk in chunks if chunk.shard is None or chunk.shard == shard]
+
+
+def staged(
+    config: ClusterConfig, staging: str, chunks: Iterable[Chunk], shard: int | None = None
+) -> Iterator[tuple[str, pa.RecordBatch]]:
+    """Rows of chunks of one task with the topic that they are for, those of a key in order; `shard`: only its rows."""
+    in_order = sorted(chunks, key=lambda chunk: -1 if chunk.shard is None else chunk.shard)
+    for _, run in groupby(in_order, key=lambda chunk: chunk.partition):
+        for chunk, batch in _read(config, staging, list(run)):
+            if shard is not None and chunk.shard is None:
+                batch = batch.filter(pa.array(shard_of(batch.column("key"), batch.column("value")) == shard))
+            if batch.num_rows:
+                yield chunk.target, batch
+
+
+def _read(config: ClusterConfig, staging: str, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, pa.RecordBatch]]:
+    """The rows of chunks of one partition, in order."""
     reader = consumer(config, committed=False)
     try:
         left = list(reversed(chunks))
@@ -149,7 +244,8 @@ def staged(config: ClusterConfig, staging: str, chunks: Sequence[Chunk]) -> Iter
             if message.offset() > chunk.offset or message.key() != chunk.name.encode():
                 raise lost(staging)
             left.pop()
-            yield from pa.ipc.open_stream(message.value())
+            for batch in pa.ipc.open_stream(message.value()):
+                yield chunk, batch
     finally:
         reader.close()
 

@@ -57,19 +57,24 @@ class _Commit:
     def has_second_stage(self) -> bool:
         return has_second_stage(self.sink)
 
+    @property
+    def may_have_work(self) -> bool:
+        return self.has_second_stage or publishes_in_parts(self.sink)
+
     def plan(self, epoch: Epoch) -> None:
         """Ask the sink for the work that this commit needs."""
-        assert isinstance(self.sink, TopicSink)
-        assert self.topic is not None
         failpoints.hit("plan_apply.before")
         try:
-            self.work = self.sink.plan_apply(epoch, self.topic, self.receipts)
+            if self.topic is None:
+                self.work = self.sink.plan_epoch(epoch, self.receipts)
+            else:
+                assert isinstance(self.sink, TopicSink)
+                self.work = self.sink.plan_apply(epoch, self.topic, self.receipts)
         except StagingLost as error:
             self.error = error
 
     def apply(self, epoch: Epoch) -> None:
         """Do the work here, on the driver."""
-        assert isinstance(self.sink, TopicSink)
         job = ApplyJob(epoch, {self.name: self.sink}, [(self.name, work) for work in self.work])
         result = do_work(job, range(len(self.work)), Task(0))
         self.applied = result.applied
@@ -196,7 +201,7 @@ class Commits:
         return self._state.save(manifest.model_copy(update=update))
 
     def _plan(self, epoch: Epoch, commits: Iterable[_Commit]) -> None:
-        planned = [commit for commit in commits if commit.has_second_stage]
+        planned = [commit for commit in commits if commit.may_have_work]
         self._each(planned, lambda commit: commit.plan(epoch))
         if any(commit.work for commit in planned):
             failpoints.hit("plan_apply.after")
@@ -218,7 +223,7 @@ class Commits:
         items = [(commit, number) for commit in working for number in range(len(commit.work))]
         sinks = {commit.name: self._wiring.fresh_sink(commit.name) for commit in working}
         work = [(commit.name, commit.work[number]) for commit, number in items]
-        results = self._engine.apply(ApplyJob(epoch, sinks, work, self._contexts.in_tasks()))  # type: ignore[arg-type]
+        results = self._engine.apply(ApplyJob(epoch, sinks, work, self._contexts.in_tasks()))
         for result in results:
             for place, applied in result.applied.items():
                 commit, number = items[place]
@@ -230,7 +235,7 @@ class Commits:
     def _commit(self, manifest: Manifest, commits: Sequence[_Commit]) -> None:
         """Raises what is neither lost nor stale, once all commits have ended."""
         ends = {False: (self._state.epoch(manifest, None), self._end(manifest))}
-        if any(commit.work for commit in commits):
+        if any(commit.work and commit.topic is not None for commit in commits):
             ends[True] = (
                 self._state.epoch(manifest, manifest.applies[-1]),
                 self._end(manifest, applied=manifest.applies[-1]),
@@ -238,7 +243,7 @@ class Commits:
         last = {commit.name: commit for commit in commits}
 
         def run(commit: _Commit) -> None:
-            commit.run(*ends[bool(commit.work)])
+            commit.run(*ends[bool(commit.work) and commit.topic is not None])
             if commit.error is None and commit is last[commit.name]:
                 failpoints.hit("commit.sink")
 
@@ -280,6 +285,11 @@ class Commits:
 def has_second_stage(sink: SinkConnector[Any, Any]) -> bool:
     """True if commits of the sink may need work first."""
     return isinstance(sink, TopicSink) and sink.needs_apply and sink.__class__.plan_apply is not TopicSink.plan_apply
+
+
+def publishes_in_parts(sink: SinkConnector[Any, Any]) -> bool:
+    """True if the sink commits all topics at once, and may have tasks publish parts of a large epoch before."""
+    return not isinstance(sink, TopicSink) and sink.__class__.plan_epoch is not SinkConnector.plan_epoch
 
 
 def _recorded(manifest: Manifest, commits: Iterable[_Commit], retried: bool) -> Manifest:

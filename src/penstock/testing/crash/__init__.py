@@ -55,6 +55,9 @@ class CrashContract(SecondStageCrashes):
     ordered = False
     """True when `visible` shows rows in the order they came."""
 
+    whole_epochs = True
+    """False for a sink that publishes an epoch in parts (`plan_epoch`): a crash may show some of them."""
+
     def make_sink(self, path: Path) -> SinkConnector[Any, Any]:
         """A sink that is not open, with a target of its own at (or named after) `path`."""
         raise NotImplementedError

@@ -1,0 +1,143 @@
+"""
+Publish a large epoch in tasks: its rows are divided by their keys into shards, and each shard is one transaction.
+
+A shard has a transactional id and a partition for its markers of its own, so each is the same compare-and-set as a whole epoch
+is. What joins them is the run's *claim*, a record among the sink's markers:
+
+1. A driver that takes over fences the sink's own producer, writes its claim, and only then fences the producers of all shards.
+2. A task makes the producer of its shard, and only then reads the claim. If it is not the one that the work names, it stops.
+
+So a task of an earlier run was either fenced by step 1, or finds the new claim by step 2. The epoch's marker is written when
+all shards are in Kafka, and a run that finds some of them there publishes the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from uuid import uuid4
+
+from penstock.connectors.kafka.client import Cluster
+from penstock.connectors.kafka.publish import Publisher
+from penstock.connectors.kafka.staging import SHARDS, Chunk, KafkaReceipt, of_shard, staged
+from penstock.errors import RetryableError
+from penstock.sink import ABOUT, CommittedEpoch, Epoch, Work, is_committed
+
+CLAIM = "@claim"
+"""Which run may publish shards; beside the topics among the sink's markers."""
+
+SHARD = "@shard"
+"""What the marker of a shard is for."""
+
+
+class ShardWork(Work):
+    """One shard of an epoch."""
+
+    shard: int
+    claim: str
+    marker_topic: str
+    staged: tuple[tuple[str, tuple[Chunk, ...]], ...]
+    """For each task, in order: the staging topic, and its chunks that hold rows of the shard."""
+
+
+def topic_of(marker_topic: str) -> str:
+    """The topic with the markers of shards."""
+    return f"{marker_topic}.shards"
+
+
+def publisher_of(config: Any, cluster: Cluster, marker_topic: str, shard: int) -> Publisher:
+    return Publisher(config, cluster, topic_of(marker_topic), shard, f"{marker_topic}.shard-{shard}")
+
+
+class Shards:
+    """The shards of a sink, on its driver; they belong to one producer of the sink."""
+
+    def __init__(self, config: Any, cluster: Cluster, main: Publisher) -> None:
+        self._config = config
+        self._cluster = cluster
+        self._main = main
+        self._claim = ""
+        self._claimed_by = self._none_seen_by = 0
+        self._publishers = [publisher_of(config, cluster, main.name, shard) for shard in range(SHARDS)]
+
+    def close(self) -> None:
+        for each in self._publishers:
+            each.close()
+
+    def done(self, epoch: Epoch) -> list[int] | None:
+        """The shards of the epoch that are in Kafka, which no other run can change any more; None: there never were any."""
+        self._main.fence()
+        if self._none_seen_by == self._main.made:
+            return None
+        if not self._claim and topic_of(self._main.name) not in self._cluster.describe([topic_of(self._main.name)]):
+            self._none_seen_by = self._main.made
+            return None
+        self._take(epoch)
+        return [shard for shard, each in enumerate(self._publishers) if is_done(each, epoch)]
+
+    def work(self, epoch: Epoch, receipts: Sequence[KafkaReceipt]) -> list[ShardWork]:
+        """What is left to publish of an epoch."""
+        self._take(epoch)
+        self._none_seen_by = 0
+        done, found = self.done(epoch) or (), []
+        for shard in (each for each in range(SHARDS) if each not in done):
+            parts = [
+                (receipt.staging, tuple(of_shard(chunks, shard)))
+                for receipt in receipts
+                for chunks in receipt.chunks.values()
+            ]
+            some = tuple((staging, chunks) for staging, chunks in parts if chunks)
+            size = sum(
+                chunk.bytes if chunk.shard is not None else chunk.bytes // SHARDS for _, c in some for chunk in c
+            )
+            topic = min(topic for receipt in receipts for topic in receipt.topics())
+            found.append(
+                ShardWork(
+                    topic=topic, bytes=size, shard=shard, claim=self._claim, marker_topic=self._main.name, staged=some
+                )
+            )
+        return found
+
+    def publish(self, epoch: Epoch, work: ShardWork) -> None:
+        """One shard, here on the driver."""
+        publish_shard(self._config, self._publishers[work.shard], self._main, epoch, work)
+
+    def _take(self, epoch: Epoch) -> None:
+        """Write the claim of this run, and shut out the tasks of all others."""
+        self._main.fence()
+        if self._claimed_by == self._main.made:
+            return
+        claim = uuid4().hex
+        with self._main.transaction(epoch):
+            self._main.mark(epoch.pipeline, CLAIM, CommittedEpoch(incarnation=claim, number=0))
+        with ThreadPoolExecutor(SHARDS, "penstock-kafka") as pool:
+            for each in [pool.submit(publisher.fence) for publisher in self._publishers]:
+                each.result()
+        for publisher in self._publishers:
+            publisher.close()  # tasks make their own
+        self._claim, self._claimed_by = claim, self._main.made
+
+
+def is_done(publisher: Publisher, epoch: Epoch) -> bool:
+    """Whether Kafka holds the shard; what an earlier incarnation wrote there is of no interest."""
+    marker = publisher.seen().get((epoch.pipeline, SHARD))
+    return marker is not None and marker.incarnation == epoch.incarnation and is_committed(marker, epoch)
+
+
+def publish_shard(config: Any, publisher: Publisher, main: Publisher, epoch: Epoch, work: ShardWork) -> None:
+    """Publish a shard unless it is there; in a task, or on the driver."""
+    publisher.fence()
+    claim = main.seen().get((epoch.pipeline, CLAIM))
+    if claim is None or claim.incarnation != work.claim:
+        raise RetryableError("another run has taken over the sink", code="PEN-2005")
+    if is_done(publisher, epoch):
+        return
+    end = {**epoch.end, ABOUT: {"start": dict(epoch.start)}}
+    with publisher.transaction(epoch, f"{work.shard}.") as sending:
+        for staging, chunks in work.staged:
+            for target, batch in staged(config, staging, chunks, work.shard):
+                sending.send(target, batch)
+        publisher.mark(
+            epoch.pipeline, SHARD, CommittedEpoch(incarnation=epoch.incarnation, number=epoch.number, end=end)
+        )

@@ -10,6 +10,7 @@ from uuid import uuid4
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
+from penstock.source import RangeSource, SourceBatch
 from penstock.testing.processes import wait_until
 
 QUIET = {"log_level": 0}
@@ -19,10 +20,12 @@ def fresh(stem: str) -> str:
     return f"{stem}-{uuid4().hex[:8]}"
 
 
-def make_topic(address: str, name: str, partitions: int = 1, **config: Any) -> str:
+def make_topic(address: str, name: str, partitions: int = 1, replication: int = 1, **config: Any) -> str:
     admin = AdminClient({"bootstrap.servers": address, **QUIET})
     settings = {key.replace("_", "."): str(value) for key, value in config.items()}
-    admin.create_topics([NewTopic(name, partitions, 1, config=settings)], operation_timeout=60)[name].result(60)
+    admin.create_topics([NewTopic(name, partitions, replication, config=settings)], operation_timeout=60)[name].result(
+        60
+    )
     return name
 
 
@@ -108,6 +111,11 @@ def records(address: str, topic: str, committed: bool = True) -> list[Any]:
     finally:
         reader.close()
     return sorted(found, key=lambda m: (m.partition(), m.offset()))
+
+
+def batches(source: RangeSource[Any, Any], split: Any) -> Iterator[SourceBatch]:
+    """What a split holds, without the notes of its task."""
+    return (item for item in source.read(split) if isinstance(item, SourceBatch))
 
 
 def values(address: str, topic: str, committed: bool = True) -> Sequence[bytes | None]:

@@ -170,13 +170,15 @@ class ProducerConfig:
 
 @dataclass(frozen=True)
 class ReadLimit:
-    """How much one epoch may read. `rows` and `parallelism` are hints; `until` is a law."""
+    """How much one epoch may read. `rows`, `bytes` and `parallelism` are hints; `until` is a law."""
 
     rows: int | None = None
     parallelism: int = 1
     """Tasks that can run at once; `split` need not make more splits than this."""
     until: Position | None = None
     """Read nothing past this position, which `latest` gave before (`--drain`). `bounded` applies it."""
+    bytes: int | None = None
+    """For sources that know the size of what they have not read."""
 
     def bounded(self, end: P) -> P:
         """`end`, or the lesser of `end` and `until`: number by number and text by text, which fits most positions."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pyarrow as pa
 import pytest
 
-from kafka_topics import fresh, records
+from kafka_topics import batches, fresh, records
 from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
 from penstock.connectors.kafka.source import Kafka, KafkaConfig
 from penstock.formats import WireSchema, load
@@ -59,7 +59,7 @@ def test_rows_keep_their_values_over_kafka_and_a_registry(kafka: KafkaServer, re
     with opened_source(source) as opened_:
         start = opened_.initial()
         splits = opened_.split(start, opened_.latest(start, ReadLimit()))
-        (envelopes,) = [each.records for split in splits for each in opened_.read(split)]
+        (envelopes,) = [each.records for split in splits for each in batches(opened_, split)]
     # The reader knows only what the registry says about the id in each frame.
     reader = format_type(options, registry.fetch_schema(f"{stem}-value"), registry.fetch_schema_by_id)
     decoded = reader.decode(envelopes.column("payload"))

@@ -14,7 +14,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewPartitions
 from pydantic import ValidationError
 
-from kafka_topics import delete_topic, fresh, make_topic, remake_topic, send, transaction, truncate, values
+from kafka_topics import batches, delete_topic, fresh, make_topic, remake_topic, send, transaction, truncate, values
 from penstock.connectors.kafka import bulk, read
 from penstock.connectors.kafka.position import Offsets, Piece, packed
 from penstock.connectors.kafka.source import Kafka, KafkaConfig
@@ -34,7 +34,7 @@ def payloads(source: Kafka, start: Offsets, end: Offsets) -> list[bytes | None]:
     """What the splits of a range hold, partition by partition."""
     found = []
     for split in source.split(start, end):
-        for batch in source.read(split):
+        for batch in batches(source, split):
             found += batch.records.to_pylist()
     found.sort(key=lambda row: (row["stream"], int(row["offset"]["partition"]), int(row["offset"]["value"])))
     return [row["payload"] for row in found]
@@ -119,7 +119,7 @@ def test_a_record_keeps_its_key_headers_time_partition_and_offset(kafka: KafkaSe
     with opened_source(make_source(kafka, topic)) as source:
         start = source.initial()
         splits = source.split(start, source.latest(start, ReadLimit()))
-        rows = [row for split in splits for batch in source.read(split) for row in batch.records.to_pylist()]
+        rows = [row for split in splits for batch in batches(source, split) for row in batch.records.to_pylist()]
     rows.sort(key=lambda row: (row["offset"]["partition"], row["offset"]["value"]))
     bare, whole, tombstone, empty = rows
     assert (bare["key"], bare["payload"], bare["attributes"]) == (None, b"bare", [])
@@ -305,8 +305,8 @@ def test_lag_counts_what_is_there_and_not_planned(kafka: KafkaServer) -> None:
 def read_all(source: Kafka) -> pa.Table:
     start = source.initial()
     splits = source.split(start, source.latest(start, ReadLimit()))
-    batches = [batch.records for split in splits for batch in source.read(split)]
-    return pa.Table.from_batches(batches).drop_columns(["attributes"]) if batches else pa.table({})
+    found = [batch.records for split in splits for batch in batches(source, split)]
+    return pa.Table.from_batches(found).drop_columns(["attributes"]) if found else pa.table({})
 
 
 @pytest.mark.parametrize("codec", ["none", "gzip", "snappy", "lz4", "zstd"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kafka_topics import fresh, make_topic, records, send, transaction
+from kafka_topics import batches, fresh, make_topic, records, send, transaction
 from penstock import failpoints
 from penstock.connectors.kafka import publish
 from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
@@ -86,7 +86,7 @@ def test_a_broker_that_is_killed_while_a_range_is_read_delays_it_only(broker: Ka
         restart = threading.Thread(target=broker.restart, args=("kill",))
         found: list[int] = []
         for split in opened.split(start, end):
-            for batch in opened.read(split):
+            for batch in batches(opened, split):
                 if not found:
                     restart.start()
                 found += [int(each) for each in batch.records.column("payload").to_pylist()]

@@ -37,7 +37,10 @@ class Processing(Config):
     """Admission control: about how many rows of one source an epoch reads at most."""
 
     max_epoch_bytes: PositiveInt = 1 << 28
-    """About how many bytes of one source's journal an epoch reads at most; on a cluster they may travel from the driver."""
+    """
+    About how many bytes of one source's journal, or of Kafka's topics, an epoch reads at most. On a cluster those of a journal
+    may travel from the driver.
+    """
 
     journal_max_bytes: PositiveInt = 1 << 30
     """Size of one source's journal at which the source is held back."""

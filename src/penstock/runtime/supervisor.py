@@ -311,6 +311,7 @@ class _Supervisor:
             self.router,
             engine,
             max_epoch_rows=processing.max_epoch_rows,
+            max_epoch_bytes=processing.max_epoch_bytes,
             messages=self.messages,
             on_phase=self._phase,
             on_ack=self.telemetry.acked,

@@ -1,12 +1,14 @@
 """
-A real Kafka broker for tests: one node, in a temporary directory, on free ports of 127.0.0.1, gone afterwards.
+A real Kafka broker for tests, or several: each in a temporary directory, on free ports of 127.0.0.1, gone afterwards.
 
 `python -m penstock.testing.kafka` fetches it once, by the Ivy that is inside PySpark, into the user's cache (20 MB).
 """
 
 from __future__ import annotations
 
+import base64
 import os
+import re
 import shutil
 import signal
 import socket
@@ -15,7 +17,9 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -245,6 +249,11 @@ class KafkaServer:
     def _make(self) -> None:
         self._home = Path(tempfile.mkdtemp(prefix="penstock-kafka-"))
         shutil.copytree(home() / "template", self._home / "data")
+        if self.settings["node.id"] != "1":
+            ids = self._home / "data" / "meta.properties"
+            directory = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+            text = ids.read_text().replace("node.id=1", f"node.id={self.settings['node.id']}")
+            ids.write_text(re.sub(r"directory\.id=.*", f"directory.id={directory}", text))
         self._watch = subprocess.Popen(
             ["sh", "-c", _WATCH, "sh", self._home],
             stdin=subprocess.PIPE,
@@ -282,6 +291,71 @@ class KafkaServer:
             except KafkaException:
                 pause.wait(0.05)
         return False
+
+
+class KafkaCluster:
+    """
+    Several brokers, each of which may lead: `with KafkaCluster() as cluster: cluster.servers[0].kill()`.
+
+    Topics have as many replicas as there are brokers, and all but one must have a record before it counts.
+    """
+
+    def __init__(self, count: int = 3, settings: Mapping[str, str] | None = None) -> None:
+        ports = {str(number): _free_port() for number in range(1, count + 1)}
+        most, least = str(count), str(max(1, count - 1))
+        common = {
+            "controller.quorum.voters": ",".join(f"{id}@127.0.0.1:{port}" for id, port in ports.items()),
+            "default.replication.factor": most,
+            "min.insync.replicas": least,
+            "offsets.topic.replication.factor": most,
+            "transaction.state.log.replication.factor": most,
+            "transaction.state.log.min.isr": least,
+            "share.coordinator.state.topic.replication.factor": most,
+            "share.coordinator.state.topic.min.isr": least,
+            "broker.session.timeout.ms": "3000",
+            "broker.heartbeat.interval.ms": "500",
+            **(settings or {}),
+        }
+        self.servers = [KafkaServer(settings={**common, "node.id": id}) for id in ports]
+        for server, port in zip(self.servers, ports.values(), strict=True):
+            server.ports["CONTROLLER"] = port
+
+    @property
+    def bootstrap(self) -> str:
+        return ",".join(server.bootstrap for server in self.servers)
+
+    def __enter__(self) -> KafkaCluster:
+        try:
+            with ThreadPoolExecutor(len(self.servers)) as pool:  # each waits for most of the others
+                for each in [pool.submit(server.start) for server in self.servers]:
+                    each.result()
+            self.wait_until_all()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for server in self.servers:
+            server.__exit__()
+
+    def wait_until_all(self) -> None:
+        """Wait until every broker is part of the cluster and every partition has all its replicas."""
+        from confluent_kafka import KafkaException
+        from confluent_kafka.admin import AdminClient
+
+        client, pause = AdminClient({"bootstrap.servers": self.bootstrap, "log_level": 0}), threading.Event()
+        deadline = time.monotonic() + 180
+        while time.monotonic() < deadline:
+            try:
+                found = client.list_topics(timeout=2)
+            except KafkaException:
+                continue
+            partitions = [each for topic in found.topics.values() for each in topic.partitions.values()]
+            if len(found.brokers) == len(self.servers) and all(len(p.isrs) == len(p.replicas) for p in partitions):
+                return
+            pause.wait(0.1)
+        raise RuntimeError("not all brokers came back")
 
 
 def _fetch_jars(temporary: Path, lib: Path) -> None:

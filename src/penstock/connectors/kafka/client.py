@@ -18,7 +18,7 @@ from confluent_kafka import (
     TopicCollection,
     TopicPartition,
 )
-from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
+from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec
 from pydantic import field_validator
 
 from penstock.config import Config, Secret
@@ -225,6 +225,15 @@ class Cluster:
             if time.monotonic() > until:
                 raise RetryableError(f"the new topic {name!r} has no leader yet", code="PEN-2007")
             pause.wait(0.02)
+
+    def setting(self, topic: str, name: str) -> str:
+        """A setting of a topic as it is now."""
+        asked = self._client.describe_configs(
+            [ConfigResource(ConfigResource.Type.TOPIC, topic)], request_timeout=ANSWER_SECS
+        )
+        with errors(f"cannot ask for the settings of the topic {topic!r}"):
+            (found,) = (future.result() for future in asked.values())
+        return str(found[name].value)
 
     def edges(self, places: Iterable[Place], committed: bool = True) -> tuple[dict[Place, int], dict[Place, int]]:
         """

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.connectors.kafka.client import Place
+from penstock.durable import Json
 from penstock.source import Position
 
 LEAST_SPLIT_OFFSETS = 50_000
@@ -109,3 +110,41 @@ def shares(backlog: Mapping[Place, int], rows: int | None) -> dict[Place, int]:
     if rows is None or total <= rows:
         return dict(backlog)
     return {place: min(size, max(1, size * rows // total)) if size else 0 for place, size in backlog.items()}
+
+
+SIZES = "sizes"
+"""What a task's note holds: for each topic the offsets and the bytes that it read."""
+
+
+class Sizes:
+    """About how many bytes an offset of each topic takes: of the first records that are there, then of what was read last."""
+
+    def __init__(self) -> None:
+        self._per_offset: dict[str, float] = {}
+
+    def __contains__(self, topic: str) -> bool:
+        return topic in self._per_offset
+
+    def peeked(self, found: Mapping[Place, Sequence[tuple[int, int]]], begin: Mapping[Place, int]) -> None:
+        """The offsets and sizes of some records after `begin`."""
+        totals: dict[str, tuple[int, int]] = {}
+        for place, some in found.items():
+            offsets, size = totals.get(place[0], (0, 0))
+            if some:
+                totals[place[0]] = offsets + some[-1][0] + 1 - begin[place], size + sum(each for _, each in some)
+        self._take(totals)
+
+    def noted(self, notes: Sequence[Json]) -> None:
+        """What the tasks of an epoch read."""
+        totals: dict[str, tuple[int, int]] = {}
+        for topic, (offsets, size) in (each for note in notes for each in note[SIZES].items()):
+            before = totals.get(topic, (0, 0))
+            totals[topic] = before[0] + offsets, before[1] + size
+        self._take(totals)
+
+    def of(self, taken: Mapping[Place, int]) -> float:
+        """The bytes of so many offsets of each partition."""
+        return sum(count * self._per_offset.get(place[0], 0.0) for place, count in taken.items())
+
+    def _take(self, totals: Mapping[str, tuple[int, int]]) -> None:
+        self._per_offset.update({topic: size / offsets for topic, (offsets, size) in totals.items() if offsets > 0})

@@ -13,9 +13,9 @@ from confluent_kafka import KafkaError, TopicPartition
 from penstock.connectors.kafka import bulk
 from penstock.connectors.kafka.bulk import BulkConsumer, LayoutError, Run
 from penstock.connectors.kafka.client import Cluster, Place, consumer, errors, failure, lost, reading
-from penstock.connectors.kafka.position import KafkaSplit, Piece
+from penstock.connectors.kafka.position import SIZES, KafkaSplit, Piece
 from penstock.errors import RetryableError
-from penstock.source import ENVELOPE_SCHEMA, SourceBatch
+from penstock.source import ENVELOPE_SCHEMA, Note, SourceBatch
 
 BATCH_ROWS = 20_000
 WAIT_SECS = 0.02
@@ -23,6 +23,9 @@ WAIT_SECS = 0.02
 
 NO_PROGRESS_SECS = 30.0
 """After this time without a record or an end the topic is looked at: reading a deleted one says nothing, for ever."""
+
+PEEK_SECS = 2.0
+"""How long a look at some records may take."""
 
 _NOT_THERE = 0
 _ATTRIBUTES = ENVELOPE_SCHEMA.field("attributes").type
@@ -36,24 +39,30 @@ class Reader:
         self._cluster = cluster
         self._headers = config.headers and (columns is None or "attributes" in columns or "_attributes" in columns)
 
-    def read(self, split: KafkaSplit) -> Iterator[SourceBatch]:
+    def read(self, split: KafkaSplit) -> Iterator[SourceBatch | Note]:
         """
-        The records of every piece.
+        The records of every piece, and a note about their sizes.
 
         A piece is read when a record with the last offset of it, or a later one, or the end of the partition after it was
         seen: the last offset of a transactional topic is never a record.
         """
         reader = self._reader()
+        sizes: dict[str, list[int]] = {}
+        for piece in split.pieces:
+            sizes.setdefault(piece.topic, [0, 0])[0] += piece.size
         try:
             with errors("cannot read"):
                 reader.assign({piece.place: piece.start for piece in split.pieces})
-            yield from self._batches(reader, {piece.place: piece for piece in split.pieces})
+            for batch in self._batches(reader, {piece.place: piece for piece in split.pieces}):
+                sizes[batch.stream][1] += batch.records.column("payload").nbytes + batch.records.column("key").nbytes
+                yield batch
         except LayoutError as error:
             bulk.switch_off()
             raise RetryableError(f"reading in bulk does not work here ({error}); it is read one by one") from None
         finally:
             reader.close()
         self._require_same(split.pieces)
+        yield Note({SIZES: sizes})
 
     def _reader(self) -> BulkConsumer | OneByOne:
         committed = self._config.isolation_level == "read_committed"
@@ -106,6 +115,27 @@ class Reader:
             if now is None or now.id != piece.id:
                 what = "is gone" if now is None else "was deleted and made again while it was read"
                 raise lost(f"the topic {piece.topic!r} {what}")
+
+
+def peek(config: Any, committed: bool, starts: Mapping[Place, int], count: int) -> dict[Place, list[Any]]:
+    """Up to so many of the next records of each partition; fewer if they do not come at once."""
+    found: dict[Place, list[Any]] = {place: [] for place in starts}
+    left = set(starts)
+    reader = consumer(config, committed, queued_min_messages=count)
+    until = time.monotonic() + PEEK_SECS
+    try:
+        with errors("cannot read"):
+            reader.assign([TopicPartition(*place, offset) for place, offset in starts.items()])
+            while left and time.monotonic() < until:
+                for message in reader.consume(count * len(left), WAIT_SECS):
+                    place = message.topic(), message.partition()
+                    if message.error() is None and len(found[place]) < count:
+                        found[place].append(message)
+                    if message.error() is not None or len(found[place]) == count:
+                        left.discard(place)
+    finally:
+        reader.close()
+    return found
 
 
 class OneByOne:

@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import pyarrow as pa
-from confluent_kafka import KafkaException
-from confluent_kafka.admin import ConfigResource
 from pydantic import Field, PositiveInt, field_validator
 
 from penstock import failpoints
-from penstock.connectors.kafka.client import ANSWER_SECS, Cluster, ClusterConfig, failure
+from penstock.connectors.kafka.client import Cluster, ClusterConfig
 from penstock.connectors.kafka.publish import Publisher
 from penstock.connectors.kafka.rows import as_messages
 from penstock.connectors.kafka.shards import Shards, ShardWork, publish_shard, publisher_of, topic_of
@@ -325,24 +323,13 @@ class KafkaSink(SinkConnector[KafkaSinkConfig, KafkaReceipt]):
                 )
             settings = {key: _text(value) for key, value in self.config.topic_config.items()}
             self._make(name, self.config.partitions, settings, self.config.replication)
-        self._limits[name] = self._largest(name)
+        self._limits[name] = int(self._asked.setting(name, "max.message.bytes"))
         self._partitions[name] = len(self._asked.describe([name])[name].partitions)
         return name
 
     def _make(self, name: str, partitions: int, settings: Mapping[str, str], replication: int = -1) -> None:
         if name not in self._asked.describe([name]):
             self._asked.create(name, partitions, replication, settings)
-
-    def _largest(self, name: str) -> int:
-        asked = self._asked.client.describe_configs(
-            [ConfigResource(ConfigResource.Type.TOPIC, name)], request_timeout=ANSWER_SECS
-        )
-        for future in asked.values():
-            try:
-                return int(future.result()["max.message.bytes"].value)
-            except KafkaException as error:
-                raise failure(error.args[0], f"cannot ask for the settings of the topic {name!r}") from None
-        raise AssertionError
 
 
 def _text(value: Any) -> str:

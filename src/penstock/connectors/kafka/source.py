@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -11,24 +12,19 @@ from typing import Annotated, Any, Literal
 from confluent_kafka import TopicPartition
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from penstock.connectors.kafka.client import (
-    ANSWER_SECS,
-    Cluster,
-    ClusterConfig,
-    Place,
-    TopicInfo,
-    consumer,
-    errors,
-    lost,
-)
-from penstock.connectors.kafka.position import KafkaSplit, Offsets, Piece, packed, shares
+from penstock.connectors.kafka.client import Cluster, ClusterConfig, Place, consumer, errors
+from penstock.connectors.kafka.position import KafkaSplit, Offsets, Piece, Sizes, packed, shares
 from penstock.connectors.kafka.read import Reader
+from penstock.connectors.kafka.topics import Topics, matching
+from penstock.connectors.kafka.watch import Watch
+from penstock.durable import Json
 from penstock.errors import ConfigError, RetryableError
 from penstock.source import (
     ENVELOPE_SCHEMA,
     ConnectorMetrics,
     Finding,
     HealthStatus,
+    Note,
     RangeSource,
     ReadLimit,
     Schemas,
@@ -106,24 +102,27 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
 
     def __init__(self, config: KafkaConfig) -> None:
         super().__init__(config)
-        self._cluster: Cluster | None = None
-        self._topics: dict[str, TopicInfo] = {}
+        self._opened: Topics | None = None
         self._parallelism = 1
-        self._lag: int | None = None
-        self._lost: dict[tuple[str, int], tuple[int, int]] = {}
+        self._left: dict[Place, tuple[int, int]] = {}
+        """What is there and not planned: the next offset, and how many there are."""
+        self._is_planned = False
+        self._lag_secs = 0.0
+        self._sizes = Sizes()
+        self._watch: Watch | None = None
         self._committer: Any = None
         self._undecided: dict[Place, tuple[int, float]] = {}
 
     def open(self, context: SourceContext = SourceContext()) -> None:
         self.close()
         super().open(context)
-        self._cluster = Cluster(self.config)
+        self._opened = topics = Topics(self.config)
         self._parallelism = context.parallelism
         if context.in_task:
             return
-        self._cluster.connect()
-        self._look()
-        missing = [name for name in self.config.topics if not name.startswith("^") and name not in self._topics]
+        topics.cluster.connect()
+        topics.look()
+        missing = [name for name in self.config.topics if not name.startswith("^") and name not in topics.known]
         if missing and self.config.on_lost == "stop":
             raise ConfigError(
                 f"there is no topic {missing[0]!r}",
@@ -132,14 +131,16 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
             )
 
     def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
         if self._committer is not None:
             self._committer.close()
-        self._committer = self._cluster = None
+        self._committer = self._opened = self._watch = None
 
     def check(self) -> Sequence[Finding]:
         cluster = Cluster(self.config)
         cluster.connect()
-        found = cluster.describe(_matching(self.config.topics, cluster))
+        found = cluster.describe(matching(self.config.topics, cluster))
         missing = [name for name in self.config.topics if not name.startswith("^") and name not in found]
         findings = [Finding(False, f"there is no topic {name!r}", "create it, or correct `topics`") for name in missing]
         count = sum(len(each.partitions) for each in found.values())
@@ -153,13 +154,14 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
 
     def schema(self) -> Schemas:
         """Records stay as they are until the topic's `[[schemas]]` entry decodes them."""
-        return dict.fromkeys(self._topics, ENVELOPE_SCHEMA)
+        return dict.fromkeys(self._opened.known if self._opened else (), ENVELOPE_SCHEMA)
 
     # -- ranges --------------------------------------------------------------------------------------------------
 
     def initial(self) -> Offsets:
-        self._look()
-        first, end = self._edges(self._places())
+        topics = self._topics
+        topics.look()
+        first, end = topics.edges(topics.places())
         start = self.config.start
         if start == "earliest":
             begin = first
@@ -168,46 +170,68 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
         elif start.timestamp is not None:
             return self.position_at(start.timestamp)
         else:
-            begin = {**first, **_committed(self.config, str(start.group), first)}
-        return Offsets.of({name: each.id for name, each in self._topics.items()}, begin)
+            begin = {**first, **topics.committed(str(start.group), first)}
+        return Offsets.of(topics.ids, begin)
 
     def position_at(self, when: datetime) -> Offsets:
         """The first records that are not older than `when`, by their own timestamps."""
-        self._look()
-        first, end = self._edges(self._places())
-        found = self._asked.at(first, int(when.timestamp() * 1000))
+        topics = self._topics
+        topics.look()
+        first, end = topics.edges(topics.places())
+        found = topics.cluster.at(first, int(when.timestamp() * 1000))
         begin = {place: end[place] if found.get(place, -1) < 0 else found[place] for place in first}
-        return Offsets.of({name: each.id for name, each in self._topics.items()}, begin)
+        return Offsets.of(topics.ids, begin)
 
     def latest(self, start: Offsets, limit: ReadLimit) -> Offsets:
         self._parallelism = limit.parallelism
-        self._look()
-        self._require_all(start)
-        first, end = self._edges(self._places())
+        topics = self._topics
+        topics.look()
+        topics.require_all(start)
+        first, end = topics.edges(topics.places())
         begin: dict[Place, int] = {}
         for place, lowest in first.items():
-            known = start.next_of(place[0], self._topics[place[0]].id, place[1])
-            begin[place] = lowest if known is None else self._not_lost(place, known, lowest, end[place])
+            known = start.next_of(place[0], topics.ids[place[0]], place[1])
+            begin[place] = lowest if known is None else topics.not_lost(place, known, lowest, end[place])
         until = limit.until if isinstance(limit.until, Offsets) else None
         if until is not None:
-            bounds = {place: until.next_of(place[0], self._topics[place[0]].id, place[1]) for place in begin}
+            bounds = {place: until.next_of(place[0], topics.ids[place[0]], place[1]) for place in begin}
             end = {place: end[place] if (b := bounds[place]) is None else min(end[place], b) for place in begin}
             begin = {place: offset for place, offset in begin.items() if bounds[place] is not None}
         backlog = {place: max(0, end[place] - offset) for place, offset in begin.items()}
-        taken = shares(backlog, limit.rows)
-        self._lag = sum(backlog.values()) - sum(taken.values())
+        taken = self._within(backlog, begin, limit)
         ends = {place: offset + taken[place] for place, offset in begin.items()}
+        self._left = {place: (ends[place], left) for place in ends if (left := backlog[place] - taken[place])}
+        self._is_planned = True
+        if self._watch is not None and until is None:
+            self._watch.planned({place: ends[place] for place in ends if place not in self._left}, bool(self._left))
         for place, offset in start.places():  # what has no leader for now stays where it is
-            if place[0] in self._topics and start.topics[place[0]].id == self._topics[place[0]].id:
+            if start.topics[place[0]].id == topics.ids.get(place[0]):
                 ends.setdefault(place, offset)
-        return Offsets.of({name: each.id for name, each in self._topics.items()}, ends)
+        return Offsets.of(topics.ids, ends)
+
+    def _within(self, backlog: Mapping[Place, int], begin: Mapping[Place, int], limit: ReadLimit) -> dict[Place, int]:
+        """How many offsets of each partition an epoch takes, by the rows and bytes that it may have."""
+        taken = shares(backlog, limit.rows)
+        if limit.bytes is None or not any(taken.values()):
+            return taken
+        unknown = [place for place in taken if taken[place] and place[0] not in self._sizes]
+        if unknown:
+            found = self._topics.peek({place: begin[place] for place in unknown}, backlog, 100)
+            self._sizes.peeked({place: [(m.offset(), _size(m)) for m in some] for place, some in found.items()}, begin)
+        size = self._sizes.of(taken)
+        return taken if size <= limit.bytes else shares(taken, int(sum(taken.values()) * limit.bytes / size))
+
+    def next_start(self, end: Offsets, notes: Sequence[Json]) -> Offsets:
+        """`end`; what the tasks note about the sizes of records is what the next epoch is measured by."""
+        self._sizes.noted(notes)
+        return end
 
     def split(self, start: Offsets, end: Offsets) -> Sequence[KafkaSplit]:
         fresh = [
             place for place, _ in end.places() if start.next_of(place[0], end.topics[place[0]].id, place[1]) is None
         ]
         behind = [place for place, _ in end.places()] if self.config.on_lost == "earliest" else fresh
-        lowest, _ = self._edges(behind)
+        lowest, _ = self._topics.edges(behind)
         pieces = []
         for place, offset in sorted(end.places()):
             id = end.topics[place[0]].id
@@ -219,8 +243,8 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
                 pieces.append(Piece(place[0], id, place[1], begin, offset))
         return packed(pieces, self._parallelism)
 
-    def read(self, split: KafkaSplit) -> Iterator[SourceBatch]:
-        return Reader(self.config, self._asked, self.context.columns).read(split)
+    def read(self, split: KafkaSplit) -> Iterator[SourceBatch | Note]:
+        return Reader(self.config, self._topics.cluster, self.context.columns).read(split)
 
     def ack(self, end: Offsets) -> None:
         offsets = [TopicPartition(*place, offset) for place, offset in end.places()]
@@ -237,21 +261,29 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
 
     def lag(self) -> int | None:
         """Records that are there and not planned yet, in offsets."""
-        return self._lag
+        return sum(count for _, count in self._left.values()) if self._is_planned else None
 
     def metrics(self) -> ConnectorMetrics:
-        lost = sum(last - first for first, last in self._lost.values())
-        return ConnectorMetrics(lag=self._lag, custom={"records_lost": float(lost)})
+        lost = self._opened.lost if self._opened else 0
+        return ConnectorMetrics(lag=self.lag(), custom={"records_lost": float(lost), "lag_seconds": self._lag_secs})
+
+    def data_ready_notify(self) -> threading.Event:
+        return self._watched().ready
+
+    def checkpoint_requested(self) -> threading.Event:
+        """Set when topics or partitions have come, or a topic was made again: they are in the next epoch, at once."""
+        return self._watched().requested
 
     def health_check(self) -> HealthStatus:
-        if self._cluster is None:
+        if self._opened is None:
             return HealthStatus()
-        places = self._places()
+        topics = self._opened
         try:
-            _, stable = self._asked.edges(places)
-            _, high = self._asked.edges(places, committed=False)
+            _, stable = topics.cluster.edges(topics.places())
+            _, high = topics.cluster.edges(topics.places(), committed=False)
         except RetryableError as error:
             return HealthStatus.unhealthy(error.message)
+        self._lag_secs = self._oldest_secs()
         now = time.monotonic()
         undecided = {place: stable[place] for place in stable.keys() & high.keys() if stable[place] < high[place]}
         since = self._undecided
@@ -266,64 +298,27 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
             )
         return HealthStatus.healthy()
 
-    # -- questions to the cluster --------------------------------------------------------------------------------
+    def _oldest_secs(self) -> float:
+        """How old the oldest record is that is there and not planned."""
+        left = dict(self._left)
+        found = self._topics.peek(
+            {place: at for place, (at, _) in left.items()}, {p: count for p, (_, count) in left.items()}, 1
+        )
+        times = [message.timestamp()[1] for some in found.values() for message in some]
+        return max(0.0, time.time() - min(times) / 1000) if times else 0.0
 
     @property
-    def _asked(self) -> Cluster:
-        if self._cluster is None:
+    def _topics(self) -> Topics:
+        if self._opened is None:
             raise RuntimeError("the source is not open")
-        return self._cluster
+        return self._opened
 
-    def _look(self) -> None:
-        """The topics as they are now."""
-        self._topics = self._asked.describe(_matching(self.config.topics, self._asked))
-
-    def _places(self) -> list[Place]:
-        return [(name, partition) for name, each in self._topics.items() for partition in each.partitions]
-
-    def _edges(self, places: Sequence[Place]) -> tuple[dict[Place, int], dict[Place, int]]:
-        return self._asked.edges(places, self.config.isolation_level == "read_committed")
-
-    def _require_all(self, start: Offsets) -> None:
-        """Refuse to go on where a topic of the position is gone, or another one has its name."""
-        if self.config.on_lost == "earliest":
-            return
-        for name, place in start.topics.items():
-            found = self._topics.get(name)
-            if found is None or found.id != place.id:
-                what = "is gone" if found is None else "was deleted and made again: it has another id"
-                raise lost(f"the topic {name!r} {what}")
-
-    def _not_lost(self, place: Place, offset: int, lowest: int, end: int) -> int:
-        if lowest <= offset <= max(end, lowest):
-            return offset
-        if offset > end:  # a lagging replica became leader, or the broker lost its disk
-            if self.config.on_lost == "earliest":
-                return end
-            raise lost(f"{place[0]}/{place[1]} ends at offset {end}, and the position is {offset}")
-        if self.config.on_lost == "stop":
-            raise lost(f"{place[0]}/{place[1]} begins at offset {lowest}, and the position is {offset}: retention")
-        first, _ = self._lost.get(place, (offset, 0))
-        self._lost[place] = (first, lowest)
-        return lowest
+    def _watched(self) -> Watch:
+        if self._watch is None:
+            self._watch = Watch(self.config, self._topics.has_changed)
+            self._watch.start()
+        return self._watch
 
 
-def _committed(config: KafkaConfig, group: str, places: Mapping[Place, int]) -> dict[Place, int]:
-    """Where a consumer group is, for the partitions that it has a commit of."""
-    reader = consumer(config, group_id=group)
-    try:
-        with errors(f"cannot ask for the offsets of the group {group!r}"):
-            found = reader.committed([TopicPartition(*place) for place in places], timeout=ANSWER_SECS)
-    finally:
-        reader.close()
-    return {(each.topic, each.partition): each.offset for each in found if each.offset >= 0}
-
-
-def _matching(topics: Sequence[str], cluster: Cluster) -> list[str]:
-    """The names, and what the patterns match now; never the cluster's own topics, nor ours."""
-    found = {each: None for each in topics if not each.startswith("^")}
-    patterns = [re.compile(each) for each in topics if each.startswith("^")]
-    for name in cluster.names() if patterns else ():
-        if not name.startswith("_") and any(each.fullmatch(name) for each in patterns):
-            found[name] = None
-    return list(found)
+def _size(message: Any) -> int:
+    return len(message) + len(message.key() or b"")

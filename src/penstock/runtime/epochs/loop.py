@@ -69,6 +69,7 @@ class EpochLoop:
         engine: Engine,
         *,
         max_epoch_rows: int = 10_000_000,
+        max_epoch_bytes: int | None = None,
         messages: Messages | None = None,
         threads: int = THREADS,
         on_phase: Callable[[int, str], None] = lambda number, phase: None,
@@ -81,6 +82,7 @@ class EpochLoop:
         self.sinks = sinks
         self.engine = engine
         self.max_epoch_rows = max_epoch_rows
+        self.max_epoch_bytes = max_epoch_bytes
         self.frozen: dict[str, Any] | None = None
         """Ends beyond which nothing is planned (`--drain`); None: no such ends."""
         self._on_phase = on_phase
@@ -175,7 +177,8 @@ class EpochLoop:
         for name, source in self.sources.items():
             start = self.position(name)
             until = self.frozen[name] if self.frozen is not None else None
-            end = source.latest(start, ReadLimit(self.max_epoch_rows, self.engine.parallelism, until))
+            limit = ReadLimit(self.max_epoch_rows, self.engine.parallelism, until, self.max_epoch_bytes)
+            end = source.latest(start, limit)
             moved = moved or end != start
             ranges[name] = Range(start=start.model_dump(mode="json"), end=end.model_dump(mode="json"))
         if not moved:

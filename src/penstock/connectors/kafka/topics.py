@@ -1,0 +1,107 @@
+"""The topics that a source reads, as they are in the cluster now, and what has become of them since the last look."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from confluent_kafka import TopicPartition
+
+from penstock.connectors.kafka.client import ANSWER_SECS, Cluster, Place, TopicInfo, consumer, errors, lost
+from penstock.connectors.kafka.position import Offsets
+from penstock.connectors.kafka.read import peek
+
+PEEKED_PARTITIONS = 16
+"""Partitions that are looked into, the fullest ones, to tell how large or how old records are."""
+
+
+class Topics:
+    """What a source asks the cluster."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self.cluster = Cluster(config)
+        self.known: dict[str, TopicInfo] = {}
+        """As of the last look."""
+        self._lost: dict[Place, tuple[int, int]] = {}
+
+    @property
+    def ids(self) -> dict[str, str]:
+        return {name: each.id for name, each in self.known.items()}
+
+    @property
+    def lost(self) -> int:
+        """Records that were gone before they were read."""
+        return sum(last - first for first, last in self._lost.values())
+
+    def look(self) -> None:
+        self.known = self._now()
+
+    def has_changed(self) -> bool:
+        """Whether the topics are others than at the last look, or have other partitions."""
+        now, before = self._now(), self.known
+        return {n: (t.id, t.partitions) for n, t in now.items()} != {n: (t.id, t.partitions) for n, t in before.items()}
+
+    def places(self) -> list[Place]:
+        return [(name, partition) for name, each in self.known.items() for partition in each.partitions]
+
+    def edges(self, places: Sequence[Place]) -> tuple[dict[Place, int], dict[Place, int]]:
+        """First offset and end, as far as the source may read."""
+        return self.cluster.edges(places, self._committed)
+
+    def peek(self, starts: Mapping[Place, int], backlog: Mapping[Place, int], count: int) -> Mapping[Place, list[Any]]:
+        """Up to so many of the next records of the partitions that have most of them."""
+        fullest = sorted(starts, key=lambda place: -backlog[place])[:PEEKED_PARTITIONS]
+        return peek(self._config, self._committed, {each: starts[each] for each in fullest}, count) if fullest else {}
+
+    def committed(self, group: str, places: Mapping[Place, int]) -> dict[Place, int]:
+        """Where a consumer group is."""
+        reader = consumer(self._config, group_id=group)
+        try:
+            with errors(f"cannot ask for the offsets of the group {group!r}"):
+                found = reader.committed([TopicPartition(*place) for place in places], timeout=ANSWER_SECS)
+        finally:
+            reader.close()
+        return {(each.topic, each.partition): each.offset for each in found if each.offset >= 0}
+
+    def require_all(self, start: Offsets) -> None:
+        """Refuse to go on where a topic of the position is gone, or another one has its name."""
+        if self._config.on_lost == "earliest":
+            return
+        for name, place in start.topics.items():
+            found = self.known.get(name)
+            if found is None or found.id != place.id:
+                what = "is gone" if found is None else "was deleted and made again: it has another id"
+                raise lost(f"the topic {name!r} {what}")
+
+    def not_lost(self, place: Place, offset: int, lowest: int, end: int) -> int:
+        """Where a partition goes on: at its offset, unless its records are gone."""
+        if lowest <= offset <= max(end, lowest):
+            return offset
+        if offset > end:  # a lagging replica became leader, or the broker lost its disk
+            if self._config.on_lost == "earliest":
+                return end
+            raise lost(f"{place[0]}/{place[1]} ends at offset {end}, and the position is {offset}")
+        if self._config.on_lost == "stop":
+            raise lost(f"{place[0]}/{place[1]} begins at offset {lowest}, and the position is {offset}: retention")
+        first, _ = self._lost.get(place, (offset, 0))
+        self._lost[place] = (first, lowest)
+        return lowest
+
+    @property
+    def _committed(self) -> bool:
+        return bool(self._config.isolation_level == "read_committed")
+
+    def _now(self) -> dict[str, TopicInfo]:
+        return self.cluster.describe(matching(self._config.topics, self.cluster))
+
+
+def matching(topics: Sequence[str], cluster: Cluster) -> list[str]:
+    """The names, and what the patterns match now; never the cluster's own topics, nor ours."""
+    found = {each: None for each in topics if not each.startswith("^")}
+    patterns = [re.compile(each) for each in topics if each.startswith("^")]
+    for name in cluster.names() if patterns else ():
+        if not name.startswith("_") and any(each.fullmatch(name) for each in patterns):
+            found[name] = None
+    return list(found)

@@ -1,0 +1,149 @@
+"""How much of Kafka's topics an epoch reads, when a source asks for one, and what a compacted topic holds later."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from confluent_kafka.admin import AdminClient, NewPartitions
+
+from kafka_topics import batches, fresh, make_topic, send, transaction
+from penstock.connectors.kafka import watch
+from penstock.connectors.kafka.position import Offsets
+from penstock.connectors.kafka.source import Kafka, KafkaConfig
+from penstock.source import Note, ReadLimit
+from penstock.testing.kafka import KafkaServer
+from penstock.testing.processes import wait_until
+from penstock.testing.sources.steps import opened_source
+
+
+def make_source(kafka: KafkaServer, *topics: str, **options: Any) -> Kafka:
+    return Kafka(KafkaConfig(bootstrap_servers=kafka.bootstrap, topics=topics, **options))
+
+
+def test_bytes_bound_an_epoch_as_well_as_rows(kafka: KafkaServer) -> None:
+    topic = make_topic(kafka.bootstrap, fresh("bytes"), 2)
+    for partition in (0, 1):
+        send(kafka.bootstrap, topic, [b"x" * 1000] * 500, partition)
+    with opened_source(make_source(kafka, topic)) as source:
+        start = source.initial()
+        end = source.latest(start, ReadLimit(bytes=100_000))
+        assert 90 <= sum(offset for _, offset in end.places()) <= 100, "of a million bytes, a tenth"
+        assert source.latest(start, ReadLimit(rows=50, bytes=100_000)) == source.latest(start, ReadLimit(rows=50))
+
+
+def test_what_tasks_read_says_how_large_the_next_epoch_may_be(kafka: KafkaServer) -> None:
+    topic = make_topic(kafka.bootstrap, fresh("growing"))
+    send(kafka.bootstrap, topic, [b"x" * 10] * 200)
+    send(kafka.bootstrap, topic, [b"y" * 10_000] * 200)
+    with opened_source(make_source(kafka, topic)) as source:
+        start = source.initial()
+        first = source.latest(start, ReadLimit(rows=300, bytes=1 << 20))
+        notes = [
+            item.value for split in source.split(start, first) for item in source.read(split) if isinstance(item, Note)
+        ]
+        after = source.next_start(first, notes)
+        assert after == first
+        (_, begin), (_, end) = *after.places(), *source.latest(after, ReadLimit(bytes=100_000)).places()
+        assert (begin, end - begin) == (300, 29), "about 3,340 bytes each were read"
+    with opened_source(make_source(kafka, topic)) as restarted:  # the manifest has the notes
+        (_, again), *_ = restarted.latest(restarted.next_start(first, notes), ReadLimit(bytes=100_000)).places()
+        assert again == end
+
+
+def test_lag_is_also_told_in_seconds(kafka: KafkaServer) -> None:
+    topic = make_topic(kafka.bootstrap, fresh("old"))
+    hour_ago = int(time.time() * 1000) - 3_600_000
+    send(kafka.bootstrap, topic, [b"first"], timestamp=hour_ago - 3_600_000)
+    send(kafka.bootstrap, topic, [b"second"] * 10, timestamp=hour_ago)
+    with opened_source(make_source(kafka, topic)) as source:
+        end = source.latest(source.initial(), ReadLimit(rows=1))
+        source.health_check()
+        assert 3600 <= source.metrics().custom["lag_seconds"] < 3900, "the first record is planned, the second is not"
+        assert source.metrics().lag == 10
+        source.latest(end, ReadLimit())
+        source.health_check()
+        assert source.metrics().custom["lag_seconds"] == 0
+
+
+def test_new_records_and_new_partitions_are_told_without_asking(
+    kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "TICK_SECS", 3600.0)
+    monkeypatch.setattr(watch, "LOOK_SECS", 0.2)
+    topic = make_topic(kafka.bootstrap, fresh("watched"))
+    send(kafka.bootstrap, topic, [b"one"])
+    with opened_source(make_source(kafka, topic)) as source:
+        ready, requested = source.data_ready_notify(), source.checkpoint_requested()
+        end = source.latest(source.initial(), ReadLimit())
+        send(kafka.bootstrap, topic, [b"two"])
+        assert ready.wait(60)
+        ready.clear()
+        later = source.latest(end, ReadLimit())
+        assert [offset for _, offset in later.places()] == [2]
+        assert not requested.is_set()
+        admin = AdminClient({"bootstrap.servers": kafka.bootstrap})
+        admin.create_partitions([NewPartitions(topic, 2)])[topic].result(60)
+        assert requested.wait(60)
+        requested.clear()
+        assert len(list(wait_until(lambda: _grown(source, later), "the partition to have a leader").places())) == 2
+        ready.clear()
+        with transaction(kafka.bootstrap) as producer:
+            producer.produce(topic, b"three", partition=0)
+            producer.flush(60)
+            assert not ready.wait(0.5), "an open transaction is nothing to read"
+        assert ready.wait(60)
+
+
+def _grown(source: Any, start: Any) -> Any:
+    end = source.latest(start, ReadLimit())
+    return end if len(list(end.places())) == 2 else None
+
+
+def test_a_source_that_is_bounded_wakes_itself_up(kafka: KafkaServer) -> None:
+    topic = make_topic(kafka.bootstrap, fresh("bounded"))
+    send(kafka.bootstrap, topic, [b"x"] * 10)
+    with opened_source(make_source(kafka, topic)) as source:
+        ready = source.data_ready_notify()
+        source.latest(source.initial(), ReadLimit(rows=3))
+        assert ready.is_set()
+
+
+def test_of_a_compacted_topic_the_last_record_of_each_key_is_always_read(kafka: KafkaServer) -> None:
+    """A range that is read again after the cleaner came holds fewer records; the state that they make is the same."""
+    name = fresh("compacted")
+    settings = {"cleanup_policy": "compact", "segment_ms": 100, "min_cleanable_dirty_ratio": 0.001}
+    topic = make_topic(kafka.bootstrap, name, 1, **settings)
+    for turn in range(3):
+        for key in range(20):
+            gone = turn == 2 and key % 5 == 0
+            send(kafka.bootstrap, topic, [None if gone else b"%d" % turn], key=b"%d" % key)
+    with opened_source(make_source(kafka, topic)) as source:
+        start = source.initial()
+        end = source.latest(start, ReadLimit())
+        before = _last_of_each_key(source, start, end)
+
+        def cleaned() -> bool:
+            time.sleep(0.5)
+            send(kafka.bootstrap, topic, [b"more"], key=b"other")  # the last segment is never cleaned
+            return _count(source, start, end) < 60
+
+        wait_until(cleaned, "the cleaner")
+        assert _last_of_each_key(source, start, end) == before
+        for cut in (7, 33, 59):  # also between records that are gone
+            middle = Offsets.model_validate_json(end.model_dump_json().replace('"0":60', f'"0":{cut}'))
+            assert _last_of_each_key(source, start, middle) | _last_of_each_key(source, middle, end) == before
+
+
+def _records(source: Any, start: Any, end: Any) -> list[dict[str, Any]]:
+    return [row for split in source.split(start, end) for b in batches(source, split) for row in b.records.to_pylist()]
+
+
+def _count(source: Any, start: Any, end: Any) -> int:
+    return len(_records(source, start, end))
+
+
+def _last_of_each_key(source: Any, start: Any, end: Any) -> dict[bytes, bytes | None]:
+    """The cleaner removes tombstones too, after a day."""
+    return {row["key"]: row["payload"] for row in _records(source, start, end)}

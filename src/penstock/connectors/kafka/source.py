@@ -283,7 +283,7 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
             _, high = topics.cluster.edges(topics.places(), committed=False)
         except RetryableError as error:
             return HealthStatus.unhealthy(error.message)
-        self._lag_secs = self._oldest_secs()
+        self._lag_secs = topics.oldest_secs(self._left)
         now = time.monotonic()
         undecided = {place: stable[place] for place in stable.keys() & high.keys() if stable[place] < high[place]}
         since = self._undecided
@@ -297,15 +297,6 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
                 f"a transaction is open in {old[0][0]}/{old[0][1]}, and nothing after it can be read until it ends"
             )
         return HealthStatus.healthy()
-
-    def _oldest_secs(self) -> float:
-        """How old the oldest record is that is there and not planned."""
-        left = dict(self._left)
-        found = self._topics.peek(
-            {place: at for place, (at, _) in left.items()}, {p: count for p, (_, count) in left.items()}, 1
-        )
-        times = [message.timestamp()[1] for some in found.values() for message in some]
-        return max(0.0, time.time() - min(times) / 1000) if times else 0.0
 
     @property
     def _topics(self) -> Topics:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,12 @@ class Topics:
         """Up to so many of the next records of the partitions that have most of them."""
         fullest = sorted(starts, key=lambda place: -backlog[place])[:PEEKED_PARTITIONS]
         return peek(self._config, self._committed, {each: starts[each] for each in fullest}, count) if fullest else {}
+
+    def oldest_secs(self, left: Mapping[Place, tuple[int, int]]) -> float:
+        """How old the oldest record is of what is left in each partition: the next offset, and how many there are."""
+        starts, counts = ({place: pair[at] for place, pair in left.items()} for at in (0, 1))
+        times = [message.timestamp()[1] for some in self.peek(starts, counts, 1).values() for message in some]
+        return max(0.0, time.time() - min(times) / 1000) if times else 0.0
 
     def committed(self, group: str, places: Mapping[Place, int]) -> dict[Place, int]:
         """Where a consumer group is."""

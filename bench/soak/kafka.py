@@ -276,11 +276,15 @@ def killed(runs: list[Run], chance: random.Random, kills: int, under_spark: int)
         spark = number % max(1, kills // max(1, under_spark)) == 0 and kinds["under Spark"] < under_spark
         point = chance.choice(POINTS) if number % 2 else None
         before = run.epoch
-        run.start(point and f"{point}=kill@{chance.randrange(1, 12)}", spark)
+        run.start(point and f"{point}=kill@{1 if 'stage' in point else chance.randrange(1, 12)}", spark)
         others = [each for each in runs if each is not run]
         if point:
-            wait(lambda run=run: not run.alive, f"the kill at {point}", *others)
-            if run.process is not None and run.process.returncode != -signal.SIGKILL:
+            late = time.monotonic() + 30  # an idle pipeline may not come so far
+            wait(lambda run=run, late=late: not run.alive or time.monotonic() > late, f"the kill at {point}", *others)
+            if run.alive:
+                run.kill()
+                point = None
+            elif run.process is not None and run.process.returncode != -signal.SIGKILL:
                 run.ended[run.process.returncode] += 1
         else:
             wait(lambda run=run, before=before: run.epoch > before or not run.alive, "the next epoch", *others)

@@ -298,19 +298,6 @@ class SinkConnector(Connector[C], Generic[C, R]):
         May be called again for an epoch that is already there: a topic already at `epoch.number` is done.
         """
 
-    def plan_epoch(self, epoch: Epoch, receipts: Sequence[R]) -> Sequence[Work]:
-        """
-        Driver, before `commit_epoch`, in a sink that commits all topics at once: parts of a large epoch that `apply` publishes.
-
-        The target itself records each part, so that it is published once: `commit_epoch` finishes what is left of them.
-        May be called again for the same epoch, and then gives what is left. None: `commit_epoch` does everything.
-        """
-        return ()
-
-    def apply(self, epoch: Epoch, work: Work, task: Task) -> Applied:
-        """Task, or the driver if all of it is little: do one piece of planned work; may be called again for the same piece."""
-        raise NotImplementedError
-
     def committed_epoch(self, pipeline: str, topic: Topic) -> CommittedEpoch | None:
         """Driver: ask the target itself."""
         return None
@@ -336,6 +323,23 @@ class SinkConnector(Connector[C], Generic[C, R]):
     def schema(self, topic: Topic) -> pa.Schema | None:
         """Driver: the input the sink expects; None means any."""
         return None
+
+
+class EpochSink(SinkConnector[C, R]):
+    """A sink that commits all topics at once, and has tasks publish the parts of an epoch that is large."""
+
+    def plan_epoch(self, epoch: Epoch, receipts: Sequence[R]) -> Sequence[Work]:
+        """
+        Driver, before `commit_epoch`: the parts of a large epoch that `apply` publishes.
+
+        The target itself records each part, so that it is published once: `commit_epoch` finishes what is left of them.
+        May be called again for the same epoch, and then gives what is left. None: `commit_epoch` does everything.
+        """
+        return ()
+
+    def apply(self, epoch: Epoch, work: Work, task: Task) -> Applied:
+        """Task, or the driver if all of it is little: do one piece of planned work; may be called again for the same piece."""
+        raise NotImplementedError
 
 
 class TopicSink(SinkConnector[C, R]):

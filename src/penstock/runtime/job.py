@@ -16,10 +16,12 @@ from penstock.runtime.messages.decoding import Decoders
 from penstock.sink import (
     Applied,
     Epoch,
+    EpochSink,
     Receipt,
     SinkConnector,
     SinkContext,
     Topic,
+    TopicSink,
     Work,
     WriteResult,
 )
@@ -168,7 +170,7 @@ class ApplyJob:
     """The work that commits of an epoch need; picklable."""
 
     epoch: Epoch
-    sinks: Mapping[str, SinkConnector[Any, Any]]
+    sinks: Mapping[str, TopicSink[Any, Any] | EpochSink[Any, Any]]
     work: Sequence[tuple[str, Work]]
     """Each with the name of its sink."""
     contexts: Mapping[str, SinkContext] = field(default_factory=dict)

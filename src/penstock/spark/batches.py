@@ -59,7 +59,7 @@ class _Spread(Output):
         if sum(work.bytes for _, work in job.work) <= SMALL_WORK_BYTES:
             return super().apply(job)
         groups = job.groups(int(self._context.defaultParallelism))
-        fresh = ApplyJob(job.epoch, {name: self.alone().sink for name in job.sinks}, job.work)
+        fresh = ApplyJob(job.epoch, {name: self.alone().sink for name in job.sinks}, job.work)  # type: ignore[misc]
         tasks = self._context.parallelize([], len(groups)).mapPartitionsWithIndex(work_task(pack(fresh), groups))
         results: list[ApplyResult] = [pickle.loads(each) for each in tasks.collect()]
         done = {number: applied for result in results for number, applied in result.applied.items()}

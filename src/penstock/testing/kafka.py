@@ -237,10 +237,10 @@ class KafkaServer:
         self.stop(mode)
         self.start()
 
-    def tool(self, main: str, *arguments: str) -> str:
+    def tool(self, main: str, *arguments: str, input: str = "") -> str:
         """What one of Kafka's own tools prints: `server.tool("org.apache.kafka.tools.TransactionsCommand", …)`."""
         done = subprocess.run(
-            _command(home(), main, *arguments), capture_output=True, text=True, timeout=120, check=False
+            _command(home(), main, *arguments), input=input, capture_output=True, text=True, timeout=120, check=False
         )
         if done.returncode:
             raise RuntimeError(f"{main} failed:\n{done.stdout}\n{done.stderr}")

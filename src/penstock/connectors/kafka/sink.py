@@ -22,8 +22,8 @@ from penstock.sink import (
     Applied,
     CommittedEpoch,
     Epoch,
+    EpochSink,
     Positions,
-    SinkConnector,
     SinkConnectorCapabilities,
     SinkContext,
     Task,
@@ -115,7 +115,7 @@ class KafkaSinkConfig(ClusterConfig):
         return topic
 
 
-class KafkaSink(SinkConnector[KafkaSinkConfig, KafkaReceipt]):
+class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
     """
     Tasks encode rows and stage them in a Kafka topic of their own; the driver publishes an epoch and its marker in one
     transaction, after it has fenced every earlier producer. Tasks publish large epochs, in one transaction each.

@@ -23,6 +23,7 @@ from penstock.sink import (
     PLANS,
     Applied,
     Epoch,
+    EpochSink,
     Receipt,
     SinkConnector,
     Task,
@@ -65,16 +66,18 @@ class _Commit:
         """Ask the sink for the work that this commit needs."""
         failpoints.hit("plan_apply.before")
         try:
-            if self.topic is None:
+            if isinstance(self.sink, EpochSink):
                 self.work = self.sink.plan_epoch(epoch, self.receipts)
             else:
                 assert isinstance(self.sink, TopicSink)
+                assert self.topic is not None
                 self.work = self.sink.plan_apply(epoch, self.topic, self.receipts)
         except StagingLost as error:
             self.error = error
 
     def apply(self, epoch: Epoch) -> None:
         """Do the work here, on the driver."""
+        assert isinstance(self.sink, TopicSink | EpochSink)
         job = ApplyJob(epoch, {self.name: self.sink}, [(self.name, work) for work in self.work])
         result = do_work(job, range(len(self.work)), Task(0))
         self.applied = result.applied
@@ -223,7 +226,7 @@ class Commits:
         items = [(commit, number) for commit in working for number in range(len(commit.work))]
         sinks = {commit.name: self._wiring.fresh_sink(commit.name) for commit in working}
         work = [(commit.name, commit.work[number]) for commit, number in items]
-        results = self._engine.apply(ApplyJob(epoch, sinks, work, self._contexts.in_tasks()))
+        results = self._engine.apply(ApplyJob(epoch, sinks, work, self._contexts.in_tasks()))  # type: ignore[arg-type]
         for result in results:
             for place, applied in result.applied.items():
                 commit, number = items[place]
@@ -289,7 +292,7 @@ def has_second_stage(sink: SinkConnector[Any, Any]) -> bool:
 
 def publishes_in_parts(sink: SinkConnector[Any, Any]) -> bool:
     """True if the sink commits all topics at once, and may have tasks publish parts of a large epoch before."""
-    return not isinstance(sink, TopicSink) and sink.__class__.plan_epoch is not SinkConnector.plan_epoch
+    return isinstance(sink, EpochSink)
 
 
 def _recorded(manifest: Manifest, commits: Iterable[_Commit], retried: bool) -> Manifest:

@@ -196,7 +196,7 @@ class _Planned:
             pytest.skip("there is no work in a second epoch of the same keys")
         assert len(pickle.dumps(work)) < 100_000, "work is to say what must be done, not to carry the rows"
         with opened_sink(self.sink) as task:
-            return [task.apply(self.epoch, each, Task(number)) for number, each in enumerate(work)]
+            return [task.apply(self.epoch, each, Task(number)) for number, each in enumerate(work)]  # type: ignore[attr-defined]
 
     def commit(self, applied: Sequence[Applied]) -> None:
         with opened_sink(self.sink) as driver:

@@ -40,7 +40,7 @@ RESULT = RESULTS / "soak-kafka.json"
 STUCK_SECS = 600
 
 POINTS = ("plan.after", "stage.middle", "stage.after", "prepare.after", "commit.before", "commit.after", "ack.after")
-UNDER_SPARK = 4
+UNDER_SPARK = min(4, KILLS // 12)
 """So many of the kills of the first part are of a run under Spark; the others of a run whose tasks are forked."""
 
 FORKED = """

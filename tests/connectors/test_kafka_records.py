@@ -224,6 +224,7 @@ def test_a_compacted_marker_still_says_which_epoch_is_there(kafka: KafkaServer) 
 def test_markers_that_somebody_deleted_stop_the_sink(kafka: KafkaServer) -> None:
     stem = fresh("deleted")
     sink = make_sink(kafka, stem, marker_topic=(name := f"_{stem}"))
+    make_topic(kafka.bootstrap, name, 1, cleanup_policy="compact,delete")  # of a compacted one nothing can be deleted
     write(sink, rows(0))
     with opened_sink(sink) as driver:
         truncate(kafka.bootstrap, name, 1)

@@ -97,8 +97,14 @@ class Publisher:
         """Write a marker; inside a transaction. All that was sent before is with the brokers when it returns."""
         value = canonical(marker.model_dump(mode="json")).encode()
         key = canonical([pipeline, topic]).encode()
-        self.fence().produce(self.name, value, key=key, partition=self.partition)
-        self.fence().flush(ANSWER_SECS)  # the commit would do it too; here, so that a test can stop where all is sent
+        producer = self.fence()
+        while True:
+            try:
+                producer.produce(self.name, value, key=key, partition=self.partition)
+                break
+            except BufferError:  # rows that are on their way take all the room
+                producer.poll(0.1)
+        producer.flush(ANSWER_SECS)  # the commit would do it too; here, so that a test can stop where all is sent
 
     def fence(self) -> Producer:
         """The producer; making it shuts out all earlier ones of its id."""

@@ -1,5 +1,6 @@
 """
-Send rows inside a transaction: in bulk from Arrow's own buffers, or one by one where they have headers or a time.
+Send rows inside a transaction: in bulk from Arrow's own buffers, or one by one where they have headers, a time or a
+partition (in bulk the library asks for partition -1 of a topic that it has not met yet, which ends the transaction).
 
 In bulk the client library takes an array of its public message structs, so no Python object is made for a row. It needs the
 library's handle inside the producer; whether it really is one is found out without touching it (see `_handle`).
@@ -34,7 +35,7 @@ _MESSAGE = np.dtype(
 )
 """`rd_kafka_message_t`, as the library's header file promises it."""
 
-_COPY, _GIVEN_PARTITION = 0x2, 0x8
+_COPY = 0x2
 _ANY_PARTITION = -1
 _HANDLE_AT = 16  # after the head of a Python object
 _HANDLE_BYTES = 1 << 13
@@ -54,7 +55,8 @@ class Sending:
     def send(self, topic: str, batch: pa.RecordBatch) -> None:
         headers = batch.column("headers")
         is_bare = headers.null_count == len(headers) or not len(headers.keys)
-        if is_bare and not self._epoch and self._bulk is not None and "time" not in batch.schema.names:
+        is_plain = is_bare and not self._epoch and not {"time", "partition"} & set(batch.schema.names)
+        if is_plain and self._bulk is not None:
             self._bulk.send(topic, batch)
         else:
             self._one_by_one(topic, batch, is_bare)
@@ -113,15 +115,11 @@ class _Bulk:
             _point(messages, "payload", "length", batch.column("value")),
             _point(messages, "key", "key_length", batch.column("key")),
         ]
-        flags = _COPY
         messages["partition"] = _ANY_PARTITION
-        if "partition" in batch.schema.names:
-            flags |= _GIVEN_PARTITION
-            messages["partition"] = batch.column("partition").to_numpy()
         left, waited = messages, 0
         while len(left):
             sent = self._lib.rd_kafka_produce_batch(
-                self._topic(topic), _ANY_PARTITION, flags, left.ctypes.data, len(left)
+                self._topic(topic), _ANY_PARTITION, _COPY, left.ctypes.data, len(left)
             )
             failed = left["err"][left["err"] != 0]
             if not len(failed):

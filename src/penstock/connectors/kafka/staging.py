@@ -201,7 +201,8 @@ def _mixed(column: pa.Array) -> npt.NDArray[np.uint64]:
         taken = words[starts[rows] + at] << ((np.uint64(8) - rest) * np.uint64(8))
         found[rows] = (found[rows] ^ taken) * np.uint64(0xD6E8FEB86659FD93)
         found[rows] ^= found[rows] >> np.uint64(32)
-    return found
+    found = (found ^ (found >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)  # so that the last bits depend on all
+    return found ^ (found >> np.uint64(33))
 
 
 def of_shard(chunks: Iterable[Chunk], shard: int) -> list[Chunk]:

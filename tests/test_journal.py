@@ -616,6 +616,7 @@ def test_a_range_holds_no_more_bytes_than_it_may(tmp_path: Path) -> None:
 def test_a_full_disk_holds_the_source_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free, told = [1 << 40], []
     monkeypatch.setattr(disks, "free_bytes", lambda directory: free[0])
+    monkeypatch.setattr(disks, "ROOM_ASKED_SECS", 0.0)
     with contextlib.closing(Journal(tmp_path)) as journal:
         journal.append([envelope(1)])
         journal.flush()

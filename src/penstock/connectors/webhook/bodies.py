@@ -8,7 +8,17 @@ from collections.abc import Sequence
 from typing import Any, Literal
 from urllib.parse import parse_qsl
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from penstock.connectors.webhook.server import Refused
+
+Events = Sequence[bytes] | pa.Array
+"""The events of a body: one by one, or as an array of binary where there are many."""
+
+MANY_BYTES = 4096
+"""A body of lines that is larger is cut by Arrow."""
 
 Cut = Literal["json", "ndjson", "form", "raw"]
 
@@ -57,13 +67,15 @@ def inflate(body: bytes, encoding: bytes, most: int) -> bytes:
     return b"".join(parts)
 
 
-def cut(body: bytes, how: Cut) -> Sequence[bytes]:
+def cut(body: bytes, how: Cut) -> Events:
     """The events of a body, in order; what each holds is found out later, in bulk, or by `validate_on_receive`."""
     if how == "raw":
         return (body,)
     if how == "form":
         return (_form(body),)
     if how == "ndjson":
+        if len(body) > MANY_BYTES:
+            return _lines(body)
         return [line for line in body.split(b"\n") if line and not line.isspace()]
     first = body.lstrip(_SPACE)[:1]
     if first == b"[":
@@ -71,6 +83,22 @@ def cut(body: bytes, how: Cut) -> Sequence[bytes]:
     if not first:
         raise Refused(400, "bad_request", "the body is empty")
     return (body,)
+
+
+def _lines(body: bytes) -> pa.Array:
+    """The lines of a body but for blank ones."""
+    ends = pa.py_buffer(np.array([0, len(body)], np.int32))
+    lines = pc.split_pattern(pa.Array.from_buffers(pa.binary(), 1, [None, ends, pa.py_buffer(body)]), "\n").flatten()
+    _, offsets, data = lines.buffers()
+    starts = np.frombuffer(offsets, np.int32, len(lines) + 1)
+    first = np.frombuffer(data, np.uint8)[np.minimum(starts[:-1], len(data) - 1)] if data else np.zeros(len(lines))
+    suspects = np.flatnonzero((np.diff(starts) == 0) | (first <= 32)).tolist()
+    blank = [at for at in suspects if not lines[at].as_py().strip()]
+    if not blank:
+        return lines
+    kept = np.ones(len(lines), bool)
+    kept[blank] = False
+    return lines.filter(pa.array(kept))
 
 
 _decoder = json.JSONDecoder()

@@ -7,16 +7,14 @@ import contextlib
 import resource
 import socket
 import ssl
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import pyarrow as pa
-
-from penstock.connectors.webhook.auth import Guard, guard
-from penstock.connectors.webhook.bodies import Cut, cut, cut_by, inflate, member
-from penstock.connectors.webhook.config import Endpoint, Tls, WebhookConfig
+from penstock.connectors.webhook.auth import guard
+from penstock.connectors.webhook.bodies import cut, cut_by, inflate
+from penstock.connectors.webhook.config import Tls, WebhookConfig
+from penstock.connectors.webhook.events import MANY, Route, Waiting, envelopes_of, rows_of
 from penstock.connectors.webhook.limits import Networks, Rates, client_of
 from penstock.connectors.webhook.server import Exchange, Refused, Server, response
 from penstock.errors import ConfigError, ConnectorError, DataError
@@ -29,7 +27,6 @@ from penstock.source import (
     SourceBatch,
     SourceContext,
     SourceEnvelope,
-    SourceRecord,
     StreamingSource,
 )
 
@@ -37,8 +34,6 @@ LOOK_SECS = 0.1
 """How often the server looks if it has to stop."""
 DRAIN_SECS = 8.0
 """How long a stop waits for answers that are due."""
-MANY = 32
-"""From so many events on, those of a request are made into rows at once."""
 GROUP_BYTES = 1 << 20
 """About how much is handed to the journal as one unit."""
 
@@ -106,73 +101,6 @@ class Webhook(StreamingSource[WebhookConfig]):
             runner.run(self._serving.serve(self._socket, self._tls))
 
 
-class Route:
-    """An endpoint, ready for use."""
-
-    def __init__(self, endpoint: Endpoint, auth: Guard) -> None:
-        self.stream = endpoint.stream
-        self.auth = auth
-        self.methods = {method.encode() for method in endpoint.methods}
-        self.allowed = ", ".join(endpoint.methods)
-        self.cut: Cut | None = None if endpoint.format == "auto" else endpoint.format
-        self.kept = [(name.lower().encode(), name.lower()) for name in endpoint.headers]
-        dedupe = endpoint.dedupe
-        self._header = dedupe.header.lower().encode() if dedupe and dedupe.header else None
-        self._path = dedupe.path.split(".") if dedupe and dedupe.path else None
-
-    def envelopes(self, exchange: Exchange, events: Sequence[bytes]) -> list[SourceEnvelope]:
-        """The events of a request on their way to the journal."""
-        headers, stream = exchange.headers, self.stream
-        attributes = {name: headers[key].decode("latin-1") for key, name in self.kept if key in headers}
-        records = [SourceRecord(stream, event, None, attributes) for event in events]
-        if not self.dedupes:
-            return [SourceEnvelope(record) for record in records]
-        return [SourceEnvelope(record, None, self._key(headers, record, n)) for n, record in enumerate(records)]
-
-    def batch(self, exchange: Exchange, events: Sequence[bytes]) -> SourceBatch:
-        """Many events of a request, column by column."""
-        count, headers = len(events), exchange.headers
-        attributes = {name: headers[key].decode("latin-1") for key, name in self.kept if key in headers}
-        size = len(attributes)
-        columns = [
-            pa.repeat(pa.scalar(self.stream, pa.string()), count),
-            pa.nulls(count, pa.binary()),
-            pa.array(events, pa.binary()),
-            pa.MapArray.from_arrays(
-                pa.array(range(0, size * count + 1, size) if size else [0] * (count + 1), pa.int32()),
-                pa.array([*attributes] * count, pa.string()),
-                pa.array([*attributes.values()] * count, pa.string()),
-            ),
-            pa.repeat(pa.scalar(time.time_ns() // 1_000_000, pa.timestamp("ms", tz="UTC")), count),
-            pa.nulls(count, ENVELOPE_SCHEMA.field("offset").type),
-        ]
-        return SourceBatch(pa.RecordBatch.from_arrays(columns, schema=ENVELOPE_SCHEMA), stream=self.stream)
-
-    @property
-    def dedupes(self) -> bool:
-        return self._header is not None or self._path is not None
-
-    def _key(self, headers: dict[bytes, bytes], record: SourceRecord, number: int) -> str | None:
-        if self._path is not None:
-            found = member(record.payload or b"", self._path)
-        else:
-            given = headers.get(self._header or b"")
-            found = None if given is None else f"{number}:{given.decode('latin-1')}"
-        return None if found is None else f"{self.stream}\n{found}"
-
-
-class Waiting:
-    """A request whose events are not stored yet."""
-
-    __slots__ = ("events", "exchange", "route", "size")
-
-    def __init__(self, exchange: Exchange, route: Route, events: Sequence[bytes], size: int) -> None:
-        self.exchange = exchange
-        self.route = route
-        self.events = events
-        self.size = size
-
-
 class Serving:
     """One run of the server: takes requests, hands their events to the journal in groups, answers."""
 
@@ -195,7 +123,8 @@ class Serving:
         self._trusted = Networks(config.trusted_proxies)
         self._health_path = config.health_path.encode()
         self._server = Server(self, config, loop)
-        self._group: list[Waiting] = []  # of this turn of the loop
+        self._group: list[Waiting] = []  # requests that gather while the journal is busy with the ones before
+        self._group_bytes = 0
         self._due = 0  # requests that are with the journal
         self._accepted = self._events = 0
         self._statuses: Counter[int] = Counter()
@@ -214,12 +143,14 @@ class Serving:
         swept = self._loop.time()
         while not self._sender.stopped:
             await asyncio.sleep(LOOK_SECS)
+            self._hand_over()  # nobody waits longer than this for the ones before
             if self._loop.time() - swept >= 1:
                 swept = self._loop.time()
                 server.sweep()
         listener.close()
         listening.close()
         server.stop()
+        self._hand_over()
         until = self._loop.time() + DRAIN_SECS
         while self._loop.time() < until and (self._due or server.connections):
             await asyncio.sleep(0.01)
@@ -272,9 +203,12 @@ class Serving:
         if b"content-encoding" in headers:
             body = inflate(body, headers[b"content-encoding"].lower(), self._config.max_body_bytes)
         exchange.chunks = []
-        if not self._group:
-            self._loop.call_soon(self._hand_over)
+        if not self._group and not self._due:
+            self._loop.call_soon(self._hand_over)  # with all that comes in this turn of the loop
         self._group.append(Waiting(exchange, route, cut(body, how), len(body)))
+        self._group_bytes += len(body)
+        if self._group_bytes >= GROUP_BYTES:
+            self._hand_over()
 
     def _answer_health(self, exchange: Exchange) -> None:
         if exchange.method not in (b"GET", b"HEAD"):
@@ -287,26 +221,20 @@ class Serving:
     # -- the journal ---------------------------------------------------------------------------------------------
 
     def _hand_over(self) -> None:
-        """Hand the requests of one turn of the loop to the journal: it takes one call, and one call back."""
-        group, self._group = self._group, []
+        """
+        Hand the requests that have gathered to the journal: it takes one call, and one call back.
+
+        While it writes them, the next ones gather. So under load one pair of fsyncs serves many requests.
+        """
+        group, self._group, self._group_bytes = self._group, [], 0
         if self._config.validate_on_receive:
             group = self._validated(group)
-        part: list[Waiting] = []
-        size = 0
+        by_route: dict[Route, list[Waiting]] = {}
         for waiting in group:
-            if len(waiting.events) >= MANY and not waiting.route.dedupes:
-                self._offer([waiting], waiting.route.batch(waiting.exchange, waiting.events))
-                continue
-            part.append(waiting)
-            size += waiting.size
-            if size >= GROUP_BYTES:
-                self._offer_singly(part)
-                part, size = [], 0
-        if part:
-            self._offer_singly(part)
-
-    def _offer_singly(self, group: list[Waiting]) -> None:
-        self._offer(group, [each for w in group for each in w.route.envelopes(w.exchange, w.events)])
+            by_route.setdefault(waiting.route, []).append(waiting)
+        for route, part in by_route.items():
+            many = not route.dedupes and sum(len(waiting.events) for waiting in part) >= MANY
+            self._offer(part, rows_of(route, part) if many else envelopes_of(part))
 
     def _offer(self, group: list[Waiting], items: SourceBatch | list[SourceEnvelope]) -> None:
         self._due += len(group)
@@ -329,6 +257,8 @@ class Serving:
 
     def _stored(self, group: list[Waiting]) -> None:
         self._due -= len(group)
+        if self._group and not self._due:
+            self._hand_over()  # the disk works while these are answered
         for waiting in group:
             count = len(waiting.events)
             self._accepted += 1
@@ -344,7 +274,7 @@ class Serving:
         """The requests whose events the schemas take; the others are answered."""
         streams: dict[str, list[tuple[Waiting, int, bytes]]] = {}
         for waiting in group:
-            for number, event in enumerate(waiting.events):
+            for number, event in enumerate(waiting.listed()):
                 streams.setdefault(waiting.route.stream, []).append((waiting, number, event))
         bad: dict[Waiting, Refused] = {}
         for stream, events in streams.items():

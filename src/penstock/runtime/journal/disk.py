@@ -46,6 +46,9 @@ KNOWN_STREAMS = 10_000
 RESERVE_BYTES = 16 << 20
 """So much of the disk is left to the epochs: without their manifests nothing would ever leave the journal."""
 
+ROOM_ASKED_SECS = 0.1
+"""How long an answer of the disk about its room is trusted; what it then refuses all the same is written later."""
+
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -84,6 +87,8 @@ class Disk:
         self._durable = durable
         self._data: FileIO | None = None
         self._index: FileIO | None = None
+        self._index_bytes = 0  # of the file, with its header
+        self._room, self._room_asked = 0, -ROOM_ASKED_SECS
         self._ages: deque[tuple[int, float]] = deque()  # the end and the time of commits, about one a second
         make_directory(directory, private=True)
         self._lock_fd = _lock_directory(directory)
@@ -126,9 +131,12 @@ class Disk:
             self._commit(blocks, keys, checkpoint, streams)
 
     def _require_room(self, size: int) -> None:
-        free = free_bytes(self.directory)
-        if free < size + RESERVE_BYTES:
-            raise NoRoom(f"{free:,} bytes are free in {self.directory}")
+        now = time.monotonic()
+        if now - self._room_asked >= ROOM_ASKED_SECS or size > self._room:
+            self._room, self._room_asked = free_bytes(self.directory) - RESERVE_BYTES, now
+        if size > self._room:
+            raise NoRoom(f"{self._room + RESERVE_BYTES:,} bytes are free in {self.directory}")
+        self._room -= size
 
     def _commit(self, blocks: Sequence[Block], keys: Sequence[str], checkpoint: Json, streams: Iterable[str]) -> None:
         segment = self.segments[-1]
@@ -140,7 +148,7 @@ class Disk:
         assert self._data is not None
         assert self._index is not None
         record: dict[str, Json] = {"row": segment.end, "at": segment.data_bytes, "blocks": [], "keys": list(keys)}
-        sizes = {file: os.fstat(file.fileno()).st_size for file in (self._data, self._index)}
+        sizes = {self._data: segment.data_bytes, self._index: self._index_bytes}
         with _full_is_no_room(sizes):
             for stream, batch in blocks:
                 buffer = serialise(batch)
@@ -158,6 +166,7 @@ class Disk:
             _write(self._index, line)
         self._sync(self._index)
         failpoints.hit("journal.index")
+        self._index_bytes += len(line)
         with self._lock:
             segment.add(record, len(line))
             self._remember(record)
@@ -246,6 +255,7 @@ class Disk:
                 file.close()
         # Without buffers: a forked child must have nothing that it could write here when it ends.
         self._data, self._index = FileIO(segment.data, "ab"), FileIO(segment.index, "ab")
+        self._index_bytes = os.fstat(self._index.fileno()).st_size
 
     # -- recovery ------------------------------------------------------------------------------------------------
 

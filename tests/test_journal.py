@@ -114,9 +114,11 @@ def test_rows_and_checkpoint_survive_a_restart(tmp_path: Path) -> None:
     assert rows(tmp_path) == {"s": [1, 2, 3, 4]}
 
 
+@pytest.mark.parametrize(("inline_bytes", "synced"), [(-1, [".arrow", ".index"]), (1 << 16, [".index"])])
 def test_each_commit_syncs_data_then_index_then_calls_back_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inline_bytes: int, synced: list[str]
 ) -> None:
+    monkeypatch.setattr(segments, "INLINE_BYTES", inline_bytes)
     writer = Journal(tmp_path)
     seen: list[object] = []
     fsync = os.fsync
@@ -129,7 +131,7 @@ def test_each_commit_syncs_data_then_index_then_calls_back_in_order(
     writer.append([envelope(1)], on_durable=lambda: seen.append(1))
     writer.append([envelope(2)], on_durable=lambda: seen.append(2))
     writer.close()
-    assert seen == [".arrow", ".index", 1, 2]
+    assert seen == [*synced, 1, 2]
 
 
 def test_concurrent_senders_share_their_fsyncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,6 +430,12 @@ def test_a_full_disk_is_a_clear_error_and_costs_nothing_that_was_durable(tmp_pat
     assert rows(tmp_path)["s"] == list(range(int(told) + 1))
 
 
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are in the data file, however small they are."""
+    monkeypatch.setattr(segments, "INLINE_BYTES", -1)
+
+
 def three_commits(directory: Path) -> tuple[Path, Path, list[int], list[int]]:
     """A journal of three commits: its files, and where each commit ends in them; the headers count as the first."""
     writer = Journal(directory)
@@ -452,7 +460,11 @@ def reopened(directory: Path) -> int:
     return tail
 
 
-def test_an_index_cut_at_any_byte_of_its_last_record_loses_that_record_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("inline_bytes", [-1, 1 << 16], ids=["apart", "inline"])
+def test_an_index_cut_at_any_byte_of_its_last_record_loses_that_record_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inline_bytes: int
+) -> None:
+    monkeypatch.setattr(segments, "INLINE_BYTES", inline_bytes)
     index, data, index_ends, data_ends = three_commits(tmp_path / "j")
     raw = index.read_bytes()
     for length in range(index_ends[2], index_ends[3]):
@@ -465,7 +477,7 @@ def test_an_index_cut_at_any_byte_of_its_last_record_loses_that_record_only(tmp_
         shutil.rmtree(copy)
 
 
-def test_a_data_file_shorter_than_its_index_is_fatal(tmp_path: Path) -> None:
+def test_a_data_file_shorter_than_its_index_is_fatal(tmp_path: Path, apart: None) -> None:
     _, data, _, data_ends = three_commits(tmp_path)
     for length in reversed(range(data_ends[2], data_ends[3])):
         os.truncate(data, length)
@@ -473,7 +485,7 @@ def test_a_data_file_shorter_than_its_index_is_fatal(tmp_path: Path) -> None:
             Journal(tmp_path)
 
 
-def test_any_flipped_byte_of_data_is_fatal(tmp_path: Path) -> None:
+def test_any_flipped_byte_of_data_is_fatal(tmp_path: Path, apart: None) -> None:
     _, data, _, _ = three_commits(tmp_path)
     raw = data.read_bytes()
     for at in range(0, len(raw), 7):
@@ -498,6 +510,28 @@ def test_a_flipped_byte_of_the_index_is_fatal_unless_it_is_in_the_last_record(tm
             data.write_bytes(blocks)
 
 
+def test_rows_that_look_like_a_record_do_not_make_a_torn_write_look_whole(tmp_path: Path) -> None:
+    index, _, index_ends, _ = three_commits(tmp_path / "j")
+    fake = segments.frame({"row": 3, "at": 0, "blocks": [], "keys": []})
+    with contextlib.closing(Journal(tmp_path / "j")) as writer:
+        writer.append([SourceEnvelope(SourceRecord.from_bytes("s", b"\n" + fake * 3))], {"at": 3})
+    os.truncate(index, index.stat().st_size - 1)
+    assert reopened(tmp_path / "j") == 3
+    assert index_ends
+
+
+def test_a_segment_of_the_first_format_is_read_and_written_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as older:
+        older.setattr(disks, "FORMAT_VERSION", 1)
+        older.setattr(segments, "FORMAT_VERSION", 1)
+        index, data, _, data_ends = three_commits(tmp_path)
+    assert data_ends[-1], "the first format has its rows in the data file"
+    size = data.stat().st_size
+    assert reopened(tmp_path) == 3
+    assert data.stat().st_size > size, "so has what is added to it"
+    assert b'"version":1' in index.read_bytes().splitlines()[0]
+
+
 def test_damage_before_the_last_segment_is_fatal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disks, "SEGMENT_BYTES", 1)
     index, *_ = three_commits(tmp_path / "j")
@@ -511,7 +545,7 @@ def test_damage_before_the_last_segment_is_fatal(tmp_path: Path, monkeypatch: py
         Journal(tmp_path / "j")
 
 
-def test_damaged_rows_are_fatal_when_they_are_read(tmp_path: Path) -> None:
+def test_damaged_rows_are_fatal_when_they_are_read(tmp_path: Path, apart: None) -> None:
     _, data, _, _ = three_commits(tmp_path)
     raw = data.read_bytes()
     data.write_bytes(raw[:-100] + bytes([raw[-100] ^ 1]) + raw[-99:])
@@ -551,11 +585,11 @@ def test_a_manifest_that_points_beyond_the_tail_is_fatal(tmp_path: Path) -> None
 
 def test_a_newer_format_is_refused_by_writer_and_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr(disks, "FORMAT_VERSION", 2)
+        newer.setattr(disks, "FORMAT_VERSION", 3)
         three_commits(tmp_path)
-    with pytest.raises(FatalError, match=r"PEN-5006.* version 2"):
+    with pytest.raises(FatalError, match=r"PEN-5006.* version 3"):
         Journal(tmp_path)
-    with pytest.raises(FatalError, match=r"PEN-5006.* version 2"):
+    with pytest.raises(FatalError, match=r"PEN-5006.* version 3"):
         rows(tmp_path)
 
 
@@ -604,7 +638,7 @@ def test_a_range_holds_no_more_bytes_than_it_may(tmp_path: Path) -> None:
     ends, position = [], JournalPosition()
     assert small.latest(position, ReadLimit()).row == 20, "where a drain is to end"
     while (end := small.latest(position, ReadLimit(rows=100))) != position:
-        assert sum(segment.data.stat().st_size for segment in segments.segments_of(tmp_path)) > 20_000
+        assert sum(segment.index.stat().st_size for segment in segments.segments_of(tmp_path)) > 20_000
         ends.append(end.row - position.row)
         position = end
     assert sum(ends) == 20
@@ -636,6 +670,7 @@ def test_a_write_that_the_disk_has_no_room_for_leaves_nothing_and_is_tried_again
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
     write, left = disks._write, [2]
+    monkeypatch.setattr(segments, "INLINE_BYTES", -1 if file == "data" else 1 << 16)
     with contextlib.closing(Journal(tmp_path)) as journal:
         journal.append([envelope(1)])
         journal.flush()
@@ -682,7 +717,7 @@ def test_what_waits_for_its_commit_is_counted_with_its_age(tmp_path: Path, monke
         assert 100 <= counts["journal_oldest_seconds"] < 130
         one.append([envelope(3)])
         one.flush()
-        assert one.counts()["journal_fsyncs_total"] == 2
+        assert one.counts()["journal_fsyncs_total"] == 1
         one.retain(3)
         assert (one.counts()["journal_rows"], one.counts()["journal_oldest_seconds"]) == (0, 0)
 

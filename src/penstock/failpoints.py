@@ -32,7 +32,7 @@ NAMES: dict[str, str] = {
     "commit.after": "every sink has committed, the manifest still says prepared",
     "committed.after": "the committed manifest is durable, the sources do not know it",
     "ack.after": "the sources know it",
-    "journal.data": "the journal's rows are on disk, their index record is not",
+    "journal.data": "the journal's rows are on disk (few rows: on their way), their index record is not",
     "journal.index": "the index record is on disk, the outside system does not know it",
     "journal.told": "the outside system knows it",
 }

@@ -22,16 +22,19 @@ from penstock import failpoints
 from penstock.durable import InUse, Json, disk_errors, fsync, lock_file, make_directory, write_atomic
 from penstock.errors import FatalError
 from penstock.runtime.journal import envelopes
+from penstock.runtime.journal import segment as segments
 from penstock.runtime.journal.segment import (
     FORMAT_VERSION,
     Block,
     Segment,
+    bytes_of,
     corrupt,
     frame,
     has_record,
     header_length,
     identity_of,
     read_blocks,
+    record_at,
     segments_of,
     serialise,
     tail_of,
@@ -126,9 +129,10 @@ class Disk:
 
         Raises `NoRoom` if the disk is full. A failed fsync is fatal all the same.
         """
-        self._require_room(sum(batch.nbytes for _, batch in blocks))
+        size = sum(bytes_of(batch) for _, batch in blocks)
+        self._require_room(size)
         with disk_errors(self.directory):
-            self._commit(blocks, keys, checkpoint, streams)
+            self._commit(blocks, size, keys, checkpoint, streams)
 
     def _require_room(self, size: int) -> None:
         now = time.monotonic()
@@ -138,7 +142,9 @@ class Disk:
             raise NoRoom(f"{self._room + RESERVE_BYTES:,} bytes are free in {self.directory}")
         self._room -= size
 
-    def _commit(self, blocks: Sequence[Block], keys: Sequence[str], checkpoint: Json, streams: Iterable[str]) -> None:
+    def _commit(
+        self, blocks: Sequence[Block], size: int, keys: Sequence[str], checkpoint: Json, streams: Iterable[str]
+    ) -> None:
         segment = self.segments[-1]
         if segment.bytes >= self._segment_bytes or segment.commits >= SEGMENT_COMMITS:
             with _full_is_no_room():  # nothing of it counts before it is whole
@@ -149,19 +155,24 @@ class Disk:
         assert self._index is not None
         record: dict[str, Json] = {"row": segment.end, "at": segment.data_bytes, "blocks": [], "keys": list(keys)}
         sizes = {self._data: segment.data_bytes, self._index: self._index_bytes}
+        inline: list[pa.Buffer] = []
+        is_inline = size <= segments.INLINE_BYTES and segment.version > 1
         with _full_is_no_room(sizes):
             for stream, batch in blocks:
                 buffer = serialise(batch)
                 record["blocks"].append([stream, batch.num_rows, buffer.size, zlib.crc32(buffer)])
-                _write(self._data, buffer)
-        if blocks:
+                inline.append(buffer) if is_inline else _write(self._data, buffer)
+        if inline:
+            record["inline"] = sum(buffer.size for buffer in inline)
+        elif blocks:
             self._sync(self._data)
+        if blocks:
             failpoints.hit("journal.data")
         if new := self._new_streams(blocks, streams):
             record["streams"] = new
         if checkpoint is not None:
             record["checkpoint"] = checkpoint
-        line = frame(record)
+        line = b"".join((frame(record), *inline))
         with _full_is_no_room(sizes):
             _write(self._index, line)
         self._sync(self._index)
@@ -273,7 +284,7 @@ class Disk:
                 raise corrupt(segment.index, f"it begins at row {segment.first} where row {row} should come next")
             self._load(segment, is_last=segment is self.segments[-1])
             row = segment.end
-            if segment.data_bytes:
+            if segment.end > segment.first:
                 self._ages.append((row, segment.index.stat().st_mtime))
         self._open_files(self.segments[-1])
 
@@ -281,8 +292,10 @@ class Disk:
         """Delete data whose index is gone, if retention or a crash before the first row explains it."""
         known = {segment.data for segment in self.segments}
         first = self.segments[0].number if self.segments else 0
+        tail = tail_of(self.directory) or 0
         for data in sorted(set(self.directory.glob("*.arrow")) - known):
-            if int(data.name.partition("-")[0]) >= first and data.stat().st_size:
+            number, row = map(int, data.stem.split("-"))
+            if number >= first and (data.stat().st_size or tail > row):
                 raise corrupt(data, f"its index {data.with_suffix('.index').name} is missing")
             data.unlink()
 
@@ -291,13 +304,14 @@ class Disk:
         at = header_length(segment, raw)
         if is_last:  # its header carries what the others knew
             self._remember(unframe(raw[raw.index(b"\n") + 1 : at - 1]))
-        while (stop := raw.find(b"\n", at)) >= 0 and (record := unframe(raw[at:stop])) is not None:
+        while (found := record_at(raw, at)) is not None:
+            record, end = found
             if record["row"] != segment.end or record["at"] != segment.data_bytes:
                 raise corrupt(segment.index, f"record {segment.commits} does not follow the one before it")
-            segment.add(record, stop + 1 - at)
+            segment.add(record, end - at)
             if is_last:
                 self._remember(record)
-            at = stop + 1
+            at = end
         torn = raw[at:]
         if torn and (not is_last or has_record(torn)):
             raise corrupt(segment.index, f"record {segment.commits} is damaged, and it is not the last one")

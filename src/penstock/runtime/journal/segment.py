@@ -2,8 +2,8 @@
 The format of a segment, its checksums, and what counts as corrupt.
 
 A segment is two files. `*.arrow` holds blocks, each one Arrow IPC stream. `*.index` holds a line per commit: a checksum
-and a JSON value that says which rows and blocks the commit added. `tail` holds the number of durable rows: what readers
-in other processes may see.
+and a JSON value that says which rows and blocks the commit added; the blocks of a small commit follow their line there, so
+that one fsync is enough. `tail` holds the number of durable rows: what readers in other processes may see.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 
@@ -24,7 +24,11 @@ from penstock.errors import FatalError
 from penstock.schema.codec import unpack_schema
 from penstock.source import ENVELOPE_SCHEMA
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Since 2, blocks of small commits may be in the index."""
+
+INLINE_BYTES = 64 << 10
+"""Up to so many bytes, the blocks of a commit are in the index."""
 
 BLOCK_BYTES = 8 << 20
 """About the largest block: what a task holds in memory at a time."""
@@ -42,6 +46,7 @@ class Segment:
         self.index = directory / f"{number:08d}-{first:020d}.index"
         self.data = self.index.with_suffix(".arrow")
         self.index_bytes = self.data_bytes = self.commits = 0
+        self.version = FORMAT_VERSION
 
     @property
     def bytes(self) -> int:
@@ -49,9 +54,19 @@ class Segment:
 
     def add(self, record: dict[str, Json], index_bytes: int) -> None:
         self.end += sum(rows for _, rows, _, _ in record["blocks"])
-        self.data_bytes += sum(length for _, _, length, _ in record["blocks"])
+        if not record.get("inline"):
+            self.data_bytes += sum(length for _, _, length, _ in record["blocks"])
         self.index_bytes += index_bytes
         self.commits += 1
+
+
+def bytes_of(batch: pa.RecordBatch) -> int:
+    """About the bytes of some rows; exact, and dearer, where they are many."""
+    total = int(batch.get_total_buffer_size())
+    return total if total <= _FEW_BYTES else int(batch.nbytes)
+
+
+_FEW_BYTES = 32 << 10
 
 
 def coalesced(pieces: Iterable[Block]) -> Iterator[Block]:
@@ -60,13 +75,14 @@ def coalesced(pieces: Iterable[Block]) -> Iterator[Block]:
     stream: str | None = None
     size = 0
     for name, batch in pieces:
-        if held and (name != stream or size + batch.nbytes > BLOCK_BYTES or not _alike(batch, held[0])):
+        more = bytes_of(batch)
+        if held and (name != stream or size + more > BLOCK_BYTES or not _alike(batch, held[0])):
             yield stream, _concat(held)
             held, size = [], 0
         if batch.num_rows:
             stream = name
             held.append(batch)
-            size += batch.nbytes
+            size += more
     if held:
         yield stream, _concat(held)
 
@@ -89,26 +105,53 @@ def serialise(batch: pa.RecordBatch) -> pa.Buffer:
 def read_blocks(segment: Segment, start: int, end: int, until: int | None = None) -> Iterator[Block]:
     """The rows of one segment from `start` up to `end`, each block checked against its index record."""
     with open(segment.index, "rb") as index, open(segment.data, "rb") as data:
-        _check_header(segment, index.readline().rstrip(b"\n"))
-        index.readline()  # what is carried over from earlier segments
-        number = 0
-        while (until is None or index.tell() < until) and (line := index.readline()).endswith(b"\n"):
-            record = unframe(line[:-1])
-            if record is None:
-                raise corrupt(segment.index, f"record {number} is damaged")
-            row, at = record["row"], record["at"]
+        for number, (record, place) in enumerate(_records(segment, index, until)):
+            row, at = record["row"], place if record.get("inline") else record["at"]
+            file = index if record.get("inline") else data
             for stream, rows, length, checksum in record["blocks"]:
                 if row < end and row + rows > start:
-                    raw = os.pread(data.fileno(), length, at)
+                    raw = os.pread(file.fileno(), length, at)
                     if zlib.crc32(raw) != checksum or len(raw) != length:
-                        raise corrupt(segment.data, f"the rows of record {number}, {length} bytes at {at}, are damaged")
+                        raise corrupt(
+                            Path(file.name), f"the rows of record {number}, {length} bytes at {at}, are damaged"
+                        )
                     batch = pa.ipc.open_stream(raw).read_next_batch()
                     skipped = max(0, start - row)
                     yield stream, batch.slice(skipped, min(rows, end - row) - skipped)
                 row, at = row + rows, at + length
             if row >= end and until is None:
                 return
-            number += 1
+
+
+def _records(segment: Segment, index: BinaryIO, until: int | None = None) -> Iterator[tuple[Any, int]]:
+    """The records of an index that has its header, and where in it the blocks of each begin, if they are there."""
+    head, carried = index.readline(), index.readline()
+    _check_header(segment, head.rstrip(b"\n"))
+    place, number = len(head) + len(carried), 0
+    while (until is None or place < until) and (line := index.readline()).endswith(b"\n"):
+        record = unframe(line[:-1])
+        if record is None:
+            raise corrupt(segment.index, f"record {number} is damaged")
+        place += len(line)
+        yield record, place
+        if inline := record.get("inline", 0):
+            place += inline
+            index.seek(place)
+        number += 1
+
+
+def record_at(raw: bytes, at: int) -> tuple[Any, int] | None:
+    """The whole record that begins there in an index, and where it ends; None: there is none."""
+    stop = raw.find(b"\n", at) + 1
+    record = unframe(raw[at : stop - 1]) if stop else None
+    if record is None:
+        return None
+    end = stop + record.get("inline", 0)
+    for _, _, length, checksum in record["blocks"] if end > stop else ():
+        if zlib.crc32(raw[stop : stop + length]) != checksum:
+            return None
+        stop += length
+    return record, end
 
 
 def segments_of(directory: Path) -> list[Segment]:
@@ -145,8 +188,7 @@ def end_within(directory: Path, start: int, end: int, most_bytes: int) -> int:
         if segment.first >= end or (following is not None and following.first <= start):
             continue
         with open(segment.index, "rb") as index:
-            for line in list(index)[2:]:
-                record = unframe(line.rstrip(b"\n")) or {"row": end, "blocks": []}
+            for record, _ in _records(segment, index):
                 row = int(record["row"])
                 for _, rows, length, _ in record["blocks"]:
                     if row >= end:
@@ -156,6 +198,8 @@ def end_within(directory: Path, start: int, end: int, most_bytes: int) -> int:
                         if read > most_bytes and row > start:
                             return row
                     row += rows
+                if row >= end:  # what comes after it may be half written
+                    return end
     return end
 
 
@@ -165,10 +209,13 @@ def schemas_of(directory: Path | None) -> dict[str, pa.Schema]:
     if not segments:
         return {}
     tail = tail_of(segments[-1].index.parent) or 0
-    found: dict[str, str] = {}
-    for line in segments[-1].index.read_bytes().splitlines()[1:]:
-        record = unframe(line) or {}
-        if record.get("row", 0) < max(tail, 1):
+    with open(segments[-1].index, "rb") as index:
+        index.readline()
+        found: dict[str, str] = (unframe(index.readline()[:-1]) or {}).get("streams", {})
+        index.seek(0)
+        for record, _ in _records(segments[-1], index):
+            if record["row"] >= max(tail, 1):
+                break
             found |= record.get("streams", {})
     return {stream: schema_of(text) for stream, text in found.items()}
 
@@ -190,6 +237,9 @@ def unframe(line: bytes) -> Any:
 
 def has_record(torn: bytes) -> bool:
     """True if a whole record follows the beginning of `torn`: then it is not the tail of a write cut short."""
+    line, _, rest = torn.partition(b"\n")
+    if (record := unframe(line)) is not None:  # it is its blocks that are torn, and what they hold is no record
+        return has_record(b"\0" + rest[record.get("inline", 0) :])
     found = re.finditer(rb"(?=([0-9a-f]{8} \{[^\n]*))", torn)
     return any(match.start() > 0 and unframe(match.group(1)) is not None for match in found)
 
@@ -198,13 +248,13 @@ def header_length(segment: Segment, raw: bytes) -> int:
     """The length of the two lines an index opens with; both appear whole or not at all."""
     first, _, rest = raw.partition(b"\n")
     carried, newline, _ = rest.partition(b"\n")
-    _check_header(segment, first)
+    segment.version = _check_header(segment, first)
     if not newline or not isinstance(unframe(carried), dict):
         raise corrupt(segment.index, "its header is damaged")
     return len(first) + len(carried) + 2
 
 
-def _check_header(segment: Segment, line: bytes) -> None:
+def _check_header(segment: Segment, line: bytes) -> int:
     with contextlib.suppress(ValueError, AttributeError):  # a newer version may frame its lines in another way
         version = json.loads(line[9:]).get("version", 0)
         if isinstance(version, int) and version > FORMAT_VERSION:
@@ -216,6 +266,7 @@ def _check_header(segment: Segment, line: bytes) -> None:
     header = unframe(line)
     if header is None or header.get("row") != segment.first:
         raise corrupt(segment.index, "its header is damaged")
+    return int(header.get("version", 0))
 
 
 def corrupt(path: Path, what: str) -> FatalError:

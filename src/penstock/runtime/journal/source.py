@@ -226,7 +226,8 @@ def _carried(rows: Carried) -> Iterator[Block]:
 
 
 def _size_of(directory: Path) -> int:
-    return sum(segment.data.stat().st_size for segment in segments_of(directory) if segment.data.exists())
+    files = (file for segment in segments_of(directory) for file in (segment.index, segment.data))
+    return sum(file.stat().st_size for file in files if file.exists())
 
 
 def _require_shared(split: JournalSplit) -> None:

@@ -16,7 +16,7 @@ from penstock.runtime.journal import disk as disks
 from penstock.runtime.journal import segment as segments
 from penstock.runtime.journal.disk import Disk
 from penstock.runtime.journal.envelopes import Repeats, encode, size_of
-from penstock.runtime.journal.segment import Block, coalesced, corrupt, gone, schema_of
+from penstock.runtime.journal.segment import Block, bytes_of, coalesced, corrupt, gone, schema_of
 from penstock.source import ENVELOPE_SCHEMA, Schemas, SourceBatch, SourceEnvelope
 
 PENDING_BYTES = 64 << 20
@@ -303,7 +303,7 @@ class _Entry:
         else:
             self.envelopes = item  # type: ignore[assignment]
         # Everything that could fail later, in the journal's thread, fails here, in the caller's.
-        self.size = sum(batch.records.nbytes for batch in self.batches) + sum(map(size_of, self.envelopes))
+        self.size = sum(bytes_of(batch.records) for batch in self.batches) + sum(map(size_of, self.envelopes))
         self.checkpoint = None if checkpoint is None else json.loads(canonical(checkpoint))
         self.on_durable = on_durable
 
@@ -315,7 +315,7 @@ class _Entry:
 def _blocks(group: list[_Entry]) -> Iterator[Block]:
     """The rows of a group in their order, small neighbours joined and large batches cut."""
     for stream, batch in coalesced(chain.from_iterable(map(_pieces, _joined(group)))):
-        step = max(1, batch.num_rows * segments.BLOCK_BYTES // max(1, batch.nbytes))
+        step = max(1, batch.num_rows * segments.BLOCK_BYTES // max(1, bytes_of(batch)))
         for start in range(0, batch.num_rows, step):
             yield stream, batch.slice(start, step)
 

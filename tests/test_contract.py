@@ -29,10 +29,7 @@ CONTRACTS = ("health.py", "source.py", "tables.py", "capture.py", "sink.py", "sc
 
 USERS = ("schema/registry", "connectors", "pipeline", "runtime", "spark", "web", "cli", "reference.py")
 
-LATER = {
-    "from_number": "message sources",
-    "with_partition": "message sources",
-}
+LATER: dict[str, str] = {}
 """Names without a user yet, and who will bring one. Take a name out as soon as it has one."""
 
 

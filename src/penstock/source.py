@@ -133,7 +133,28 @@ class SourceBatch:
 
     @classmethod
     def with_partition(cls, records: pa.RecordBatch, partition: PartitionInfo, stream: str = "") -> SourceBatch:
+        """Rows that end at the offset of `partition`: messages without offsets of their own get theirs by it."""
         return cls(records, partition, stream)
+
+    @classmethod
+    def of_messages(
+        cls, stream: str, payloads: Sequence[bytes] | pa.Array, attributes: Mapping[str, str]
+    ) -> SourceBatch:
+        """Messages of now with the same attributes: many of them cost less than an envelope each."""
+        count, size = len(payloads), len(attributes)
+        columns = [
+            pa.repeat(pa.scalar(stream, pa.string()), count),
+            pa.nulls(count, pa.binary()),
+            payloads if isinstance(payloads, pa.Array) else pa.array(payloads, pa.binary()),
+            pa.MapArray.from_arrays(
+                pa.array(range(0, size * count + 1, size) if size else [0] * (count + 1), pa.int32()),
+                pa.array([*attributes] * count, pa.string()),
+                pa.array([*attributes.values()] * count, pa.string()),
+            ),
+            pa.repeat(pa.scalar(time.time_ns() // 1_000_000, pa.timestamp("ms", tz="UTC")), count),
+            pa.nulls(count, ENVELOPE_SCHEMA.field("offset").type),
+        ]
+        return cls(pa.RecordBatch.from_arrays(columns, schema=ENVELOPE_SCHEMA), stream=stream)
 
     @property
     def num_rows(self) -> int:

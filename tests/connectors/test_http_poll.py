@@ -173,6 +173,16 @@ def test_the_first_round_may_begin_at_a_value(api, opened):
     assert [each["id"] for each in polled(source)] == [6, 7]
 
 
+def test_a_list_of_plain_numbers_is_a_list_of_records(opened):
+    numbers = [1, 2.5, 10**20]
+    with receiving(lambda asked: (200, numbers)) as api:
+        source = opened(make(api, records="", pagination=None, incremental=None, key=()))
+        assert [each.record.payload for each in source.poll_batch(10)] == [b"1", b"2.5", b"100000000000000000000"]
+        source._due = 0.0
+        numbers.append(7)
+        assert [each.record.payload for each in source.poll_batch(10)] == [b"7"]
+
+
 # -- full refresh --------------------------------------------------------------------------------------------------------
 
 FULL = {"incremental": None, "deletes": True}

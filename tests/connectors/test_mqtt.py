@@ -10,12 +10,13 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from paho.mqtt import client as paho
 from pydantic import ValidationError
 
 from brokers import Certificates, Peer, numbered, peer
 from penstock.config import Secret
 from penstock.connectors.mqtt import Mqtt, MqttSink
-from penstock.connectors.mqtt.link import Arrived
+from penstock.connectors.mqtt.link import Arrived, require_known
 from penstock.connectors.mqtt.received import Received
 from penstock.connectors.mqtt.sink import MqttSinkConfig
 from penstock.connectors.mqtt.source import MqttConfig
@@ -252,6 +253,21 @@ def test_a_client_id_is_made_once_and_kept(broker: Mosquitto, topic: str, tmp_pa
         names.add(source._client_id)
         source.close()
     assert len(names) == 1
+
+
+@pytest.mark.parametrize("change", ["gone", "other parameters"])
+def test_a_paho_that_is_made_in_another_way_is_refused_by_its_name(change: str) -> None:
+    class Changed(paho.Client):
+        if change == "gone":
+            _handle_publish = None
+        else:
+
+            def _packet_queue(self, packet: bytes) -> None:
+                pass
+
+    require_known()
+    with pytest.raises(FatalError, match=r"PEN-5001 paho-mqtt 2\.\d.* has changed"):
+        require_known(Changed)
 
 
 @pytest.mark.parametrize("filter", ["", "a/#/b", "a+", "#a", "a/b#"])

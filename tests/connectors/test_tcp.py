@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from penstock.connectors.tcp import Tcp, TcpConfig
 from penstock.errors import FatalError, RetryableError
-from penstock.source import SourceEnvelope
+from penstock.runtime.journal.envelopes import placed
+from penstock.source import ProducerConfig, SourceContext
 from penstock.testing import SourceContract
 from penstock.testing.mosquitto import answers, free_port
 from penstock.testing.processes import wait_until
@@ -23,22 +24,22 @@ from push_runs import Pushed, await_kill
 
 
 class Keeping(RecordingSender):
-    """Keeps whole envelopes, and calls back at once if asked to."""
+    """Keeps whole messages with their offsets, and calls back at once if asked to."""
 
     def __init__(self, durable: bool = True) -> None:
         super().__init__()
-        self.kept: list[SourceEnvelope] = []
+        self.kept: list[dict[str, Any]] = []
         self._durable = durable
 
-    def send_batch(self, envelopes: Any, on_durable: Callable[[], None] | None = None) -> None:
-        super().send_batch(envelopes, on_durable)
-        self.kept += envelopes
+    def send(self, item: Any, on_durable: Callable[[], None] | None = None) -> None:
+        super().send(item, on_durable)
+        self.kept += placed(item).to_pylist()
         if self._durable:
             self.make_durable()
 
     @property
     def payloads(self) -> list[bytes | None]:
-        return [each.record.payload for each in self.kept]
+        return [each["payload"] for each in self.kept]
 
 
 @pytest.fixture
@@ -94,8 +95,8 @@ def test_lines_are_cut_whatever_pieces_they_come_in(serve: Callable[..., Any]) -
         wait_until(lambda: len(sender.kept) >= 4, "four lines")
         here = "{}:{}".format(*sock.getsockname())
     assert sender.payloads == [b"one", b"two", b"three", b"four"]
-    assert [(each.offset.partition, each.offset.value) for each in sender.kept] == [(here, n) for n in (1, 2, 3, 4)]
-    assert sender.kept[0].record.attributes == {"tcp.peer": here}
+    assert [each["offset"] for each in sender.kept] == [{"partition": here, "value": str(n)} for n in (1, 2, 3, 4)]
+    assert sender.kept[0]["attributes"] == [("tcp.peer", here)]
 
 
 def test_the_sender_hears_how_many_lines_are_on_disk(serve: Callable[..., Any]) -> None:
@@ -179,6 +180,15 @@ def test_an_epoch_is_asked_for_when_a_connection_ends(serve: Callable[..., Any])
     dial(source).close()
     assert asked.wait(60)
     assert Tcp(TcpConfig(url="tcp://h:1")).checkpoint_requested() is None
+
+
+def test_lines_that_are_acknowledged_go_through_the_journal_whatever_a_route_says() -> None:
+    produces = (ProducerConfig("/lines", reliable_dispatch=False),)
+    for acknowledge in (False, True):
+        source = Tcp(TcpConfig(url="tcp://127.0.0.1:0", acknowledge=acknowledge))
+        source.open(SourceContext(produces=produces))
+        assert [each.reliable_dispatch for each in source.producer_configs()] == [acknowledge]
+        source.close()
 
 
 def test_a_port_that_is_taken_is_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,8 +16,10 @@ from websockets.exceptions import ConnectionClosed, InvalidMessage
 from websockets.sync.client import connect
 from websockets.sync.server import serve
 
+from brokers import Certificates
 from penstock.connectors.websocket import Websocket, WebsocketConfig
 from penstock.errors import ConfigError, FatalError, RetryableError
+from penstock.source import ProducerConfig, SourceContext
 from penstock.testing import SourceContract
 from penstock.testing.mosquitto import free_port
 from penstock.testing.processes import wait_until
@@ -127,6 +130,94 @@ def test_broken_frames_huge_messages_and_slow_clients_keep_nobody_else_waiting(r
         sock.close()
 
 
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+def _trusting(certificates: Certificates, name: str | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=certificates["ca.pem"])
+    if name is not None:
+        context.load_cert_chain(certificates[f"{name}.pem"], certificates[f"{name}.key"])
+    return context
+
+
+@pytest.mark.parametrize(
+    ("ca", "taken", "refused"), [(None, [None, "client"], []), ("ca.pem", ["client"], [None, "stranger"])]
+)
+def test_a_server_speaks_tls_and_asks_for_certificates_if_it_should(
+    certificates: Certificates, ca: str | None, taken: list[str | None], refused: list[str | None]
+) -> None:
+    files = {"cert_file": certificates["server.pem"], "key_file": certificates["server.key"]}
+    asked = certificates[ca] if ca else None
+    source = Websocket(WebsocketConfig(url="wss://localhost:0", mode="server", ca_file=asked, **files))
+    sender = RecordingSender()
+    source.open()
+
+    def speak(name: str | None) -> None:
+        with connect(url, ssl=_trusting(certificates, name)) as client:
+            client.send("hello")
+            client.ping().wait(60)
+            client.recv(0.5)
+
+    with sender.streaming(source):
+        url = f"wss://localhost:{wait_until(lambda: source.port, 'the server to listen')}"
+        for name in taken:
+            with pytest.raises(TimeoutError):  # nobody answers
+                speak(name)
+        for name in refused:
+            with pytest.raises((ssl.SSLError, OSError, ConnectionClosed, InvalidMessage)) as found:
+                speak(name)
+            assert not isinstance(found.value, TimeoutError)
+        with pytest.raises((InvalidMessage, ConnectionClosed, OSError)):
+            connect(url.replace("wss", "ws"), open_timeout=60)
+    assert sender.rows == {"messages": [b"hello"] * len(taken)}
+
+
+@pytest.mark.parametrize(
+    ("server", "given", "why"),
+    [
+        ("server", {}, "certificate"),  # an authority that the machine does not know
+        ("server", {"ca_file": "other.pem"}, "certificate"),
+        ("misnamed", {"ca_file": "ca.pem"}, "[Hh]ostname|not valid for"),
+        ("server", {"ca_file": "ca.pem", "cert_file": "stranger.pem", "key_file": "stranger.key"}, ""),
+    ],
+    ids=["no ca", "wrong ca", "wrong name", "wrong client certificate"],
+)
+def test_a_client_that_sees_another_certificate_than_it_should_does_not_connect(
+    certificates: Certificates, server: str, given: dict[str, str], why: str
+) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=certificates["ca.pem"])
+    context.load_cert_chain(certificates[f"{server}.pem"], certificates[f"{server}.key"])
+    context.maximum_version = ssl.TLSVersion.TLSv1_2  # with 1.3 a client hears of a refusal only when it reads
+    if "cert_file" in given:
+        context.verify_mode = ssl.CERT_REQUIRED
+    files = {name: certificates[file] for name, file in given.items()}
+    with serve(lambda connection: None, "localhost", 0, ssl=context) as listening:
+        running = threading.Thread(target=listening.serve_forever)
+        running.start()
+        try:
+            url = f"wss://localhost:{listening.socket.getsockname()[1]}"
+            with pytest.raises(FatalError, match=f"PEN-5001.*{why}"):
+                Websocket(WebsocketConfig(url=url, **files)).open()
+            if server == "server":
+                right = {"ca_file": certificates["ca.pem"]}
+                if "cert_file" in given:
+                    right |= {"cert_file": certificates["client.pem"], "key_file": certificates["client.key"]}
+                Websocket(WebsocketConfig(url=url, **right)).open()
+        finally:
+            listening.shutdown()
+            running.join()
+
+
+def test_messages_that_are_acknowledged_go_through_the_journal_whatever_a_route_says() -> None:
+    produces = (ProducerConfig("/messages", reliable_dispatch=False),)
+    for acknowledge in (False, True):
+        source = Websocket(WebsocketConfig(url="ws://127.0.0.1:0", mode="server", acknowledge=acknowledge))
+        source.open(SourceContext(produces=produces))
+        assert [each.reliable_dispatch for each in source.producer_configs()] == [acknowledge]
+
+
 def test_connections_beyond_the_limit_are_told_so(running: Callable[..., Any]) -> None:
     source, _, url = running(max_connections=2)
     with connect(url), connect(url):
@@ -187,5 +278,5 @@ def _speaks(url: str) -> bool:
     try:
         with connect(url):
             return True
-    except (OSError, InvalidMessage):
+    except (OSError, InvalidMessage, ConnectionClosed):
         return False

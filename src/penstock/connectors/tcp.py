@@ -8,7 +8,8 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -18,12 +19,12 @@ from penstock.config import Config
 from penstock.errors import FatalError, RetryableError
 from penstock.source import (
     ConnectorMetrics,
-    Offset,
+    PartitionInfo,
+    ProducerConfig,
     Schemas,
     Sender,
+    SourceBatch,
     SourceContext,
-    SourceEnvelope,
-    SourceRecord,
     StreamingSource,
 )
 
@@ -45,7 +46,8 @@ class TcpConfig(Config):
     """The stream that the lines belong to."""
 
     acknowledge: bool = False
-    """After each fsync the server writes how many lines of the connection are on disk, as a number and a line break."""
+    """After each fsync the server writes how many lines of the connection are on disk, as a number and a line break. Then all
+    lines go through the journal, also where a route says `reliable_dispatch = false`."""
 
     max_line_bytes: PositiveInt = 1 << 20
     """A longer line ends its connection."""
@@ -123,6 +125,11 @@ class Tcp(StreamingSource[TcpConfig]):
         assert self._listener is not None
         return int(self._listener.getsockname()[1])
 
+    def producer_configs(self) -> Sequence[ProducerConfig]:
+        """What is acknowledged has to be on disk, whatever a route says."""
+        asked = self.config.acknowledge
+        return [replace(each, reliable_dispatch=each.reliable_dispatch or asked) for each in super().producer_configs()]
+
     def checkpoint_requested(self) -> threading.Event | None:
         return self._ended if self.config.epoch_on_close else None
 
@@ -194,10 +201,13 @@ class Tcp(StreamingSource[TcpConfig]):
             return
         except OSError:
             raw = b""
-        envelopes = [self._envelope(connection, line) for line in connection.lines(raw)]
-        if envelopes:
-            number = connection.number
-            sender.send_batch(envelopes, lambda: connection.is_durable(number))
+        lines = list(connection.lines(raw))
+        if lines:
+            connection.number = number = connection.number + len(lines)
+            rows = SourceBatch.of_messages(self.config.stream, lines, {"tcp.peer": connection.peer}).records
+            partition = PartitionInfo(connection.peer, number)
+            batch = SourceBatch.with_partition(rows, partition, self.config.stream)
+            sender.send(batch, lambda: connection.is_durable(number))
         if not raw or connection.is_too_long:
             if connection.rest:
                 self._cut += 1
@@ -208,11 +218,6 @@ class Tcp(StreamingSource[TcpConfig]):
                 )
                 logger.warning("%s: %s %s; that line is dropped", self.config.url, connection.peer, why)
             self._end(selector, connection)
-
-    def _envelope(self, connection: _Connection, line: bytes) -> SourceEnvelope:
-        connection.number += 1
-        record = SourceRecord.from_bytes(self.config.stream, line).with_attribute("tcp.peer", connection.peer)
-        return SourceEnvelope.with_offset(record, Offset(connection.peer, connection.number))
 
     def _acknowledge(self, selector: selectors.BaseSelector) -> None:
         for connection in list(self._connections.values()) if self.config.acknowledge else ():

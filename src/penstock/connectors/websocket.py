@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -19,6 +21,7 @@ from penstock.errors import ConfigError, FatalError, RetryableError
 from penstock.source import (
     ConnectorMetrics,
     Offset,
+    ProducerConfig,
     Schemas,
     Sender,
     SourceContext,
@@ -50,8 +53,19 @@ class WebsocketConfig(Config):
     token: Secret | None = None
     """A client sends it as `Authorization: Bearer …`."""
 
+    ca_file: Path | None = None
+    """With `wss://`: certificates (PEM) that sign the other side's. A client checks the server by them, and without it by those
+    of the machine; a server that has it asks clients for theirs."""
+
+    cert_file: Path | None = None
+    """Certificate (PEM) to show: a server with `wss://` needs one, a client if the server asks. With `key_file`."""
+
+    key_file: Path | None = None
+    """Private key (PEM) of `cert_file`."""
+
     acknowledge: bool = False
-    """After each fsync the server sends how many messages of the connection are on disk, as a number."""
+    """After each fsync the server sends how many messages of the connection are on disk, as a number. Then all messages go
+    through the journal, also where a route says `reliable_dispatch = false`."""
 
     max_message_bytes: PositiveInt = 1 << 20
     """A larger message ends its connection."""
@@ -86,6 +100,7 @@ class Websocket(StreamingSource[WebsocketConfig]):
     def __init__(self, config: WebsocketConfig) -> None:
         super().__init__(config)
         self._open = self._refused = self._connections = 0
+        self._tls: ssl.SSLContext | None = None
         self.port = urlsplit(config.url).port or 0
         """The port that a server listens on, once it streams."""
 
@@ -96,8 +111,7 @@ class Websocket(StreamingSource[WebsocketConfig]):
             raise ConfigError(f'`{client_only[0]}` has no meaning for mode = "server"', code="PEN-1003")
         if self.config.mode == "client" and self.config.acknowledge:
             raise ConfigError('`acknowledge` has no meaning for mode = "client"', code="PEN-1003")
-        if self.config.mode == "server" and urlsplit(self.config.url).scheme == "wss":
-            raise ConfigError("a server speaks plain ws://", code="PEN-1003", hint="let a proxy before it speak TLS")
+        self._tls = self._context()
         try:
             asyncio.run(self._try())
         except (OSError, InvalidHandshake, TimeoutError) as error:
@@ -105,6 +119,11 @@ class Websocket(StreamingSource[WebsocketConfig]):
 
     def schema(self) -> Schemas:
         return {}
+
+    def producer_configs(self) -> Sequence[ProducerConfig]:
+        """What is acknowledged has to be on disk, whatever a route says."""
+        asked = self.config.acknowledge
+        return [replace(each, reliable_dispatch=each.reliable_dispatch or asked) for each in super().producer_configs()]
 
     def metrics(self) -> ConnectorMetrics:
         custom = {"websocket_connections": self._open, "websocket_connections_refused_total": self._refused}
@@ -125,6 +144,33 @@ class Websocket(StreamingSource[WebsocketConfig]):
         async with self._client():
             return
 
+    def _context(self) -> ssl.SSLContext | None:
+        """What connections are wrapped in; None: `ws://`, plain text."""
+        config, is_server = self.config, self.config.mode == "server"
+        files = [each for each in ("ca_file", "cert_file", "key_file") if getattr(config, each) is not None]
+        if urlsplit(config.url).scheme == "ws":
+            if files:
+                raise ConfigError(f"`{files[0]}` is for TLS, and {config.url} says plain text", code="PEN-1003")
+            return None
+        if (config.cert_file is None) != (config.key_file is None) or (is_server and config.cert_file is None):
+            raise ConfigError(
+                "`cert_file` and `key_file` belong together, and a server with wss:// needs them", code="PEN-1003"
+            )
+        try:
+            purpose = ssl.Purpose.CLIENT_AUTH if is_server else ssl.Purpose.SERVER_AUTH
+            context = ssl.create_default_context(purpose, cafile=config.ca_file)
+            if config.cert_file is not None:
+                context.load_cert_chain(config.cert_file, config.key_file)
+            if is_server and config.ca_file is not None:
+                context.verify_mode = ssl.CERT_REQUIRED
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"the certificates of {config.url} cannot be used: {error.strerror or error}",
+                code="PEN-1003",
+                hint="they are PEM files, and the key is that of the certificate",
+            ) from error
+        return context
+
     def _client(self) -> Any:
         config = self.config
         headers = dict(config.headers)
@@ -137,6 +183,7 @@ class Websocket(StreamingSource[WebsocketConfig]):
             ping_interval=config.ping_secs,
             ping_timeout=config.ping_secs,
             proxy=None,
+            ssl=self._tls,
         )
 
     @contextlib.asynccontextmanager
@@ -151,6 +198,7 @@ class Websocket(StreamingSource[WebsocketConfig]):
             ping_timeout=config.ping_secs,
             compression=None,  # of 20,000 connections, each would hold a window
             backlog=1024,
+            ssl=self._tls,
         ) as server:
             yield server
 

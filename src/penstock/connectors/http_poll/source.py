@@ -225,7 +225,8 @@ class HttpPoll(PollingSource[HttpPollConfig]):
     # -- messages ------------------------------------------------------------------------------------------------
 
     def _message(self, body: Any, key: str) -> SourceEnvelope:
-        record = SourceRecord.from_json(self.config.stream, body)
+        is_number = isinstance(body, int | float) and not isinstance(body, bool)  # a list may hold plain numbers
+        record = (SourceRecord.from_number if is_number else SourceRecord.from_json)(self.config.stream, body)
         if self.config.key:
             record = record.with_key(canonical(self._named(key)))
         return SourceEnvelope(record)

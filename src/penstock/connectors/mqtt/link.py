@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import socket
 import struct
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paho.mqtt import __version__ as paho_version
 from paho.mqtt import client as paho
 from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode, MQTTProtocolVersion
 from paho.mqtt.exception import MalformedPacket
@@ -19,7 +21,7 @@ from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
 from penstock.connectors.mqtt.config import BrokerConfig
-from penstock.errors import ConfigError, ConnectorError, RetryableError
+from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError
 
 PUBACK, PUBREC, PUBCOMP = 0x40, 0x50, 0x70
 
@@ -31,6 +33,31 @@ _REFUSED = {
     "Client identifier not valid",
 }
 """Answers to a connection that a person has to do something about."""
+
+
+_OVERRIDDEN = {
+    "_create_socket": ("self",),
+    "_handle_pingresp": ("self",),
+    "_handle_publish": ("self",),
+    "_handle_pubrel": ("self",),
+    "_packet_queue": ("self", "command", "packet", "mid", "qos", "info"),
+    "_send_pingreq": ("self",),
+    "_sock_close": ("self",),
+    "loop_read": ("self", "max_packets"),
+}
+"""Methods of paho that `Link` overrides or calls. By its public ones PUBREC is sent before a message is safe."""
+
+
+def require_known(client: type = paho.Client) -> None:
+    """Refuse a paho that is made in another way than the one that `Link` was written for."""
+    for name, parameters in _OVERRIDDEN.items():
+        found = getattr(client, name, None)
+        if found is None or tuple(inspect.signature(found).parameters) != parameters:
+            raise FatalError(
+                f"paho-mqtt {paho_version} is not one that this Penstock knows: {name} of its client has changed",
+                code="PEN-5001",
+                hint="install paho-mqtt 2.1 or 2.2",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +142,7 @@ class Link(paho.Client):
         is_new: bool = False,
     ) -> None:
         """`is_new`: begin without a session, and leave none."""
+        require_known()
         self._is_v5 = config.version == "5"
         super().__init__(
             CallbackAPIVersion.VERSION2,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 from urllib.parse import parse_qsl
 
 import numpy as np
@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from penstock.connectors.webhook.server import Refused
 
-Events = Sequence[bytes] | pa.Array
+Events: TypeAlias = "Sequence[bytes] | pa.Array"
 """The events of a body: one by one, or as an array of binary where there are many."""
 
 MANY_BYTES = 4096

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
-import numpy as np
 import pyarrow as pa
 
 from penstock.connectors.webhook.auth import Guard
 from penstock.connectors.webhook.bodies import Cut, Events, member
 from penstock.connectors.webhook.config import Endpoint
 from penstock.connectors.webhook.server import Exchange
-from penstock.source import ENVELOPE_SCHEMA, SourceBatch, SourceEnvelope, SourceRecord
+from penstock.source import SourceBatch, SourceEnvelope, SourceRecord
 
 MANY = 8
 """From so many events on, they are made into rows at once."""
@@ -87,43 +85,15 @@ def envelopes_of(group: Sequence[Waiting]) -> list[SourceEnvelope]:
 
 def rows_of(route: Route, group: Sequence[Waiting]) -> SourceBatch:
     """The events of requests to one endpoint, column by column."""
-    payloads = _payloads(group)
-    count = len(payloads)
-    columns = [
-        pa.repeat(pa.scalar(route.stream, pa.string()), count),
-        pa.nulls(count, pa.binary()),
-        payloads,
-        _attributes(route, group, count),
-        pa.repeat(pa.scalar(time.time_ns() // 1_000_000, pa.timestamp("ms", tz="UTC")), count),
-        pa.nulls(count, ENVELOPE_SCHEMA.field("offset").type),
-    ]
-    return SourceBatch(pa.RecordBatch.from_arrays(columns, schema=ENVELOPE_SCHEMA), stream=route.stream)
+    if not route.keeps_headers:
+        return SourceBatch.of_messages(route.stream, _payloads(group), {})
+    each = [SourceBatch.of_messages(route.stream, w.events, route.attributes(w.exchange)).records for w in group]
+    return SourceBatch(pa.concat_batches(each), stream=route.stream)
 
 
-def _payloads(group: Sequence[Waiting]) -> pa.Array:
-    parts: list[pa.Array] = []
-    single: list[bytes] = []
-    for waiting in group:
-        if isinstance(waiting.events, pa.Array):
-            parts += [pa.array(single, pa.binary()), waiting.events]
-            single = []
-        else:
-            single += waiting.events
-    parts.append(pa.array(single, pa.binary()))
-    parts = [part for part in parts if len(part)] or parts[-1:]
-    return parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
-
-
-def _attributes(route: Route, group: Sequence[Waiting], count: int) -> pa.Array:
-    offsets = np.zeros(count + 1, np.int32)
-    names: list[str] = []
-    values: list[str] = []
-    at = 0
-    for waiting in group if route.keeps_headers else ():
-        attributes, events = route.attributes(waiting.exchange), len(waiting.events)
-        size = len(attributes)
-        offsets[at + 1 : at + events + 1] = len(names) + size * np.arange(1, events + 1)
-        names += [*attributes] * events
-        values += [*attributes.values()] * events
-        at += events
-    return pa.MapArray.from_arrays(pa.array(offsets), pa.array(names, pa.string()), pa.array(values, pa.string()))
+def _payloads(group: Sequence[Waiting]) -> Events:
+    if len(group) == 1:
+        return group[0].events
+    if not any(isinstance(waiting.events, pa.Array) for waiting in group):
+        return [event for waiting in group for event in waiting.events]
+    return pa.concat_arrays([pa.array(waiting.events, pa.binary()) for waiting in group])

@@ -41,6 +41,19 @@ def _offsets(envelopes: Sequence[SourceEnvelope]) -> pa.Array:
     return pa.array([each and {"partition": each.partition, "value": str(each.value)} for each in offsets], kind)
 
 
+def placed(batch: SourceBatch) -> pa.RecordBatch:
+    """Messages with the offsets that their partition gives them: its own is that of the last one."""
+    partition, at = batch.partition, batch.records.schema.get_field_index("offset")
+    if partition is None or batch.records.column(at).null_count < batch.num_rows:
+        return batch.records
+    kind = ENVELOPE_SCHEMA.field("offset").type
+    values = [str(partition.offset)] * batch.num_rows
+    if isinstance(partition.offset, int):
+        values = [str(value) for value in range(partition.offset - batch.num_rows + 1, partition.offset + 1)]
+    columns = [pa.repeat(pa.scalar(partition.id, pa.string()), batch.num_rows), pa.array(values, pa.string())]
+    return batch.records.set_column(at, "offset", pa.StructArray.from_arrays(columns, fields=list(kind)))
+
+
 def size_of(envelope: SourceEnvelope) -> int:
     """About the bytes of an envelope; a `DataError` for one that Arrow or JSON could not hold."""
     record = envelope.record

@@ -15,7 +15,7 @@ from penstock.errors import ConnectorError, FatalError, RetryableError
 from penstock.runtime.journal import disk as disks
 from penstock.runtime.journal import segment as segments
 from penstock.runtime.journal.disk import Disk
-from penstock.runtime.journal.envelopes import Repeats, encode, size_of
+from penstock.runtime.journal.envelopes import Repeats, encode, placed, size_of
 from penstock.runtime.journal.segment import Block, bytes_of, coalesced, corrupt, gone, schema_of
 from penstock.source import ENVELOPE_SCHEMA, Schemas, SourceBatch, SourceEnvelope
 
@@ -334,7 +334,8 @@ def _pieces(item: list[SourceEnvelope] | Sequence[SourceBatch]) -> Iterator[Bloc
         return
     if isinstance(item[0], SourceBatch):
         for batch in item:
-            yield (None if _is_messages(batch) else batch.stream), batch.records  # type: ignore[arg-type,union-attr]
+            assert isinstance(batch, SourceBatch)
+            yield (None, placed(batch)) if _is_messages(batch) else (batch.stream, batch.records)
         return
     envelopes: list[SourceEnvelope] = item  # type: ignore[assignment]
     start = size = 0

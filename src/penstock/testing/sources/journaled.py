@@ -13,6 +13,7 @@ import pytest
 from penstock.durable import canonical
 from penstock.errors import ConnectorError
 from penstock.source import (
+    ENVELOPE_SCHEMA,
     PollingSource,
     SourceBatch,
     SourceCheckpoint,
@@ -189,7 +190,8 @@ def _polled(items: Sequence[SourceEnvelope | SourceBatch]) -> Rows:
     found: Rows = defaultdict(list)
     for item in items:
         if isinstance(item, SourceBatch):
-            found[item.stream] += item.records.to_pylist()
+            is_messages = item.records.schema.equals(ENVELOPE_SCHEMA)
+            found[item.stream] += (item.records.column("payload") if is_messages else item.records).to_pylist()
         else:
             found[item.record.stream].append(item.record.payload)
     return dict(found)

@@ -324,14 +324,8 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def main() -> None:
-    before = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    parts: dict[str, Any] = before.get("parts", {})
-    for name in os.environ.get("SOAK_PARTS", ",".join(PARTS)).split(","):
-        print(name, file=sys.stderr, flush=True)
-        load = os.getloadavg()[0]
-        parts[name] = {**PARTS[name](), "commit": commit(), "seed": SEED, "load": round(load, 1)}
-        print(f"  {parts[name]}", file=sys.stderr, flush=True)
+def record(parts: dict[str, Any]) -> dict[str, Any]:
+    """Write the figures so far."""
     result = {
         "soak": "push",
         "commit": commit(),
@@ -342,6 +336,18 @@ def main() -> None:
     }
     RESULT.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     PAGE.write_text(page())
+    return result
+
+
+def main() -> None:
+    before = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    parts: dict[str, Any] = before.get("parts", {})
+    for name in os.environ.get("SOAK_PARTS", ",".join(PARTS)).split(","):
+        print(name, file=sys.stderr, flush=True)
+        load = os.getloadavg()[0]
+        parts[name] = {**PARTS[name](), "commit": commit(), "seed": SEED, "load": round(load, 1)}
+        print(f"  {parts[name]}", file=sys.stderr, flush=True)
+        result = record(parts)  # after each part: the next one takes long
     print(f"lost {result['lost']} · doubled {result['doubled']}")
     sys.exit(1 if result["lost"] or result["doubled"] else 0)
 

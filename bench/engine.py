@@ -22,7 +22,6 @@ import pyarrow.parquet as pq
 from measure import Bench
 from modules import one_row
 
-from penstock.connectors.files import Files, FilesConfig
 from penstock.connectors.files.sink import FilesSink, FilesSinkConfig
 from penstock.connectors.generator import Generator, GeneratorConfig
 from penstock.durable import fsync
@@ -32,8 +31,6 @@ from penstock.sink import Epoch
 from penstock.spark import SparkEngine
 
 ROWS = int(os.environ.get("BENCH_ROWS", 20_000_000))
-SQL_ROWS = ROWS // 5
-QUERY = "SELECT id, upper(name) AS name, amount * 2 AS amount, ratio, at FROM input WHERE id % 3 <> 0"
 
 
 class Weighed(FilesSink):
@@ -92,7 +89,7 @@ def epoch_cost(bench: Bench, engine: SparkEngine, scratch: Path) -> None:
 
 
 def micro_batch(engine: SparkEngine, scratch: Path) -> float:
-    spark = engine._spark
+    spark = engine.session
     manager = "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
     spark.conf.set("spark.sql.streaming.checkpointFileManagerClass", manager)
     spark.dataSource.register(one_row.OneRowSource)
@@ -168,48 +165,6 @@ def passthrough_rate(engine: SparkEngine, scratch: Path) -> float:
     assert rows == ROWS, f"{rows} of {ROWS} rows arrived"
     shutil.rmtree(target)
     return ROWS / took
-
-
-def sql(bench: Bench, engine: SparkEngine, scratch: Path) -> None:
-    data = scratch / "data"
-    pump(
-        engine,
-        Generator(GeneratorConfig(rows=SQL_ROWS)),
-        FilesSink(FilesSinkConfig(path=str(data))),
-        scratch,
-        1,
-        SQL_ROWS,
-    )
-    inputs = sorted(str(file) for file in data.glob("*.parquet"))
-    spark = engine._spark
-
-    def plain() -> float:
-        shutil.rmtree(scratch / "plain-sql", ignore_errors=True)
-        began = time.perf_counter()
-        spark.read.parquet(*inputs).createOrReplaceTempView("input")
-        spark.sql(QUERY).write.option("compression", "zstd").parquet(str(scratch / "plain-sql"))
-        return time.perf_counter() - began
-
-    def ours() -> float:
-        shutil.rmtree(scratch / "sql", ignore_errors=True)
-        source = Files(FilesConfig(path=str(data / "*.parquet"), settle_ms=0))
-        sink = FilesSink(FilesSinkConfig(path=str(scratch / "sql")))
-        return sum(pump(engine, source, sink, scratch, 9, SQL_ROWS, sql=QUERY))
-
-    turns = [(plain(), ours()) for _ in range(4)]
-    theirs_best, ours_best = (min(times) for times in zip(*turns, strict=True))
-    spark.read.parquet(str(scratch / "sql")).createOrReplaceTempView("a")
-    spark.read.parquet(str(scratch / "plain-sql")).createOrReplaceTempView("b")
-    digest = "SELECT count(*), sum(id), sum(hash(name)), sum(amount), sum(ratio), max(at) FROM "
-    first, second = spark.sql(digest + "a").first(), spark.sql(digest + "b").first()
-    assert (first[:4], first[5]) == (second[:4], second[5]), f"{first} is not {second}"
-    bench.row(
-        "Parquet → SQL → Parquet, a route", f"{SQL_ROWS / ours_best / 1e6:.2f} M rows/s", f"{SQL_ROWS // 10**6} M rows"
-    )
-    bench.row(
-        "the same query in plain Spark", f"{SQL_ROWS / theirs_best / 1e6:.2f} M rows/s", "best of 4 each, in turns"
-    )
-    bench.claim("sql_vs_plain_spark", theirs_best / ours_best, ">=", 0.7)
 
 
 def memory(bench: Bench, scratch: Path) -> None:
@@ -299,7 +254,6 @@ def main() -> None:
         engine.start()
         epoch_cost(bench, engine, scratch)
         throughput(bench, engine, scratch)
-        sql(bench, engine, scratch)
         engine.stop()
     bench.finish()
 

@@ -23,6 +23,7 @@ class Cluster:
     def __init__(self, workers: int = 2) -> None:
         self._count = workers
         self._processes: list[subprocess.Popen[bytes]] = []
+        self.workers: list[subprocess.Popen[bytes]] = []
         self.home = Path(tempfile.mkdtemp(prefix="penstock-cluster-"))
         self.home.chmod(0o755)
         with socket.socket() as probe:
@@ -48,7 +49,7 @@ class Cluster:
         self._start("master", f"{CLASSES}.master.Master", "--host", host, "--port", port, "--webui-port", "0")
         self._wait("I have been elected leader")
         for number in range(self._count):
-            self.start_worker(number)
+            self.workers.append(self.start_worker(number))
         self._wait("Registering worker", self._count)
         return self
 

@@ -43,7 +43,7 @@ class Timed(RangeSource[TimedConfig, Next]):
         return {"rows": SCHEMA}
 
     def latest(self, start, limit):
-        return Next(row=min(self.config.rows, start.row + limit.rows))
+        return limit.bounded(Next(row=min(self.config.rows, start.row + (limit.rows or self.config.rows))))
 
     def split(self, start, end):
         middle = (start.row + end.row) // 2
@@ -153,12 +153,9 @@ def totals() -> list[tuple[object, ...]]:
     return sorted((f"k{key}", sum(range(key, end, KEYS))) for key in range(KEYS) for end in ends)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "steps",
-    [("stage.after", "commit.before"), pytest.param(STEPS, marks=pytest.mark.soak)],
-    ids=["two steps", "every step"],
-)
+@pytest.mark.parametrize("steps", [("stage.after", "commit.before"), STEPS], ids=["two steps", "every step"])
 def test_a_driver_that_is_killed_at_any_step_loses_and_doubles_no_state(tmp_path: Path, steps: list[str]) -> None:
     (tmp_path / "timed_rows.py").write_text(MODULE)
     (tmp_path / "pipeline.toml").write_text(PIPELINE.format(rows=ROWS, an_epoch=AN_EPOCH))

@@ -14,6 +14,7 @@ from penstock.runtime.telemetry import Telemetry
 from penstock.source import Offset, PollingSource, SourceCheckpoint, SourceEnvelope, SourceRecord
 from penstock.testing import ForkEngine
 from penstock.testing.database import MemoryDatabase
+from penstock.testing.engine import Zygote
 
 TOKEN = "s3cret-console-token"
 
@@ -88,6 +89,20 @@ class Sensors(PollingSource[SensorsConfig]):
         return 1000 - self.sent % 1000
 
 
+_ZYGOTES: list[Zygote] = []
+
+
+def _zygote() -> Zygote:
+    """
+    A process to fork tasks from, made before there are threads of pipelines and servers here.
+
+    A task that is forked from among them may wait for ever for a lock that one of them held.
+    """
+    if not _ZYGOTES:
+        _ZYGOTES.extend(Zygote() for _ in range(8))
+    return _ZYGOTES.pop()
+
+
 class Running:
     """The pipeline in a thread of this process, with its console."""
 
@@ -105,13 +120,14 @@ class Running:
         self.pipeline = Pipeline.from_toml(self.file)
         self.telemetry = Telemetry.of(self.pipeline)
         self.stop = threading.Event()
+        self.engine = ForkEngine(1, zygote=_zygote())
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
         try:
-            supervisor.run(self.pipeline, ForkEngine(1), telemetry=self.telemetry, stop=self.stop, serve=web.serve)
+            supervisor.run(self.pipeline, self.engine, telemetry=self.telemetry, stop=self.stop, serve=web.serve)
             self.telemetry.close()
         except BaseException as error:  # noqa: BLE001 (the test looks at it)
             self.error = error

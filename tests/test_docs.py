@@ -72,6 +72,24 @@ def test_its_links_lead_somewhere(page):
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
 
 
+def anchors(text):
+    """The anchors of a page's headings, as the site and GitHub make them."""
+    heads = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", head) for head in heads)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", head.lower()).strip()) for head in plain}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_its_anchors_exist(page):
+    broken = []
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", PAGES[page]):
+        there = (ROOT / page).parent.joinpath(link).resolve() if link else ROOT / page
+        text = PAGES.get(str(there.relative_to(ROOT)))
+        if text is not None and anchor not in anchors(text):
+            broken.append(f"{link}#{anchor}")
+    assert broken == []
+
+
 def test_the_map_names_every_page():
     named = {(ROOT / "docs" / link).resolve() for link in re.findall(r"\]\(([^)#]+)\)", PAGES["docs/README.md"])}
     assert {path for path in ROOT.glob("docs/**/*.md") if path.name != "README.md"} <= named

@@ -21,7 +21,7 @@ from penstock.errors import RetryableError
 from penstock.pipeline import Pipeline, Processing
 from penstock.pipeline.routing import Router
 from penstock.runtime import monitor, supervisor
-from penstock.runtime.telemetry import Telemetry
+from penstock.runtime.telemetry import Telemetry, judge, ready
 from penstock.sink import DeliveryGuarantee
 from penstock.source import (
     HealthStatus,
@@ -179,6 +179,30 @@ def breaks_and_recovers(ask: Callable[[str], tuple[int, str]], broken: Callable[
     broken(False)
     for path in ("/healthz", "/readyz"):
         until(lambda path=path: ask(path)[0] == 200)
+
+
+@pytest.mark.parametrize("timeout", [2, 10, 60, 600])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda telemetry: telemetry.retry("source:orders", RetryableError("away"), 1.0),
+        lambda telemetry: telemetry.retry("pipeline", RetryableError("away"), 1.0),
+        lambda telemetry: telemetry.unreachable("sink:lake", "nobody listens"),
+        lambda telemetry: telemetry.phase(7, "commit"),
+    ],
+    ids=["a dead source", "a failing epoch", "an unreachable sink", "a stuck epoch"],
+)
+def test_it_is_red_within_the_timeout_of_the_file(broken: Callable[[Telemetry], None], timeout: int) -> None:
+    """On a clock of the test. A connector is asked `every` so often, so that much less is left."""
+    now = [1000.0]
+    telemetry = Telemetry("x", sources=["orders"], sinks=["lake"], health_timeout_secs=timeout, clock=lambda: now[0])
+    telemetry.state("pipeline", HealthStatus.healthy())
+    broken(telemetry)
+    now[0] += timeout / 3
+    assert judge(telemetry.status()).ok, "what may pass is not red at once"
+    now[0] = 1000.0 + timeout - 2 * monitor._every(timeout) + 0.01
+    assert not judge(telemetry.status()).ok
+    assert not ready(telemetry.status()).ok
 
 
 def test_a_dead_source(tmp_path: Path) -> None:

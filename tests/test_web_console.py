@@ -329,8 +329,7 @@ def test_stop_is_left_for_the_running_pipeline(tmp_path: Path, monkeypatch: pyte
         until(lambda: made.telemetry.status()["epochs"] > 0)
         id = ask(made.url, "/api/pipelines")[1]["pipelines"][0]["id"]
         assert ask(made.url, f"/api/p/{id}/actions", "POST", {"action": "stop"}, AUTH)[0] == 200
-        made.thread.join(60)
-        assert made.telemetry.status()["state"] == "stopped"
+        until(lambda: made.telemetry.status()["state"] == "stopped")
     finally:
         made.end()
     before = made.telemetry.status()["epochs"]

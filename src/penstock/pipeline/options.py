@@ -61,7 +61,7 @@ class Processing(Config):
     """How often a source's lag is sampled."""
 
     health_timeout_secs: PositiveInt = 60
-    """Time without progress or a health answer after which a connector counts as unhealthy."""
+    """Within this time a dead source, a stuck epoch, a full journal or an unreachable sink turns `/healthz` red."""
 
     unrouted: Literal["stop", "skip"] = "stop"
     """What to do with rows that no route takes: stop, or skip and count them."""

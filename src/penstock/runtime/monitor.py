@@ -16,6 +16,7 @@ from penstock.runtime.commands import end_requests
 from penstock.runtime.ingest import Ingest
 from penstock.runtime.job import Engine
 from penstock.runtime.telemetry import Telemetry
+from penstock.runtime.telemetry.status import patience_secs
 from penstock.source import HealthState, HealthStatus
 
 END_SECS = 0.5
@@ -64,19 +65,20 @@ class Monitor:
 
     def _watch(self) -> None:
         processing = self._pipeline.processing
-        pause = min(HEALTH_SECS, processing.lag_interval_secs, processing.health_timeout_secs)
+        timeout = processing.health_timeout_secs
+        pause, patience = min(_every(timeout), processing.lag_interval_secs), patience_secs(timeout)
         while not self._closed.wait(pause if self._questions else 0.2):
             self._questions = self._questions or list(self._asked_of_all())
             for question in self._questions:
-                if question.put() > processing.health_timeout_secs:
-                    silent = HealthStatus.unhealthy(
-                        f"its health check has not answered for {processing.health_timeout_secs} s"
-                    )
-                    self._telemetry.state(question.component, silent)
+                waited = question.put()
+                if waited > patience:
+                    silent = f"its health check has not answered for {waited:.0f} s"
+                    self._telemetry.state(question.component, HealthStatus.unhealthy(silent))
             self._watch_step()
 
     def _asked_of_all(self) -> Iterator[_Question]:
         pipeline, telemetry = self._pipeline, self._telemetry
+        every = _every(pipeline.processing.health_timeout_secs)
 
         def tell_health(component: str, ask: Callable[[], HealthStatus]) -> None:
             health: HealthStatus | str = _asked(ask, str)
@@ -95,24 +97,28 @@ class Monitor:
         for name, source in pipeline.sources.items():
             ingest = self._ingests.get(name)
             ask = ingest.health if ingest else source.health_check
-            yield _Question(f"source:{name}", HEALTH_SECS, partial(tell_health, f"source:{name}", ask))
+            yield _Question(f"source:{name}", every, partial(tell_health, f"source:{name}", ask))
             yield _Question(
                 f"source:{name}", pipeline.processing.lag_interval_secs, partial(tell_lag, name, source.lag)
             )
         for name, sink in pipeline.sinks.items():
-            yield _Question(f"sink:{name}", HEALTH_SECS, partial(tell_health, f"sink:{name}", sink.health_check))
+            yield _Question(f"sink:{name}", every, partial(tell_health, f"sink:{name}", sink.health_check))
 
     def _watch_step(self) -> None:
         """Tell a long stage, whose tasks run, from a source that does not answer."""
         step, telemetry = self._step(), self._telemetry
         if step is None:
             return
-        if step.phase == "stage":
-            if self._engine.busy():
-                telemetry.phase(step.number, step.phase)
-        elif not step.phase and time.monotonic() - step.began > self._pipeline.processing.health_timeout_secs:
-            waited = time.monotonic() - step.began
+        if step.phase == "stage" and self._engine.busy():
+            telemetry.phase(step.number, step.phase)
+        waited = time.monotonic() - step.began
+        if not step.phase and waited > patience_secs(self._pipeline.processing.health_timeout_secs):
             telemetry.state("pipeline", HealthStatus.unhealthy(f"no source has answered for {waited:.0f} s"))
+
+
+def _every(timeout: float) -> float:
+    """How often connectors are asked: often enough that the answer is known within the timeout."""
+    return min(HEALTH_SECS, timeout / 4)
 
 
 class EndWatch:

@@ -204,7 +204,7 @@ class ForkEngine:
     `task_attempts`: how often a task is tried when it fails with a retryable error, as Spark does.
     `orphans`: tasks outlive a killed driver, as executors do.
     `zygote`: tasks are forked from a process that is made now, for sinks whose clients do not survive a fork. Make the
-    engine before any of them is open.
+    engine before any of them is open; or give one that was made before there were threads.
     """
 
     def __init__(
@@ -214,14 +214,15 @@ class ForkEngine:
         die_with_task: bool = False,
         task_attempts: int = 1,
         orphans: bool = False,
-        zygote: bool = False,
+        zygote: bool | Zygote = False,
     ) -> None:
         self.parallelism = parallelism
         self.version = "forked processes"
         self.die_with_task = die_with_task
         self.task_attempts = task_attempts
         self.orphans = orphans
-        self._zygote = Zygote(orphans=orphans) if zygote else None
+        made = zygote if isinstance(zygote, Zygote) else None
+        self._zygote = made or (Zygote(orphans=orphans) if zygote else None)
 
     def check(self, routes: Sequence[tuple[Target, pa.Schema]], keyed: Collection[str] = ()) -> None:
         for target, _ in routes:

@@ -45,7 +45,7 @@ def assess(status: Mapping[str, Json]) -> tuple[str, list[str]]:
     parts = [(f"{kind[:-1]} {name}", part) for kind in ("sources", "sinks") for name, part in status[kind].items()]
     named = [(own["state"], own["reason"])]
     named += [(part["state"], f"{name} is {part['state']}: {part['reason']}") for name, part in parts]
-    patience = _patience(status["health_timeout_secs"])
+    patience = patience_secs(status["health_timeout_secs"])
     for what, part in (("the pipeline", own), *parts):
         if part["failing_secs"] > patience:
             text = f"{what} has been failing for {part['failing_secs']:.0f} s: {part['reason']}"
@@ -65,14 +65,14 @@ def assess(status: Mapping[str, Json]) -> tuple[str, list[str]]:
     return "running", []
 
 
-def _patience(timeout: float) -> float:
+def patience_secs(timeout: float) -> float:
     """How long something may fail before it counts as unhealthy: the answer is there within the timeout of the file."""
     return max(timeout / 2, timeout - 10)
 
 
 def _stuck(status: Mapping[str, Json]) -> str:
     quiet, epoch = status["quiet_secs"], status["epoch"]
-    if quiet <= status["health_timeout_secs"]:
+    if quiet <= patience_secs(status["health_timeout_secs"]):
         return ""
     if epoch:
         return f"epoch {epoch['number']} made no progress for {quiet:.0f} s, in {epoch['phase']}"

@@ -6,6 +6,7 @@ import datetime
 import decimal
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import pytest
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.conversions import from_bytes
 from pyiceberg.exceptions import CommitFailedException, NoSuchTableError
+from pyiceberg.expressions import EqualTo
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table.name_mapping import create_mapping_from_schema
@@ -756,8 +758,12 @@ def test_days_before_1970_and_days_of_dates_and_of_times_with_a_zone(make, table
 
 
 def test_partitions_that_do_not_fit_are_refused(make, catalog, tmp_path):
-    with pytest.raises(ConfigError, match=r"PEN-1009 .*hour\(ts\)"):
-        make(partition_by=["hour(ts)"])
+    for wrong in ("week(ts)", "bucket(id)", "bucket(0, id)", "day(3, ts)"):
+        with pytest.raises(ConfigError, match=rf"PEN-1009 .*{re.escape(wrong)}"):
+            make(partition_by=[wrong])
+    for wrong in ("hour(day)", "truncate(3, day)", "year(id)"):
+        with pytest.raises(SchemaError, match=rf"PEN-4002 .*{re.escape(wrong)}"):
+            stage(make(partition_by=[wrong]), epoch(1), rows(0, 1, day=pa.array([0], pa.date32())))
     with pytest.raises(SchemaError, match=r"PEN-4002 .*day\(id\)"):
         stage(make(partition_by=["day(id)"]), epoch(1), rows(0))
     with pytest.raises(SchemaError, match=r"PEN-4002 .*needs country"):
@@ -769,6 +775,50 @@ def test_partitions_that_do_not_fit_are_refused(make, catalog, tmp_path):
     for look in (lambda: stage(make(), epoch(1), rows(0)), lambda: make().committed_epoch("shop", ORDERS)):
         with pytest.raises(SchemaError, match=r"PEN-4002 .*bucket"):
             look()
+
+
+TRANSFORMS = [
+    *(
+        "year(ts)",
+        "month(ts)",
+        "hour(ts)",
+        "year(day)",
+        "month(day)",
+        "bucket(4, id)",
+        "bucket(3, name)",
+        "bucket(3, ts)",
+    ),
+    *("bucket(3, day)", "bucket(5, price)", "truncate(10, id)", "truncate(2, name)"),
+]
+
+
+@pytest.mark.parametrize("mode", ["append", "upsert"])
+@pytest.mark.parametrize("text", TRANSFORMS)
+def test_every_transform_lays_rows_out_as_the_client_would(make, table, text, mode):
+    sink = make(partition_by=[text], mode=mode, **({"key": ["id"]} if mode == "upsert" else {}))
+    hours = [0, -1, 3_599, -3_601, 10**9, None]
+    batch = pa.record_batch(
+        {
+            "id": pa.array([-11, -1, 0, 9, 10, 123], pa.int64()),
+            "ts": pa.array([each and each * 1_000_000 for each in hours], pa.timestamp("us")),
+            "day": pa.array([0, -1, 31, -400, 20_000, None], pa.date32()),
+            "name": pa.array(["", "a", "äöü", "abc", "abd", None]),
+            "price": pa.array([150, -325, None, 0, 9999, 700]).cast(pa.decimal128(19, 0)).cast(pa.decimal128(21, 2)),
+        }
+    )
+    commit(sink, 1, batch)
+    commit(make(**sink.config.model_dump()), 2, batch.slice(2, 2) if mode == "upsert" else batch.slice(0, 0))
+    found = table()
+    assert found.scan().to_arrow().select(batch.schema.names).sort_by("id").to_pylist() == batch.to_pylist()
+    (field,) = found.spec().fields
+    source = found.schema().find_field(field.source_id)
+    transformed = field.transform.transform(source.field_type)
+    for task in found.scan().plan_files():
+        raw = pq.read_table(task.file.file_path).column(source.name)
+        raw = raw.cast(pa.int64()) if source.name == "ts" else raw.cast(pa.int32()) if source.name == "day" else raw
+        assert {transformed(each) for each in raw.to_pylist()} == {task.file.partition[0]}
+    wanted = found.scan(row_filter=EqualTo("id", 10)).to_arrow()
+    assert wanted.column("id").to_pylist() == [10]
 
 
 # -- upkeep ----------------------------------------------------------------------------------------------------------

@@ -57,9 +57,10 @@ class Directories:
 
 def split(batch: pa.RecordBatch, columns: Sequence[str]) -> Split:
     """The batch's rows by the values of `columns`, as text and without them; order within a partition is kept."""
+    if not batch.num_rows:
+        return
     if not columns:
-        if batch.num_rows:
-            yield (), batch
+        yield (), batch
         return
     codes = np.zeros(batch.num_rows, np.int64)
     texts: list[list[str | None]] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,8 @@ from penstock.store import Place
 
 STORED_ROWS = 100_000
 """Parts of files with this many rows are kept on disk. To make a smaller one again takes a few milliseconds."""
+
+_HEAD_BYTES = 64
 
 _NUMBER, _ROW, _OF = "\0number", "\0row", b"penstock.part"
 
@@ -128,8 +131,11 @@ class Index:
 
     def _stored(self, name: str, file: File) -> Part | None:
         try:
-            rows = pa.ipc.open_file(_mapped(self._directory / name)).read_all()
+            data = _whole(_mapped(self._directory / name))
+            rows = pa.ipc.open_file(data).read_all() if data is not None else None
         except (OSError, pa.ArrowInvalid):
+            return None
+        if rows is None:
             return None
         return (
             Part(rows)
@@ -156,11 +162,24 @@ class Index:
         with pa.ipc.new_file(sink, rows.schema) as writer:
             writer.write_table(rows)
         store.make_directory(self._directory)
-        store.put(self._directory / name, sink.getvalue().to_pybytes())
+        data = sink.getvalue()
+        store.put(self._directory / name, _head(data) + data.to_pybytes())
 
 
-def _mapped(place: Place) -> Any:
-    return pa.memory_map(str(place)) if isinstance(place, Path) else pa.BufferReader(place.read_bytes())
+def _mapped(place: Place) -> pa.Buffer:
+    source = pa.memory_map(str(place)) if isinstance(place, Path) else pa.BufferReader(place.read_bytes())
+    return source.read_buffer()
+
+
+def _head(data: pa.Buffer) -> bytes:
+    """Comes before the data, and says whether it is whole."""
+    return f"penstock index {data.size} {zlib.crc32(data)}".encode().ljust(_HEAD_BYTES)
+
+
+def _whole(file: pa.Buffer) -> pa.Buffer | None:
+    """The data of a stored part; None if a byte of it is not what it was: a wrong row would be deleted."""
+    data = file.slice(min(_HEAD_BYTES, file.size))
+    return data if file.slice(0, min(_HEAD_BYTES, file.size)).to_pybytes() == _head(data) else None
 
 
 def is_exact(key: pa.Schema) -> bool:

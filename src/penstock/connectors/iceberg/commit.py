@@ -21,7 +21,7 @@ from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 from sqlalchemy.exc import IntegrityError
 
 from penstock import durable, store
-from penstock.connectors.iceberg.catalog import Catalog, catalog_errors
+from penstock.connectors.iceberg.catalog import AnyCatalog
 from penstock.connectors.iceberg.columns import Columns, iceberg_schema, ids_of, nests_structs, read_stats, widens
 from penstock.connectors.iceberg.layout import Layout
 from penstock.connectors.iceberg.table import PROPERTIES, SEEDED, Table
@@ -65,13 +65,16 @@ class IcebergTarget(LakeTarget[Table]):
         return f"the Iceberg table of {self.topic}"
 
     @property
-    def catalog(self) -> Catalog:
+    def catalog(self) -> AnyCatalog:
         return self.sink.catalogs.here()
+
+    def catalog_errors(self) -> contextlib.AbstractContextManager[None]:
+        return self.sink.catalogs.errors(f"the table of {self.topic}")
 
     # -- the commit ------------------------------------------------------------------------------------------------
 
     def load(self) -> Table | None:
-        with catalog_errors(self.topic):
+        with self.catalog_errors():
             try:
                 table = Table(self.topic, self.catalog.load_table(self.identifier), self.catalog, self.path)
             except NoSuchTableError:
@@ -94,7 +97,7 @@ class IcebergTarget(LakeTarget[Table]):
         return data_file(self.path, file.path)
 
     def attempt(self, commit: Commit, loaded: Table | None) -> bool:
-        with catalog_errors(self.topic):
+        with self.catalog_errors():
             if loaded is None:
                 self._create(commit.schemas())
                 return False
@@ -198,7 +201,7 @@ class IcebergTarget(LakeTarget[Table]):
         conflict: Exception | None = None
         for _ in range(loop.TRIES):
             try:
-                with durable.disk_errors(), catalog_errors(self.topic):
+                with durable.disk_errors(), self.catalog_errors():
                     self._mark_seeded(now, self.load())
                 return
             except self.conflicts as error:
@@ -247,7 +250,7 @@ class SeededNote:
             self._target.catalog.create_namespace(self._namespace)
 
     def is_set(self) -> bool:
-        with catalog_errors(self._target.topic):
+        with self._target.catalog_errors():
             try:
                 properties = self._target.catalog.load_namespace_properties(self._namespace)
             except NoSuchNamespaceError:

@@ -1,4 +1,4 @@
-"""Write topics to Iceberg tables in a SQL catalog, appended or applied by key, each epoch exactly once."""
+"""Write topics to Iceberg tables of a catalog, appended or applied by key, each epoch exactly once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Self
 import pyarrow as pa
 
 from penstock.changes import is_changelog, own_columns
-from penstock.connectors.iceberg.catalog import Catalogs, Names, catalog_url
+from penstock.connectors.iceberg.catalog import Catalogs, Names
 from penstock.connectors.iceberg.columns import StatsPart, iceberg_schema, widens
 from penstock.connectors.iceberg.commit import IcebergTarget, data_file
 from penstock.connectors.iceberg.config import IcebergConfig
@@ -66,9 +66,7 @@ class Iceberg(LakeSink[IcebergConfig]):
         self.names = Names(self.config)
         self.layout = Layout.parse(self.config.partition_by)
         super().open(context)
-        self.catalogs = Catalogs(
-            self.config.catalog, catalog_url(self.config, self._uri, self.targets.root), self.targets.root
-        )
+        self.catalogs = Catalogs(self.config, self._uri, self.targets.root)
 
     def close(self) -> None:
         super().close()

@@ -40,6 +40,8 @@ from pyiceberg.table.update import (
     AddSchemaUpdate,
     AddSortOrderUpdate,
     AssertCurrentSchemaId,
+    AssertDefaultSortOrderId,
+    AssertDefaultSpecId,
     AssertLastAssignedFieldId,
     AssertRefSnapshotId,
     AssertTableUUID,
@@ -53,7 +55,7 @@ from pyiceberg.typedef import EMPTY_DICT
 from pyiceberg.types import NestedField
 
 from penstock import durable, failpoints, store
-from penstock.connectors.iceberg.catalog import Catalog, local, sync
+from penstock.connectors.iceberg.catalog import AnyCatalog, Rest, local, sync
 from penstock.connectors.iceberg.columns import Columns
 from penstock.connectors.iceberg.upsert import Changed
 from penstock.errors import FatalError, SchemaError
@@ -79,7 +81,7 @@ class Table:
 
     topic: Topic
     iceberg: IcebergTable
-    catalog: Catalog
+    catalog: AnyCatalog
     target: Place
     """The place of the topic's table; it is in the same store."""
 
@@ -171,7 +173,9 @@ class Table:
                     change.append_data_file(file)
                 transaction._stage(*change._commit())
                 written += [*change._written_manifests, *change._written_manifest_lists]
-        old = _expired(self.metadata, keep_snapshots)
+        # A service does not see whether a snapshot has got a tag meanwhile: there old ones go by themselves, afterwards.
+        alone = isinstance(self.catalog, Rest)
+        old = [] if alone else _expired(self.metadata, keep_snapshots)
         left = self._left_by(old) if old else []
         if old:
             transaction._stage(
@@ -186,10 +190,24 @@ class Table:
             if not self._is_named(written):
                 self._delete([*written, self.catalog.last.written])  # no version will ever name them
             raise
+        left = self._expire(keep_snapshots) if alone else left
         kept = {self._place(each).name for each in written}
         metadata = self._place(written[-1]).parent
         others = [name for name in store.names(metadata) if f"{epoch.stem()}-" in name and name.endswith(".avro")]
         self._delete([*left, *(str(metadata / name) for name in others if name not in kept)])  # of tries that died
+
+    def _expire(self, keep: int) -> list[str]:
+        """Drop old snapshots in a commit of its own; gives the files that nobody needs any more."""
+        old = _expired(self.metadata, keep + 1)
+        if not old:
+            return []
+        left = self._left_by(old)
+        gone = RemoveSnapshotsUpdate.model_validate({"snapshot-ids": [each.snapshot_id for each in old]})
+        try:
+            self.iceberg._do_commit((gone,), self._unchanged())
+        except CommitFailedException:
+            return []  # another writer was first: they go next time
+        return left
 
     def _is_named(self, written: Sequence[str]) -> bool:
         """True if a snapshot names one of the files after all: a refusal may be the answer to a repeated request."""
@@ -234,6 +252,8 @@ class Table:
             AssertTableUUID(uuid=self.metadata.table_uuid),
             AssertCurrentSchemaId.model_validate({"current-schema-id": self.metadata.current_schema_id}),
             AssertLastAssignedFieldId.model_validate({"last-assigned-field-id": self.metadata.last_column_id}),
+            AssertDefaultSpecId.model_validate({"default-spec-id": self.metadata.default_spec_id}),
+            AssertDefaultSortOrderId.model_validate({"default-sort-order-id": self.metadata.default_sort_order_id}),
         )
 
     def _widening(self, columns: Columns) -> tuple[Any, ...]:

@@ -94,9 +94,9 @@ class Partition:
 
     def _takes(self, kind: pa.DataType) -> bool:
         if self.transform in _TEMPORAL:
-            return types.is_timestamp(kind) or (types.is_date(kind) and self.transform != "hour")
+            return bool(types.is_timestamp(kind) or (types.is_date(kind) and self.transform != "hour"))
         if self.transform == "truncate":
-            return types.is_integer(kind) or types.is_string(kind) or types.is_large_string(kind)
+            return bool(types.is_integer(kind) or types.is_string(kind) or types.is_large_string(kind))
         return self.transform == "identity" or _bucketed(kind) is not None
 
     def _moments(self, column: pa.Array) -> pa.Array:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
-from uuid import uuid4
 
 import pyarrow as pa
 from pydantic import ValidationError
@@ -19,22 +17,15 @@ from pyiceberg.expressions import AlwaysTrue
 from pyiceberg.io.pyarrow import ArrowScan, _read_all_delete_files
 from pyiceberg.manifest import (
     DataFile,
-    ManifestContent,
-    ManifestEntry,
     ManifestEntryStatus,
-    ManifestFile,
-    ManifestWriter,
-    ManifestWriterV2,
-    write_manifest,
 )
-from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table as IcebergTable
-from pyiceberg.table import TableProperties, Transaction
+from pyiceberg.table import TableProperties
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.name_mapping import update_mapping
 from pyiceberg.table.refs import MAIN_BRANCH
-from pyiceberg.table.snapshots import Operation, Snapshot, Summary
+from pyiceberg.table.snapshots import Operation, Snapshot
 from pyiceberg.table.sorting import SortOrder
 from pyiceberg.table.update import (
     AddSchemaUpdate,
@@ -50,13 +41,12 @@ from pyiceberg.table.update import (
     SetDefaultSortOrderUpdate,
     SetPropertiesUpdate,
 )
-from pyiceberg.table.update.snapshot import _FastAppendFiles, _ManifestMergeManager
-from pyiceberg.typedef import EMPTY_DICT
 from pyiceberg.types import NestedField
 
 from penstock import durable, failpoints, store
 from penstock.connectors.iceberg.catalog import AnyCatalog, Rest, local, sync
 from penstock.connectors.iceberg.columns import Columns
+from penstock.connectors.iceberg.snapshots import Append, Replace, SeenTransaction, Stem, Upserted
 from penstock.connectors.iceberg.upsert import Changed
 from penstock.errors import FatalError, SchemaError
 from penstock.sink import CommittedEpoch, Epoch, Positions, Topic
@@ -70,9 +60,6 @@ PROPERTIES = {
     "write.metadata.previous-versions-max": "20",
 }
 """Properties of tables that are created: every commit removes old metadata files."""
-
-_FAN = 32
-"""Manifests of about one size that are merged: readers plan with few of them, and a commit rewrites few entries."""
 
 
 @dataclass
@@ -152,7 +139,7 @@ class Table:
         """
         marker = CommittedEpoch(incarnation=epoch.incarnation, number=epoch.number, end=dict(end))
         text = durable.canonical(marker.model_dump(mode="json"))
-        transaction = _Transaction(self.iceberg)
+        transaction = SeenTransaction(self.iceberg)
         transaction._stage(self._widening(columns), self._unchanged())
         said = {_key(epoch.pipeline): text}
         if changed is not None:
@@ -164,10 +151,10 @@ class Table:
             "penstock.epoch": str(epoch.number),
         }
         written: list[str] = []
-        for producer, added in ((_Replace, rewritten), (_Append if changed is None else _Upsert, files)):
+        for producer, added in ((Replace, rewritten), (Append if changed is None else Upserted, files)):
             if added is not None:
-                change = producer(producer.operation, transaction, self.iceberg.io, _Stem(epoch), summary)  # type: ignore[arg-type]
-                if isinstance(change, _Upsert) and changed is not None:
+                change = producer(producer.operation, transaction, self.iceberg.io, Stem(epoch), summary)  # type: ignore[arg-type]
+                if isinstance(change, Upserted) and changed is not None:
                     change.changed = changed
                 for file in added:
                     change.append_data_file(file)
@@ -316,159 +303,6 @@ class Table:
         return [each.data_file.file_path for each in entries if each.status == ManifestEntryStatus.DELETED]
 
 
-class _Stem:
-    """Names a commit's files after the try, in place of the client's plain UUID."""
-
-    def __init__(self, epoch: Epoch) -> None:
-        self._text = f"{epoch.stem()}-{uuid4().hex[:8]}"
-
-    def __str__(self) -> str:
-        return self._text
-
-
-class _Transaction(Transaction):
-    """The client's transaction, which otherwise copies all metadata at each access."""
-
-    _seen: tuple[int, TableMetadata] | None = None
-
-    @property
-    def table_metadata(self) -> TableMetadata:
-        if self._seen is None or self._seen[0] != len(self._updates):
-            self._seen = (len(self._updates), super().table_metadata)
-        return self._seen[1]
-
-
-class _Replace(_FastAppendFiles):
-    """The same rows in other files: incremental readers skip it."""
-
-    operation = Operation.REPLACE
-
-    def _existing_manifests(self) -> list[ManifestFile]:
-        return []
-
-    def new_manifest_writer(self, spec: PartitionSpec) -> ManifestWriter:
-        if spec == self._transaction.table_metadata.spec():
-            return super().new_manifest_writer(spec)
-        return write_manifest(  # of dropped files, whose partition column may be dropped too
-            format_version=self._transaction.table_metadata.format_version,
-            spec=spec,
-            schema=self._transaction._table.metadata.schema(),
-            output_file=self.new_manifest_output(),
-            snapshot_id=self._snapshot_id,
-            avro_compression=self._compression,
-        )
-
-    def _deleted_entries(self) -> list[ManifestEntry]:
-        parent = self._transaction.table_metadata.snapshot_by_id(self._parent_snapshot_id or 0)
-        manifests = parent.manifests(self._io) if parent else []
-        found = []
-        for manifest in manifests:
-            entries = self.fetch_manifest_entry(manifest)
-            for entry in entries:
-                self.delete_data_file(entry.data_file)  # for the totals, delete files included
-            found += entries if manifest.content == ManifestContent.DATA else []
-        return [
-            ManifestEntry.from_args(
-                status=ManifestEntryStatus.DELETED,
-                snapshot_id=self._snapshot_id,
-                sequence_number=entry.sequence_number,
-                file_sequence_number=entry.file_sequence_number,
-                data_file=entry.data_file,
-            )
-            for entry in found
-        ]
-
-    def _summary(self, snapshot_properties: dict[str, str] = EMPTY_DICT) -> Summary:
-        self._operation = Operation.OVERWRITE  # the client sums up no other
-        return Summary(Operation.REPLACE, **super()._summary(snapshot_properties).additional_properties)
-
-
-class _Append(_FastAppendFiles):
-    """An append that keeps the number of manifests small."""
-
-    operation = Operation.APPEND
-
-    def _process_manifests(self, manifests: list[ManifestFile]) -> list[ManifestFile]:
-        merging: _ManifestMergeManager[Any] = _ManifestMergeManager(0, 0, True, self)
-        spec = self._transaction.table_metadata.default_spec_id
-        levels: dict[int, list[ManifestFile]] = {}
-        done: list[ManifestFile] = []
-        for each in manifests:
-            is_new = each.added_snapshot_id == self._snapshot_id
-            if is_new or each.content != ManifestContent.DATA or each.partition_spec_id != spec:
-                done.append(each)
-            else:
-                levels.setdefault(_level(each), []).append(each)
-        while levels:
-            level = min(levels)
-            group = levels.pop(level)
-            if len(group) < _FAN:
-                done += group
-            else:
-                merged = merging._create_manifest(spec, group)
-                above = max(_level(merged), level + 1)
-                levels.setdefault(above, []).append(merged)
-        return done
-
-
-class _DeleteManifest(ManifestWriterV2):
-    """A manifest of delete files."""
-
-    def content(self) -> ManifestContent:
-        return ManifestContent.DELETES
-
-    @property
-    def _meta(self) -> dict[str, str]:
-        return {**super()._meta, "content": "deletes"}
-
-
-class _Upsert(_Append):
-    """New rows, deletes of old ones, and files that go."""
-
-    operation = Operation.OVERWRITE
-    changed: Changed
-
-    def _existing_manifests(self) -> list[ManifestFile]:
-        """The manifests as they are; one that names a file that goes is written again."""
-        dropped = {file.file_path for file in self.changed.dropped}
-        kept = []
-        for manifest in super()._existing_manifests():
-            entries = self.fetch_manifest_entry(manifest) if dropped else []
-            if not any(entry.data_file.file_path in dropped for entry in entries):
-                kept.append(manifest)
-                continue
-            with self._writer(manifest.partition_spec_id, manifest.content) as writer:
-                for entry in entries:
-                    (writer.delete if entry.data_file.file_path in dropped else writer.existing)(entry)
-            kept.append(writer.to_manifest_file())
-        return kept
-
-    def _process_manifests(self, manifests: list[ManifestFile]) -> list[ManifestFile]:
-        mine = []
-        for spec_id in sorted({file.spec_id for file in self.changed.deletes}):
-            with self._writer(spec_id, ManifestContent.DELETES) as writer:
-                for file in self.changed.deletes:
-                    if file.spec_id == spec_id:
-                        entry = ManifestEntry.from_args(
-                            status=ManifestEntryStatus.ADDED, snapshot_id=self._snapshot_id, data_file=file
-                        )
-                        writer.add(entry)
-            mine.append(writer.to_manifest_file())
-        return [*super()._process_manifests(manifests), *mine]
-
-    def _writer(self, spec_id: int, content: ManifestContent) -> ManifestWriter:
-        if content == ManifestContent.DATA:
-            return self.new_manifest_writer(self.spec(spec_id))
-        return _DeleteManifest(
-            self.spec(spec_id), self.schema(), self.new_manifest_output(), self._snapshot_id, self._compression
-        )
-
-    def _summary(self, snapshot_properties: dict[str, str] = EMPTY_DICT) -> Summary:
-        self._added_data_files = [*self._added_data_files, *self.changed.deletes]  # the manifests are written
-        self._deleted_data_files = set(self.changed.dropped)
-        return super()._summary(snapshot_properties)
-
-
 def _retyped(stored: NestedField, wanted: NestedField) -> NestedField:
     """The stored column with the wanted type and id."""
     return stored.model_copy(update={"field_id": wanted.field_id, "field_type": wanted.field_type})
@@ -499,11 +333,6 @@ def _line(metadata: TableMetadata) -> list[Snapshot]:
         found.append(each)
         each = by_id.get(each.parent_snapshot_id) if each.parent_snapshot_id is not None else None
     return found
-
-
-def _level(manifest: ManifestFile) -> int:
-    files = (manifest.added_files_count or 0) + (manifest.existing_files_count or 0)
-    return int(math.log(max(files, 1), _FAN) + 1e-9)
 
 
 def _key(pipeline: str) -> str:

@@ -68,13 +68,10 @@ class IcebergTarget(LakeTarget[Table]):
     def catalog(self) -> AnyCatalog:
         return self.sink.catalogs.here()
 
-    def catalog_errors(self) -> contextlib.AbstractContextManager[None]:
-        return self.sink.catalogs.errors(f"the table of {self.topic}")
-
     # -- the commit ------------------------------------------------------------------------------------------------
 
     def load(self) -> Table | None:
-        with self.catalog_errors():
+        with self.sink.catalog_errors(self.topic):
             try:
                 table = Table(self.topic, self.catalog.load_table(self.identifier), self.catalog, self.path)
             except NoSuchTableError:
@@ -97,7 +94,7 @@ class IcebergTarget(LakeTarget[Table]):
         return data_file(self.path, file.path)
 
     def attempt(self, commit: Commit, loaded: Table | None) -> bool:
-        with self.catalog_errors():
+        with self.sink.catalog_errors(self.topic):
             if loaded is None:
                 self._create(commit.schemas())
                 return False
@@ -201,7 +198,7 @@ class IcebergTarget(LakeTarget[Table]):
         conflict: Exception | None = None
         for _ in range(loop.TRIES):
             try:
-                with durable.disk_errors(), self.catalog_errors():
+                with durable.disk_errors(), self.sink.catalog_errors(self.topic):
                     self._mark_seeded(now, self.load())
                 return
             except self.conflicts as error:
@@ -250,7 +247,7 @@ class SeededNote:
             self._target.catalog.create_namespace(self._namespace)
 
     def is_set(self) -> bool:
-        with self._target.catalog_errors():
+        with self._target.sink.catalog_errors(self._target.topic):
             try:
                 properties = self._target.catalog.load_namespace_properties(self._namespace)
             except NoSuchNamespaceError:

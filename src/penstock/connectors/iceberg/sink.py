@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Self
 
@@ -72,6 +73,9 @@ class Iceberg(LakeSink[IcebergConfig]):
         super().close()
         if hasattr(self, "catalogs"):
             self.catalogs.close()
+
+    def catalog_errors(self, topic: Topic) -> AbstractContextManager[None]:
+        return self.catalogs.errors(f"the table of {topic}")
 
     def spec(self) -> FileSpec:
         return FileSpec(

@@ -161,8 +161,7 @@ class Table:
                 transaction._stage(*change._commit())
                 written += [*change._written_manifests, *change._written_manifest_lists]
         # A service does not see whether a snapshot has got a tag meanwhile: there old ones go by themselves, afterwards.
-        alone = isinstance(self.catalog, Rest)
-        old = [] if alone else _expired(self.metadata, keep_snapshots)
+        old = [] if isinstance(self.catalog, Rest) else _expired(self.metadata, keep_snapshots)
         left = self._left_by(old) if old else []
         if old:
             transaction._stage(
@@ -177,7 +176,7 @@ class Table:
             if not self._is_named(written):
                 self._delete([*written, self.catalog.last.written])  # no version will ever name them
             raise
-        left = self._expire(keep_snapshots) if alone else left
+        left += self._expire(keep_snapshots) if isinstance(self.catalog, Rest) else []
         kept = {self._place(each).name for each in written}
         metadata = self._place(written[-1]).parent
         others = [name for name in store.names(metadata) if f"{epoch.stem()}-" in name and name.endswith(".avro")]
@@ -258,15 +257,12 @@ class Table:
             identifier_field_ids=[ids.get(each, each) for each in stored.identifier_field_ids],
         )
         added = [each for each in wider.fields if each.field_id not in ids]
-        return AddSchemaUpdate(schema=wider), SetCurrentSchemaUpdate(), *self._sorting(ids), *self._mapping(added)
-
-    def _mapping(self, added: list[NestedField]) -> tuple[Any, ...]:
-        """The name mapping, by which other engines find the columns of files without field ids."""
-        mapping = self.metadata.name_mapping()
-        if mapping is None or not added:
-            return ()
-        text = update_mapping(mapping, {}, {-1: added}).model_dump_json()
-        return (SetPropertiesUpdate(updates={TableProperties.DEFAULT_NAME_MAPPING: text}),)
+        return (
+            AddSchemaUpdate(schema=wider),
+            SetCurrentSchemaUpdate(),
+            *self._sorting(ids),
+            *_mapping(self.metadata, added),
+        )
 
     def _sorting(self, ids: Mapping[int, int]) -> tuple[Any, ...]:
         """The table's sort order, if one of its columns has got another id."""
@@ -301,6 +297,15 @@ class Table:
         ]
         entries = (e for m in manifests for e in m.fetch_manifest_entry(self.iceberg.io, discard_deleted=False))
         return [each.data_file.file_path for each in entries if each.status == ManifestEntryStatus.DELETED]
+
+
+def _mapping(metadata: TableMetadata, added: list[NestedField]) -> tuple[Any, ...]:
+    """The name mapping, by which other engines find the columns of files without field ids."""
+    mapping = metadata.name_mapping()
+    if mapping is None or not added:
+        return ()
+    text = update_mapping(mapping, {}, {-1: added}).model_dump_json()
+    return (SetPropertiesUpdate(updates={TableProperties.DEFAULT_NAME_MAPPING: text}),)
 
 
 def _retyped(stored: NestedField, wanted: NestedField) -> NestedField:

@@ -11,14 +11,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pydantic import Field, TypeAdapter, ValidationError
+from sink_protocol import END, ORDERS, epoch, rows, stage
 
 from penstock import store
 from penstock.config import Config, Secret
-from penstock.errors import ConfigError, FatalError, RetryableError
+from penstock.connectors.delta import Delta, DeltaConfig
+from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError
 from penstock.store.objects import ObjectUpload
 from penstock.store.options import for_delta
 from penstock.testing.engine import Forked
 from penstock.testing.processes import elsewhere
+from penstock.testing.spoiler import Spoiler
 
 
 class Options(Config):
@@ -253,6 +256,34 @@ class TestSignatures:
             store.put(bucket / "a", b"")
         store.put(bucket / "a", b"1")
         assert (bucket / "a").read_bytes() == b"1"
+
+    def test_after_a_token_has_expired_the_secret_is_read_again(self, strict_s3, tmp_path):
+        file = tmp_path / "secret"
+        file.write_text(os.environ["PENSTOCK_S3_SECRET"])
+        with Spoiler(strict_s3.port) as spoiler:
+            given = strict_s3.options(secret_access_key={"file": str(file)}, endpoint=spoiler.endpoint)
+            bucket = store.at(strict_s3.bucket(), options(**given))
+            store.put(bucket / "a", b"1")
+            file.write_text("another-secret")
+            store.put(bucket / "a", b"2")  # nobody has complained
+            spoiler.spoil("PUT", "/a", "400")
+            with pytest.raises(RetryableError, match=r"PEN-2001.*expired"):
+                store.put(bucket / "a", b"3")
+            with pytest.raises(FatalError, match="PEN-5050"):  # by the new secret, which is wrong
+                store.put(bucket / "a", b"4")
+
+    def test_an_open_delta_table_takes_renewed_credentials(self, strict_s3, tmp_path):
+        file = tmp_path / "secret"
+        file.write_text(os.environ["PENSTOCK_S3_SECRET"])
+        given = strict_s3.options(secret_access_key={"file": str(file)})
+        sink = Delta(DeltaConfig(path=f"{strict_s3.bucket()}/{{topic}}", storage_options=given))
+        sink.open()
+        sink.commit_epoch(epoch(1), [stage(sink, epoch(1), rows(0))], END)
+        file.write_text("another-secret")
+        with pytest.raises(ConnectorError, match=r"PEN-5050|PEN-2001"):
+            sink.target(ORDERS).load()
+        file.write_text(os.environ["PENSTOCK_S3_SECRET"])
+        assert sink.target(ORDERS).load().delta.version() == 1
 
 
 def _use_and_fork(place, given):

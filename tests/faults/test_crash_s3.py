@@ -1,6 +1,7 @@
 """The crash suite over sinks that write to an object store."""
 
 import pyarrow as pa
+import pytest
 from deltalake import DeltaTable, QueryBuilder
 from deltalake.exceptions import TableNotFoundError
 from test_crash_delta import InTasks
@@ -10,6 +11,7 @@ from penstock import store
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.delta.client import client_options
 from penstock.connectors.files.sink import FilesSink, FilesSinkConfig, read_published
+from penstock.connectors.iceberg import Iceberg, IcebergConfig
 from penstock.testing import CrashContract
 from s3_targets import InS3
 
@@ -46,6 +48,39 @@ class TestDeltaApplyS3Crash(TestDeltaS3Crash):
 
     def make_sink(self, path):
         return InTasks(DeltaConfig(**config(path, mode="upsert")))
+
+
+@pytest.mark.soak
+class TestIcebergS3Crash(InS3, CrashContract):
+    """The catalog is on a disk, the tables are in the store."""
+
+    mode = "append"
+
+    def make_sink(self, path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        more = {"catalog_uri": f"sqlite:///{path}.db", "mode": self.mode, "namespace": "default"}
+        return Iceberg(IcebergConfig(**config(path, **more)))
+
+    def visible(self, path, topic):
+        sink = self.make_sink(path)
+        sink.open()
+        loaded = sink.target(topic).load()
+        return loaded.iceberg.scan().to_arrow() if loaded else []
+
+    def lose_staged(self, path):
+        sink = self.make_sink(path)
+        sink.open()
+        live = {name for topic in ("/a", "/b") for name in sink.target(topic).live_files("crash")}
+        s3_targets.delete_staged(path, live)
+
+    def empty(self, path):
+        super().empty(path)
+        path.with_name(f"{path.name}.db").unlink(missing_ok=True)
+
+
+@pytest.mark.soak
+class TestIcebergUpsertS3Crash(TestIcebergS3Crash):
+    mode = "upsert"
 
 
 class TestFilesS3Crash(InS3, CrashContract):

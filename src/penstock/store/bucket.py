@@ -88,8 +88,8 @@ class Bucket:
             raise self.failed(place, error) from error
 
     def _refused(self, place: object, error: Exception) -> ConnectorError:
-        text = _first_line(error)
-        if any(mark in str(error) for mark in _EXPIRED) or self._renewed():
+        text, is_renewed = _first_line(error), self._renewed()
+        if is_renewed or any(mark in str(error) for mark in _EXPIRED):
             return RetryableError(
                 f"the store refused expired credentials for {place}: {text}",
                 code="PEN-2001",

@@ -14,14 +14,21 @@ import threading
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
-Action = Literal["500", "503", "409", "412", "cut", "applied, then 500", "applied, then 503", "applied, then cut",
+Action = Literal["400", "500", "503", "409", "412", "cut", "applied, then 500", "applied, then 503", "applied, then cut",
                  "applied, then 409", "applied, then 412", "without conditions"]  # fmt: skip
 """
-A status: the server never sees the request. `cut`: the connection ends without an answer. `applied, then …`: the server has
-done it, and the answer is another one. `without conditions`: headers such as If-None-Match do not reach the server.
+A status: the server never sees the request; 400 says that a token has expired. `cut`: the connection ends without an answer.
+`applied, then …`: the server has done it, and the answer is another one. `without conditions`: headers such as If-None-Match
+do not reach the server.
 """
 
-_REASONS = {"500": "InternalError", "503": "SlowDown", "409": "ConditionalRequestConflict", "412": "PreconditionFailed"}
+_REASONS = {
+    "400": "ExpiredToken",
+    "409": "ConditionalRequestConflict",
+    "412": "PreconditionFailed",
+    "500": "InternalError",
+    "503": "SlowDown",
+}
 
 
 @dataclass

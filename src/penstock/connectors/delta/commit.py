@@ -47,6 +47,7 @@ class DeltaTarget(LakeTarget[Table]):
         self.evolution = Evolution(sink, topic, self.path)
         self._upkeep = Upkeep(self)
         self._table: Table | None = None
+        self._options: dict[str, str] | None = None
         self._known = Known()
         self._hint = Hint(self.path)
 
@@ -58,13 +59,17 @@ class DeltaTarget(LakeTarget[Table]):
 
     def load(self) -> Table | None:
         known, self._table = self._table, None
-        if known is not None and known.is_the_same():
+        options = client_options(
+            self.path
+        )  # the client of a loaded table would keep credentials that have been renewed
+        is_same, self._options = options == self._options, options
+        if known is not None and is_same and known.is_the_same():
             with delta_errors(self.path):
                 known.refresh()
             self._table = known
         elif not store.is_local(self.path) or (self.path / "_delta_log").exists():
             with contextlib.suppress(TableNotFoundError), delta_errors(self.path):
-                table = Table(self.path, DeltaTable(self.evolution.uri, storage_options=client_options(self.path)))
+                table = Table(self.path, DeltaTable(self.evolution.uri, storage_options=options))
                 table.refuse_unsupported(rewrites=self.config.upserts)
                 self._table = table
         self._hint.leave(self._table and self._table.delta)

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from penstock.config import Config
 from penstock.errors import SchemaError
 from penstock.formats import Decoded, Failed, Format
+from penstock.formats.exact import ROUNDED, rounded_texts
 from penstock.formats.inference import Misfit
 from penstock.formats.json_parse import invalid_text
 from penstock.schema.typenames import arrow_type
@@ -200,8 +201,12 @@ def _typed(records: pa.ListArray, schema: pa.Schema, bad: Failed) -> tuple[pa.Re
     values, sizes = records.values, np.diff(edges)
     for at, field in enumerate(schema):
         places = pa.array(edges[:-1] + at, pa.int64(), mask=sizes <= at)
-        for row in _misfits(values.take(places), field.type):
+        texts = values.take(places)
+        for row in _misfits(texts, field.type):
             bad.setdefault(row, ("csv.type", f"the column {field.name!r} is not {field.type}"))
+        if types.is_floating(field.type):
+            for row in _rounded(texts, bad, field.type):
+                bad.setdefault(row, ("csv.exact", f"the column {field.name!r} holds {ROUNDED}"))
     good = np.flatnonzero(_kept(len(records), bad))
     columns = [
         values.take(pa.array(edges[good] + at, pa.int64(), mask=sizes[good] <= at)).cast(field.type)
@@ -225,6 +230,13 @@ def _misfits(texts: pa.Array, kind: pa.DataType) -> list[int]:
             else:
                 pieces += [((lo + hi) // 2, hi), (lo, (lo + hi) // 2)]
     return found
+
+
+def _rounded(texts: pa.Array, bad: Failed, kind: pa.DataType) -> list[int]:
+    """Where a text is a whole number that its column of doubles would round."""
+    good = np.flatnonzero(_kept(len(texts), bad))
+    chosen = texts.take(pa.array(good))
+    return [int(good[at]) for at in rounded_texts(chosen, chosen.cast(kind))]
 
 
 def _kept(count: int, bad: Failed) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

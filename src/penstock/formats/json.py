@@ -68,7 +68,8 @@ class Json(Format[JsonConfig]):
         for start in range(0, len(bodies), step):
             bad |= {start + at: why for at, why in reading.take(bodies.slice(start, step)).items()}
         screened.drop(bad)
-        return Decoded.of(reading.rows(), screened.positions, screened.tombstones, screened.failures)
+        rows = screened.exact(reading.rows(), "json.exact")
+        return Decoded.of(rows, screened.positions, screened.tombstones, screened.failures)
 
     def encode(self, rows: pa.RecordBatch) -> pa.Array:
         return objects(rows.schema.names, rows.columns, rows.num_rows, end="}").cast(pa.binary())

@@ -20,6 +20,7 @@ from pyarrow import types
 from pydantic_core import from_json
 
 from penstock.formats import Failed, Positions
+from penstock.formats.exact import EXACT, ROUNDED, rounds
 from penstock.formats.inference import Fields, Misfit, keys_of
 
 Unexpected: TypeAlias = Literal["infer", "ignore", "error"]
@@ -54,6 +55,16 @@ class Bodies:
         keep[list(found)] = False
         self.positions = self.positions[keep]
         self.bodies = self.bodies.filter(pa.array(keep))
+
+    def exact(self, rows: pa.RecordBatch, rule: str) -> pa.RecordBatch:
+        """The rows of the bodies without those that would hold another number than was sent: they become failures."""
+        found = inexact(self.bodies, rows)
+        if not found:
+            return rows
+        keep = np.ones(rows.num_rows, bool)
+        keep[found] = False
+        self.drop(dict.fromkeys(found, (rule, ROUNDED)))
+        return rows.filter(pa.array(keep))
 
 
 class Screened(Bodies):
@@ -192,6 +203,57 @@ def spans(bodies: pa.Array) -> tuple[Positions, np.ndarray[Any, np.dtype[np.uint
     edges = np.frombuffer(offsets, np.int32)[bodies.offset : bodies.offset + len(bodies) + 1].astype(np.int64)
     every = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
     return edges - edges[0], every[edges[0] : edges[-1]]
+
+
+def inexact(bodies: pa.Array, rows: pa.RecordBatch) -> list[int]:
+    """The bodies with a whole number that its column, a double, would round; `rows` are what was read of them."""
+    suspects = np.zeros(rows.num_rows, bool)
+    for column in rows.columns:
+        suspects |= _is_large(column)
+    found = []
+    for at in np.flatnonzero(suspects).tolist():
+        members = json.loads(bodies[at].as_py().removeprefix(_BOM), parse_float=lambda text: None)
+        if any(_is_rounded(members.get(field.name), field.type) for field in rows.schema):
+            found.append(at)
+    return found
+
+
+def _is_large(values: pa.Array) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Where a double lies beyond what doubles can count to."""
+    if types.is_floating(values.type):
+        return np.abs(pc.fill_null(values, 0.0).to_numpy(zero_copy_only=False)) >= EXACT
+    found = np.zeros(len(values), bool)
+    if types.is_struct(values.type):
+        for child in values.flatten():
+            found |= _is_large(child)
+    elif types.is_list(values.type) or types.is_map(values.type):
+        items = values.flatten() if types.is_list(values.type) else _map_items(values)
+        large = _is_large(items)
+        if large.any():
+            sizes = pc.fill_null(_sizes(values), 0).to_numpy(zero_copy_only=False)
+            found[np.repeat(np.arange(len(values)), sizes)[large]] = True
+    return found
+
+
+def _sizes(values: pa.Array) -> pa.Array:
+    if types.is_list(values.type):
+        return pc.list_value_length(values)
+    return pa.array([None if each is None else len(each) for each in values.to_pylist()], pa.int64())
+
+
+def _map_items(values: pa.Array) -> pa.Array:
+    every = [item for each in values.to_pylist() for _, item in each or ()]
+    return pa.array(every, values.type.item_type)
+
+
+def _is_rounded(found: Any, kind: pa.DataType) -> bool:
+    if types.is_floating(kind):
+        return isinstance(found, int) and rounds(found)
+    if types.is_struct(kind) and isinstance(found, dict):
+        return any(_is_rounded(found.get(field.name), field.type) for field in kind)
+    if types.is_map(kind) and isinstance(found, dict):
+        return any(_is_rounded(each, kind.item_type) for each in found.values())
+    return types.is_list(kind) and isinstance(found, list) and any(_is_rounded(each, kind.value_type) for each in found)
 
 
 def invalid_text(bodies: pa.Array) -> list[int]:

@@ -71,7 +71,7 @@ class JsonSchema(Format[JsonSchemaConfig]):
         screened = Screened(payloads)
         screened.failures |= unframed
         screened.tombstones = np.setdiff1d(screened.tombstones, np.array(list(unframed), np.int64))
-        rows = self._in_bulk(screened)
+        rows = screened.exact(self._in_bulk(screened), "json_schema.exact")
         return Decoded.of(rows, screened.positions, screened.tombstones, screened.failures)
 
     def _foreign(self, ids: np.ndarray[Any, Any]) -> Failed:

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from penstock.config import Config
 from penstock.errors import SchemaError
 from penstock.formats import Decoded, Failed, Format
+from penstock.formats.exact import ROUNDED, rounded_texts
 from penstock.formats.json_parse import invalid_text
 from penstock.formats.json_text import float_text
 
@@ -75,6 +76,9 @@ class Number(Format[NumberConfig]):
             np.flatnonzero(~matched).tolist(), ("number.syntax", f"it is not {_WORDS[kind]}")
         )
         failed |= dict.fromkeys(self._beyond(text, matched), ("number.range", f"it is beyond the range of {kind}"))
+        if kind == "double":
+            good = pc.if_else(_mask(len(text), list(failed)), None, text)
+            failed |= dict.fromkeys(rounded_texts(good, good.cast(pa.float64())), ("number.exact", ROUNDED))
         return _decoded(text, failed, lambda good: good.cast(pa.type_for_alias(kind)))
 
     def encode(self, rows: pa.RecordBatch) -> pa.Array:

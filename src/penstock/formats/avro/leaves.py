@@ -19,6 +19,7 @@ from pyarrow import types
 from penstock.formats import varint
 from penstock.formats.avro.scan import BadRow, Cursors, Reader, Scan
 from penstock.formats.avro.schema import Type
+from penstock.formats.exact import rounded
 from penstock.formats.pieces import Reason
 from penstock.formats.varint import Bytes, Ints
 
@@ -82,11 +83,14 @@ class Number(Node):
         self.factor = 1000 if reader.logical.endswith("-millis") else 1
         what = reader.logical or writer.kind
         self.out_of_range = Reason("avro.range", f"a number that is no {what} in {path}")
+        self.rounded = Reason("avro.exact", f"a whole number that a {reader.kind} cannot hold exactly in {path}")
 
     def scan(self, scan: Scan, cursors: Cursors) -> Ints:
         values = scan.long(cursors, self.path)
         if self.high < (1 << 63) - 1:
             scan.refuse(cursors, (values < self.low) | (values > self.high), self.out_of_range, values)
+        if types.is_floating(self.arrow) and (lost := rounded(values, self.arrow)).any():
+            scan.refuse(cursors, lost, self.rounded, values)
         return values
 
     def build(self, scan: Scan, found: Ints, count: int) -> pa.Array:
@@ -100,6 +104,8 @@ class Number(Node):
         value = reader.long(self.path)
         if not self.low <= value <= self.high:
             raise BadRow(*self.out_of_range)
+        if types.is_floating(self.arrow) and rounded(np.array([value]), self.arrow).any():
+            raise BadRow(*self.rounded)
         return float(value) if types.is_floating(self.arrow) else value * self.factor
 
 

@@ -455,22 +455,6 @@ def test_what_no_table_of_postgres_can_hold_is_a_dead_letter_alone(
         assert connection.execute(f"SELECT id FROM {table} ORDER BY id").fetchall() == [(1,), (3,), (4,)]
 
 
-def test_a_fraction_in_a_column_of_whole_numbers_is_kept_apart_and_the_others_go_on(home: Home) -> None:
-    home.put({"id": 1 << 60, "v": 1, "deep": {"n": [1]}})
-    home.run()
-    home.put({"id": (1 << 60) + 1, "v": 2.5}, {"id": (1 << 60) + 3, "v": 3}, {"id": 4, "v": 5.0})
-    home.put({"id": 5, "deep": {"n": [1, 1.5], "new": "x"}}, {"id": 6, "deep": {"n": [2], "new": "y"}})
-    home.run()
-    found = {row["id"]: (row["v"], row["deep"]) for row in home.rows()}
-    assert found == {
-        1 << 60: (1, {"n": [1], "new": None}),
-        (1 << 60) + 3: (3, None),
-        4: (5, None),
-        6: (None, {"n": [2], "new": "y"}),
-    }
-    assert [letter["rule"] for letter in home.letters()] == ["column.fraction"] * 2
-
-
 def test_whole_numbers_and_fractions_that_come_together_are_one_column(home: Home) -> None:
     home.put({"v": 1}, {"v": 2.5}, {"v": 3})
     home.run()

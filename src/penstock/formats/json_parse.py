@@ -221,7 +221,8 @@ def inexact(bodies: pa.Array, rows: pa.RecordBatch) -> list[int]:
 def _is_large(values: pa.Array) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Where a double lies beyond what doubles can count to."""
     if types.is_floating(values.type):
-        return np.abs(pc.fill_null(values, 0.0).to_numpy(zero_copy_only=False)) >= EXACT
+        numbers = pc.fill_null(values, 0.0).to_numpy(zero_copy_only=False)
+        return np.asarray(np.abs(numbers) >= EXACT)
     found = np.zeros(len(values), bool)
     if types.is_struct(values.type):
         for child in values.flatten():

@@ -108,6 +108,18 @@ class SchemaEvolvable(Protocol):
         """Change the target of a topic, before the rows that need it are staged."""
 
 
+@runtime_checkable
+class Doubling(Protocol):
+    """A sink with stored columns that can turn whole numbers into doubles, also after rows are committed."""
+
+    def can_be_double(self, topic: str, column: str) -> bool:
+        """
+        True if a column of a topic can become double: the target can change it, and no value would be rounded.
+
+        Asked on the driver, before the rows that need it are staged.
+        """
+
+
 SAMPLES = 1000
 """Records that are looked at when a schema has to be inferred."""
 

@@ -17,6 +17,9 @@ from penstock.config import Config
 from penstock.errors import DataError, SchemaError, reason_of
 from penstock.schema import ChangeKind, SchemaChange, key_of
 
+EXACT = 1 << 53
+"""Up to here a double holds every whole number."""
+
 Widens: TypeAlias = Callable[[pa.DataType, pa.DataType], bool]
 
 
@@ -85,6 +88,31 @@ def widens(old: pa.DataType, new: pa.DataType) -> bool:
     return (_is_text(old) and _is_text(new)) or ((_is_bytes(old) or types.is_fixed_size_binary(old)) and _is_bytes(new))
 
 
+def becomes_double(old: pa.DataType, new: pa.DataType) -> bool:
+    """True for a column of whole numbers that gets doubles: a wider type for values up to 2**53, and for those alone."""
+    return bool(types.is_integer(old) and types.is_float64(new))
+
+
+def is_doubling(change: SchemaChange) -> bool:
+    """True for a change that turns whole numbers into doubles."""
+    return change.kind is ChangeKind.RETYPED and becomes_double(change.old, change.new)
+
+
+def widens_or_doubles(old: pa.DataType, new: pa.DataType) -> bool:
+    """As `widens`, and whole numbers become doubles. Who says so looks at the stored values first."""
+    return widens(old, new) or becomes_double(old, new)
+
+
+def no_exact_double(topic: str, column: str) -> SchemaError:
+    """The error for a column of whole numbers that gets a fraction and holds numbers which a double would round."""
+    return SchemaError(
+        f"the column {column!r} of {topic} holds whole numbers beyond 2^53 in the target, and rows come with doubles, "
+        "which would round them",
+        code="PEN-4001",
+        hint="cast the column to int64, a decimal or text in the route's SQL, or write to a new target",
+    )
+
+
 def follow(
     topic: str, old: pa.Schema, new: pa.Schema, policy: Policy = Policy.EVOLVE, sink_widens: Widens = widens
 ) -> pa.Schema:
@@ -103,7 +131,7 @@ def follow(
                 columns[change.column] = pa.field(change.column, change.new)
             elif not types.is_null(change.new):
                 raise refusal(topic, change.column, None, change.new, policy)
-        elif not widens(change.new, change.old):
+        elif not widens_or_doubles(change.new, change.old):
             if policy is not Policy.EVOLVE or not sink_widens(change.old, change.new):
                 raise refusal(topic, change.column, change.old, change.new, policy, widens(change.old, change.new))
             columns[change.column] = columns[change.column].with_type(change.new)
@@ -138,7 +166,7 @@ def fit(
             continue
         if field.name in own and field.type != target.field(field.name).type:
             kind = target.field(field.name).type
-            if widens(field.type, kind):
+            if widens_or_doubles(field.type, kind):  # a whole number that a double would round is an error of its row
                 values = _widened(topic, field.name, values, kind)
             elif not policy.discards or (field.name in key and not _is_testable(field.type, kind)):
                 raise refusal(topic, field.name, kind, field.type, policy, widens(kind, field.type))
@@ -237,7 +265,7 @@ def widened(values: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.Array |
 def _widened(topic: str, name: str, values: pa.Array, kind: pa.DataType) -> pa.Array:
     try:
         return widened(values, kind)
-    except pa.ArrowInvalid as error:  # a date or time so far away that finer units cannot count to it
+    except pa.ArrowInvalid as error:  # a date so far away that finer units cannot count to it, a number beyond 2**53
         raise DataError(f"a value of the column {name!r} of {topic} does not fit {kind}: {reason_of(error)}") from error
 
 

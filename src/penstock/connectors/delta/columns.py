@@ -23,7 +23,7 @@ from penstock.connectors.lake.staging import ParquetPart
 from penstock.connectors.lake.types import COMMON, LakeTypes, has_all
 from penstock.connectors.upsert import DELETED, refuse_own_mark
 from penstock.errors import SchemaError
-from penstock.schema.evolution import Policy, follow, refusal, widens
+from penstock.schema.evolution import Policy, becomes_double, follow, refusal, widens
 from penstock.sink import Topic
 from penstock.store import Place
 
@@ -103,9 +103,15 @@ def _twins(names: Sequence[str]) -> set[str]:
 
 
 def can_widen(old: pa.DataType, new: pa.DataType) -> bool:
-    """True for types that every reader of Parquet widens in a file: numbers, dates to midnights, and structs by fields."""
+    """
+    True for types that every reader of Parquet widens in a file: numbers, dates to midnights, and structs by fields.
+
+    And for whole numbers that become doubles: no reader widens those, so the files are written again.
+    """
     if types.is_nested(old):
         return has_all(old, new)
+    if becomes_double(old, new):
+        return True
     return widens(old, new) and (types.is_primitive(old) or types.is_decimal(old)) and not types.is_boolean(old)
 
 

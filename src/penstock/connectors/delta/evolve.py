@@ -13,10 +13,11 @@ from deltalake.exceptions import CommitFailedError
 from penstock import store
 from penstock.connectors.delta.client import client_options
 from penstock.connectors.delta.columns import MARK, delta_schema, follow_rows, refuse_partitions, stored_columns
+from penstock.connectors.delta.doubles import holds_beyond, rewrite_as_doubles
 from penstock.connectors.delta.table import Table
 from penstock.connectors.lake.commit import Commit
 from penstock.schema import SchemaChange
-from penstock.schema.evolution import Policy, diff, follow
+from penstock.schema.evolution import Policy, becomes_double, diff, follow, is_doubling, no_exact_double
 from penstock.sink import Topic
 from penstock.store import Place
 
@@ -76,9 +77,20 @@ class Evolution:
         added, retyped = self.lacking(table, schemas)
         if added:
             table.add_columns(pa.schema(added))
+        elif doubles := self._doubles(table, retyped):
+            rewrite_as_doubles(self._sink, self._topic, table, pa.schema(doubles))
         elif retyped:
             table.widen_columns(pa.schema(retyped))
         return not added and not retyped
+
+    def _doubles(self, table: Table, retyped: Sequence[pa.Field]) -> list[pa.Field]:
+        """Those that become doubles; refused if that would round a value."""
+        columns = delta_schema(self._topic, table.columns())
+        doubles = [each for each in retyped if becomes_double(columns.field(each.name).type, each.type)]
+        for each in doubles:
+            if holds_beyond(table, columns, each.name):
+                raise no_exact_double(self._topic, each.name)
+        return doubles
 
     def evolve_early(self, table: Table | None, changes: Sequence[SchemaChange]) -> None:
         """Add and widen columns before the rows come, so that tasks see them."""
@@ -102,7 +114,8 @@ class Evolution:
         old, new = delta_schema(self._topic, table.columns()), rows[0]
         for each in rows:
             new = follow_rows(self._topic, self._config, new, each)
-        if self._sink.evaluate_evolution(diff(old, new)):
+        changes = diff(old, new)
+        if self._sink.evaluate_evolution(changes) and not any(map(is_doubling, changes)):
             return None
         kept = [new.field(each.name) if each.name in new.names else each for each in old]
         return pa.schema([*kept, *(each for each in new if each.name not in old.names)])

@@ -12,6 +12,7 @@ from penstock.connectors.delta.apply import Applying, DeltaApplied, DeltaWork
 from penstock.connectors.delta.columns import StatsPart, can_widen, delta_schema, new_columns, stored_columns
 from penstock.connectors.delta.commit import DeltaTarget
 from penstock.connectors.delta.config import DeltaConfig
+from penstock.connectors.delta.doubles import holds_beyond
 from penstock.connectors.delta.table import MISREAD, claim
 from penstock.connectors.delta.task import DeltaTask
 from penstock.connectors.lake.changed import begin_changes, changes_of
@@ -22,7 +23,7 @@ from penstock.connectors.lake.staging import FileSpec, Part, Stage, StagedFiles
 from penstock.connectors.upsert import check_options
 from penstock.errors import ConfigError
 from penstock.schema import ChangeKind, SchemaChange
-from penstock.schema.evolution import diff, widens
+from penstock.schema.evolution import diff, widens_or_doubles
 from penstock.sink import Applied, Epoch, Positions, SinkContext, Task, Topic, Work
 from penstock.source import Finding
 from penstock.store import Place
@@ -145,7 +146,14 @@ class Delta(LakeSink[DeltaConfig]):
             target = self._delta(refilled)
             return target.evolution.can_replace_types(target.load(), changes)
         retyped = [change for change in changes if change.kind is ChangeKind.RETYPED]
-        return all(widens(change.new, change.old) or can_widen(change.old, change.new) for change in retyped)
+        return all(widens_or_doubles(change.new, change.old) or can_widen(change.old, change.new) for change in retyped)
+
+    def can_be_double(self, topic: Topic, column: str) -> bool:
+        if column in (*self.config.partition_by, *(self.config.key or ())):
+            return False
+        table = self._delta(topic).load()
+        known = delta_schema(topic, table.columns()) if table is not None else pa.schema([])
+        return table is None or column not in known.names or not holds_beyond(table, known, column)
 
     def apply_evolution(self, topic: Topic, changes: Sequence[SchemaChange]) -> None:
         target = self._delta(topic)

@@ -222,15 +222,32 @@ class Table:
         The client has no call for it. The entry appears as the client's own do: whole, or not at all.
         """
         self.may_hold([columns])
+        self.publish(
+            [{"metaData": {**described(self.delta), "schemaString": self._retyped(columns)}}],
+            {"operation": "CHANGE COLUMNS", "operationParameters": {"columns": json.dumps(columns.names)}},
+        )
+        self.sync(self.delta.version())
+
+    def _retyped(self, columns: pa.Schema) -> str:
+        """The table's schema with other types for these columns."""
         schema = json.loads(self.delta.schema().to_json())
         wider = {each["name"]: each["type"] for each in json.loads(DeltaSchema.from_arrow(columns).to_json())["fields"]}
         for each in schema["fields"]:
             each["type"] = wider.get(each["name"], each["type"])
-        self.publish(
-            [{"metaData": {**described(self.delta), "schemaString": json.dumps(schema)}}],
-            {"operation": "CHANGE COLUMNS", "operationParameters": {"columns": json.dumps(wider)}},
-        )
-        self.sync(self.delta.version())
+        return json.dumps(schema)
+
+    def recast(self, columns: pa.Schema, files: Sequence[StagedFile]) -> None:
+        """Make the next version: other types for these columns, and the rows of all files in `files` instead."""
+        version, renewed = self.delta.version() + 1, self._retyped(columns)
+        if self.has_vectors():
+            actions: list[Action] = [{"metaData": {**described(self.delta), "schemaString": renewed}}]
+            actions += self.entries.changes(files, list(self.entries.adds), [])
+            self.publish(actions, {"operation": "CHANGE COLUMNS"})
+        else:
+            info = {"penstock": {"recast": len(files)}}
+            _write(self.delta, self._hooks, files, (), (), info, pa.schema(DeltaSchema.from_json(renewed)))
+            self.refresh()
+        self.sync(version)
 
     def sync(self, version: int) -> None:
         """Sync every entry of the log up to `version` that is not known to be, and the checkpoint made with it."""

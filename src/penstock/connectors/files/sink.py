@@ -27,7 +27,7 @@ from penstock.errors import ConfigError, FatalError
 from penstock.formats import jsonl
 from penstock.schema import key_of
 from penstock.schema.codec import pack_schema, unpack_schema
-from penstock.schema.evolution import follow
+from penstock.schema.evolution import Widens, becomes_double, follow
 from penstock.sink import CommittedEpoch, Epoch, Task, Topic, WriteResult
 from penstock.store import Place
 
@@ -79,16 +79,23 @@ class FilesSink(LakeSink[FilesSinkConfig]):
             suffix=".parquet" if config.format == "parquet" else f".jsonl{gzip}",
             place=_staged,
             layout=Directories(config.partition_by),
-            widens=has_all,
+            widens=self.widens,
             target_file_rows=config.target_file_rows,
             max_open_files=config.max_open_files,
         )
+
+    def widens(self, old: pa.DataType, new: pa.DataType) -> bool:
+        """Numbers in text may get fractions; of Parquet files many readers want one type for all."""
+        return has_all(old, new) or (self.config.format == "jsonl" and becomes_double(old, new))
+
+    def can_be_double(self, topic: Topic, column: str) -> bool:
+        return self.config.format == "jsonl" and column not in self.config.partition_by
 
     def task(self, epoch: Epoch, task: Task) -> LakeTask:
         return FilesTask(self, Stage(epoch, task, self.targets, self.spec()))
 
     def make_target(self, topic: Topic) -> LakeTarget[Any]:
-        return FilesTarget(topic, self.targets.claim(topic), self.targets.root)
+        return FilesTarget(topic, self.targets.claim(topic), self.targets.root, self.widens)
 
     def _begin_file(self, path: Place, schema: pa.Schema) -> Part:
         if self.config.format == "parquet":
@@ -107,8 +114,9 @@ class FilesTask(LakeTask):
 class FilesTarget(LakeTarget["FilesTarget"]):
     """The directory of one topic. It needs no creating, so that it is always there."""
 
-    def __init__(self, topic: Topic, path: Place, root: Place) -> None:
+    def __init__(self, topic: Topic, path: Place, root: Place, widens: Widens) -> None:
         super().__init__(topic, path, root)
+        self._widens = widens
         self._ledgers: dict[str, _Ledger] = {}
 
     @property
@@ -133,7 +141,7 @@ class FilesTarget(LakeTarget["FilesTarget"]):
         newest = ledger.newest()
         schema = unpack_schema(newest.columns) if newest else commit.schemas()[0]
         for rows in commit.schemas():
-            schema = follow(self.topic, schema, rows, sink_widens=has_all)
+            schema = follow(self.topic, schema, rows, sink_widens=self._widens)
         marker = commit.marker().model_dump()
         entry = Published(**marker, topic=self.topic, columns=pack_schema(schema), files=commit.files)
         failpoints.hit("commit.before")

@@ -24,6 +24,7 @@ from penstock import durable
 from penstock.connectors.lake.staging import ParquetPart, StagedFile
 from penstock.connectors.lake.types import COMMON, LakeTypes
 from penstock.schema.codec import pack_schema, unpack_schema
+from penstock.schema.evolution import becomes_double
 from penstock.sink import Topic
 from penstock.store import Place
 
@@ -145,16 +146,25 @@ def widens(old: pa.DataType, new: pa.DataType) -> bool:
     """True when a column of type `old` can become one of `new`."""
     if types.is_decimal(old) and types.is_decimal(new):
         return bool(old.scale == new.scale and old.precision <= new.precision)
-    return old == new or (old, new) in _WIDER
+    return old == new or (old, new) in _WIDER or is_renewal(old, new)
 
 
-_RENEWED = (pa.date32(), pa.timestamp("us"))
-_WIDER = ((pa.int32(), pa.int64()), (pa.float32(), pa.float64()), _RENEWED)
-"""All but the last are promotions of the format: files stay as they are."""
+def promotes(old: pa.DataType, new: pa.DataType) -> bool:
+    """True when a column of type `old` can become one of `new` while its files stay as they are."""
+    return widens(old, new) and not is_renewal(old, new)
+
+
+def is_renewal(old: pa.DataType, new: pa.DataType) -> bool:
+    """True for a wider type that the format has no promotion for: another column takes over, and files are written again."""
+    return (old, new) == (pa.date32(), pa.timestamp("us")) or becomes_double(old, new)
+
+
+_WIDER = ((pa.int32(), pa.int64()), (pa.float32(), pa.float64()))
+"""Promotions of the format."""
 
 
 def _is_renewed(column: pa.Field, schema: pa.Schema) -> bool:
-    return (column.type, schema.field(column.name).type) == _RENEWED
+    return is_renewal(column.type, schema.field(column.name).type)
 
 
 def nests_structs(kind: pa.DataType, inside: bool = False) -> bool:

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from penstock.changes import is_changelog, own_columns
 from penstock.connectors.iceberg.catalog import Catalogs, Names
-from penstock.connectors.iceberg.columns import StatsPart, iceberg_schema, widens
+from penstock.connectors.iceberg.columns import StatsPart, iceberg_schema, promotes, widens
 from penstock.connectors.iceberg.commit import IcebergTarget, data_file
 from penstock.connectors.iceberg.config import IcebergConfig
 from penstock.connectors.iceberg.layout import Layout
@@ -23,7 +23,7 @@ from penstock.connectors.lake.sink import LakeSink
 from penstock.connectors.lake.staging import FileSpec, Part, Stage
 from penstock.connectors.upsert import check_options
 from penstock.schema import ChangeKind, SchemaChange
-from penstock.schema.evolution import diff
+from penstock.schema.evolution import EXACT, diff, is_doubling, no_exact_double
 from penstock.sink import Epoch, SinkContext, Task, Topic
 from penstock.store import Place
 
@@ -33,13 +33,14 @@ class Iceberg(LakeSink[IcebergConfig]):
     Tasks write Parquet files with field ids into the table's directory; the driver commits them in one change of the
     table, together with columns that are new or wider and with the marker, which is a property of the table and also in
     the snapshot's summary. Commits drop old snapshots and metadata files and merge small manifests.
-    Numbers get wider types without a rewrite. A date column that becomes a timestamp is another column for Iceberg, so
-    the driver rewrites the table's files in that commit, and the old ones go with the last snapshot that names them.
+    Numbers get wider types without a rewrite. A date column that becomes a timestamp, and one of whole numbers that becomes
+    double, is another column for Iceberg, so the driver rewrites the table's files in that commit, and the old ones go with
+    the last snapshot that names them.
 
     For `upsert` the tasks' files are changes. The driver writes their new rows to data files and names the old rows in
     position deletes, which cost the same however large the table is. An index of the keys of each file, in `_penstock`, says
     where they are; it can always be made again. Delete files are merged, and data files with many deleted rows are written
-    again, a million rows an epoch at most. A date column cannot become a timestamp then.
+    again, a million rows an epoch at most. Such columns stay what they are then.
 
     Supports exactly-once: the catalog refuses a commit unless it starts from the snapshot whose marker was read. Readers see
     whole epochs. Topics may be committed at the same time. Other writers may append to the table meanwhile. `changes`
@@ -84,7 +85,7 @@ class Iceberg(LakeSink[IcebergConfig]):
             layout=self.layout,
             target_file_rows=self.config.target_file_rows,
             max_open_files=self.config.max_open_files,
-            widens=widens,
+            widens=self._widens,
         )
 
     def task(self, epoch: Epoch, task: Task) -> IcebergTask:
@@ -107,12 +108,27 @@ class Iceberg(LakeSink[IcebergConfig]):
 
     def evaluate_evolution(self, changes: Sequence[SchemaChange], refilled: Topic | None = None) -> bool:
         return all(
-            change.kind is not ChangeKind.RETYPED or widens(change.old, change.new) or widens(change.new, change.old)
+            change.kind is not ChangeKind.RETYPED
+            or self._widens(change.old, change.new)
+            or self._widens(change.new, change.old)
             for change in changes
         )
 
     def apply_evolution(self, topic: Topic, changes: Sequence[SchemaChange]) -> None:
-        """Nothing: columns change in the commit that brings their first rows."""
+        """Columns change in the commit that brings their first rows; what that would round is refused now."""
+        for change in changes:
+            if is_doubling(change) and not self.can_be_double(topic, change.column):
+                raise no_exact_double(topic, change.column)
+
+    def can_be_double(self, topic: Topic, column: str) -> bool:
+        if self.config.upserts or column in [each.column for each in self.layout]:
+            return False
+        table = self.target(topic).load()
+        return table is None or not table.holds_beyond(column, EXACT)
+
+    def _widens(self, old: pa.DataType, new: pa.DataType) -> bool:
+        """Position deletes name rows of files, so those stay as they are in `upsert`."""
+        return promotes(old, new) if self.config.upserts else widens(old, new)
 
     def _own(self, schema: pa.Schema) -> pa.Schema:
         if not self.config.upserts or not is_changelog(schema):

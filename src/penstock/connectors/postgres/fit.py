@@ -15,7 +15,7 @@ from penstock.connectors.postgres.target import NAME_BYTES, Catalog, Column, Nam
 from penstock.connectors.postgresql.types import quoted
 from penstock.connectors.upsert import DELETED
 from penstock.errors import SchemaError
-from penstock.schema.evolution import Policy, follow, refusal
+from penstock.schema.evolution import EXACT, Policy, becomes_double, follow, no_exact_double, refusal, widens_or_doubles
 from penstock.sink import Topic
 
 _TRIAL = Name("pg_temp", "penstock_trial")
@@ -107,7 +107,7 @@ def known_types(connection: psycopg.Connection[Any], schema: pa.Schema) -> dict[
 
 def widened(topic: Topic, target: pa.Schema, rows: pa.Schema, policy: Policy) -> pa.Schema:
     """The target's columns once it holds the rows; columns that are new or wider keep the name of the type they came from."""
-    wider = follow(topic, target, rows, policy)
+    wider = follow(topic, target, rows, policy, widens_or_doubles)
     origins = {each.name: each.metadata for each in rows}
     changed = [
         each
@@ -143,6 +143,23 @@ def altered(
                 raise refusal(topic, name, target.columns[name].arrow, rows.field(name).type, policy, is_wider=True)
             kinds[name] = kind
     return kinds
+
+
+def refuse_rounding(
+    connection: psycopg.Connection[Any], topic: Topic, target: Target, rows: pa.Schema, kinds: Mapping[str, str]
+) -> None:
+    """Refuse to turn whole numbers into doubles that would be others; `kinds` is what `altered` gave."""
+    for name in kinds:
+        known = target.columns.get(name)
+        is_double = known is not None and name in rows.names and becomes_double(known.arrow, rows.field(name).type)
+        if is_double and holds_beyond(connection, target.name, name):
+            raise no_exact_double(topic, name)
+
+
+def holds_beyond(connection: psycopg.Connection[Any], name: Name, column: str) -> bool:
+    """True if a value of the column lies beyond what doubles can count to."""
+    question = f"SELECT EXISTS (SELECT FROM {name.sql} WHERE {quoted(column)} NOT BETWEEN {-EXACT} AND {EXACT})"
+    return connection.execute(question).fetchone() == (True,)
 
 
 def _is_shorter(column: Column) -> bool:

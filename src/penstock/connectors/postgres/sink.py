@@ -15,7 +15,7 @@ from penstock.connectors import upsert
 from penstock.connectors.postgres import columns
 from penstock.connectors.postgres.commit import DriverSide
 from penstock.connectors.postgres.config import PostgresSinkConfig, StagedTables
-from penstock.connectors.postgres.fit import make_empty
+from penstock.connectors.postgres.fit import holds_beyond, make_empty
 from penstock.connectors.postgres.session import Markers, Seeded, Session
 from penstock.connectors.postgres.task import TaskSide
 from penstock.connectors.postgresql import connections, failures
@@ -161,6 +161,14 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
         """The columns of the table; more may come."""
         target = self.session.target(topic)
         return target and target.schema()
+
+    def can_be_double(self, topic: Topic, column: str) -> bool:
+        target = self.session.target(topic)
+        if target is None or column not in target.columns:
+            return True
+        if any(column in each for each in target.unique):
+            return False
+        return not self.session.ask(lambda connection: holds_beyond(connection, target.name, column))
 
     def check(self) -> Sequence[Finding]:
         return self.session.ask(lambda connection: list(_findings(connection)))

@@ -13,7 +13,7 @@ from penstock.changes.checks import check_changes
 from penstock.connectors import upsert
 from penstock.connectors.postgres import columns
 from penstock.connectors.postgres.config import PostgresSinkConfig, StagedTables
-from penstock.connectors.postgres.fit import altered, known_types, widened
+from penstock.connectors.postgres.fit import altered, known_types, refuse_rounding, widened
 from penstock.connectors.postgres.refusals import refusals
 from penstock.connectors.postgres.session import Session
 from penstock.connectors.postgres.stage import Known, Open, Stage, exact
@@ -89,6 +89,7 @@ class TaskSide:
         kinds = known.altered.get(exact(own))
         if kinds is None:
             kinds = self._ask(lambda connection: altered(connection, topic, target, own, policy))
+            self._ask(lambda connection: refuse_rounding(connection, topic, target, own, kinds))
             known.altered[exact(own)] = kinds
         rows, discarded = fit(topic, rows, widened(topic, target.schema(), own, policy), policy, key)
         known.refuse_values(topic, rows, kinds, self._upserts)

@@ -15,8 +15,8 @@ from penstock.runtime.epochs.manifest import Manifest
 from penstock.runtime.epochs.wiring import Pair, followed
 from penstock.runtime.job import is_plain
 from penstock.runtime.messages.decoding import Decoders
-from penstock.schema import ChangeKind, SchemaEvolvable
-from penstock.schema.evolution import Policy, refusal, widens
+from penstock.schema import ChangeKind, Doubling, SchemaChange, SchemaEvolvable, key_of
+from penstock.schema.evolution import Policy, becomes_double, is_doubling, refusal, widens_or_doubles
 from penstock.sink import Topic
 from penstock.source import Schemas
 from penstock.tables import Refused, TableSource
@@ -39,6 +39,8 @@ class Followers:
         self._wiring = contexts.wiring
         self._contexts = contexts
         self._evolved: dict[Pair, pa.Schema] = {}
+        self._is_plain: dict[Pair, bool] = {}
+        self._keys: dict[Topic, set[str]] = {}
 
     def follow(
         self,
@@ -98,6 +100,8 @@ class Followers:
             for name in target.sinks:
                 sink, pair = self._wiring.sinks[name], (name, target.topic)
                 self._contexts.learn(name, target, new, source, stream)
+                self._keys.setdefault(target.topic, set()).update(target.route.key_columns(new))
+                self._is_plain[pair] = self._is_plain.get(pair, True) and is_plain(target.route)
                 policy = sink.policy(target.topic)
                 # Of SQL only the tasks know the schema, and what is discarded is known there row by row.
                 if not is_plain(target.route) or policy.discards or self._evolved.get(pair) == new:
@@ -107,18 +111,39 @@ class Followers:
                 else:
                     self._evolved[pair] = new
 
+    def can_be_double(self, topic: Topic, known: pa.Schema, wider: pa.Schema, column: str) -> bool:
+        """True if every target of a topic lets whole numbers in a column become doubles, as the wider columns want it."""
+        is_nested = not becomes_double(known.field(column).type, wider.field(column).type)
+        for (name, mine), plain in self._is_plain.items():
+            sink = self._wiring.sinks[name]
+            if mine != topic or (plain and sink.schema(topic) is None):
+                continue
+            is_fixed = is_nested or not plain or column in self._keys[topic]
+            is_fixed = is_fixed or sink.policy(topic) is not Policy.EVOLVE
+            if is_fixed or not isinstance(sink, Doubling) or not sink.can_be_double(topic, column):
+                return False
+        return True
+
+
+def _keeps_key(change: SchemaChange, new: pa.Schema) -> bool:
+    """False if a column of the key would get doubles: keys would be compared as other values than they were."""
+    return not (is_doubling(change) and change.column in key_of(new))
+
 
 def _evolve_one(sink: Any, topic: Topic, policy: Policy, new: pa.Schema, cleared: bool) -> bool:
     """True if the target changes only with the rows, since it cannot follow, and is cleared."""
     old = sink.schema(topic)
     changes = sink.diff_schemas(old, new) if old is not None else ()
-    can_follow = not cleared or policy is not Policy.EVOLVE or sink.evaluate_evolution(changes)
-    if not can_follow and sink.evaluate_evolution(changes, refilled=topic):
+    # What is cleared anyway is not written again first.
+    can_follow = sink.evaluate_evolution(changes) and not any(map(is_doubling, changes))
+    if cleared and policy is Policy.EVOLVE and not can_follow and sink.evaluate_evolution(changes, refilled=topic):
         return True
     for change in changes:
         added = change.kind is ChangeKind.ADDED
-        wider = change.kind is ChangeKind.RETYPED and not widens(change.new, change.old)
-        if (policy is Policy.FREEZE and (added or wider)) or (wider and not sink.evaluate_evolution([change])):
+        wider = change.kind is ChangeKind.RETYPED and not widens_or_doubles(change.new, change.old)
+        if (policy is Policy.FREEZE and (added or wider)) or (
+            wider and not (sink.evaluate_evolution([change]) and _keeps_key(change, new))
+        ):
             raise refusal(topic, change.column, change.old, change.new, policy)
     if changes:
         sink.apply_evolution(topic, changes)

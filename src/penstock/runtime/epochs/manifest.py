@@ -54,6 +54,8 @@ class Manifest(BaseModel):
     """The version of each schema by which messages of this epoch are decoded, per subject."""
     columns: dict[Topic, str] = {}
     """Columns of topics whose format infers them, as far as they are known with this epoch."""
+    pinned: dict[Topic, list[str]] = {}
+    """Of these, columns in which whole numbers stay so, since a target cannot turn them into doubles."""
     letters: dict[Topic, int] = {}
     """Dead letters of this epoch, per topic."""
     rows_in: dict[str, int] = {}

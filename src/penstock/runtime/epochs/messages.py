@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
@@ -13,11 +14,16 @@ from penstock.runtime.epochs.stage import Staged
 from penstock.runtime.job import OnErrors
 from penstock.runtime.messages.codecs import Codecs
 from penstock.runtime.messages.decoding import Decoders, merged
+from penstock.runtime.messages.pinning import doubled, pin
 from penstock.schema.codec import pack_schema, unpack_schema
 from penstock.sink import Topic
 
 WINDOW = 1000
 """Records, at least, over which the share of bad ones is looked at: one bad record of two is no reason to stop."""
+
+
+CanBeDouble = Callable[[Topic, pa.Schema, pa.Schema, str], bool]
+"""Asks the targets of a topic whether whole numbers in a known column can become doubles, as the wider columns want it."""
 
 
 class Messages:
@@ -35,20 +41,26 @@ class Messages:
         self.letters = letters
         self._codecs = codecs
         self._max_error_rate = max_error_rate
+        self._pinned: dict[Topic, list[str]] = {}
+        """Found out in this run: the next one asks the targets once more."""
         self._window: deque[tuple[int, int]] = deque()
 
     def plan(self, newest: Manifest | None) -> dict[str, Any]:
         """What a new manifest says of messages."""
         if not self._codecs:
             return {}
-        return {"versions": self._codecs.choose(), "columns": newest.columns if newest else {}}
+        return {
+            "versions": self._codecs.choose(),
+            "columns": newest.columns if newest else {},
+            "pinned": dict(self._pinned),
+        }
 
     def decoders(self, manifest: Manifest) -> Decoders:
         """What the tasks of an epoch decode with."""
         if not self._codecs:
             return Decoders()
         columns = {topic: unpack_schema(text) for topic, text in manifest.columns.items()}
-        return self._codecs.decoders(manifest.versions, columns)
+        return self._codecs.decoders(manifest.versions, columns, manifest.pinned)
 
     def decoders_now(self, newest: Manifest | None) -> Decoders:
         """What the next epoch would decode with, as far as is known before it is planned."""
@@ -57,15 +69,28 @@ class Messages:
         columns = {topic: unpack_schema(text) for topic, text in (newest.columns if newest else {}).items()}
         return self._codecs.decoders(self._codecs.choose(), columns)
 
-    def learned(self, manifest: Manifest, found: dict[Topic, list[pa.Schema]]) -> dict[Topic, str] | None:
-        """The columns of an epoch after its tasks have met some that it did not know; None: it knew them all."""
-        columns = dict(manifest.columns)
+    def learned(
+        self, manifest: Manifest, found: dict[Topic, list[pa.Schema]], can_be_double: CanBeDouble
+    ) -> dict[str, Any]:
+        """
+        What changes in the manifest after tasks have met columns that the epoch did not know; empty: it knew them all.
+
+        Whole numbers that are committed become doubles if every target of their topic can follow.
+        """
+        columns, pinned = dict(manifest.columns), dict(manifest.pinned)
         for topic, schemas in found.items():
             known = unpack_schema(columns[topic]) if topic in columns else None
             wider = merged(known, schemas)
+            if known is not None and wider is not None:
+                stay = [name for name in doubled(known, wider) if not can_be_double(topic, known, wider, name)]
+                if stay:
+                    pinned[topic] = self._pinned[topic] = sorted({*pinned.get(topic, ()), *stay})
+                wider = pin(wider, known, pinned.get(topic, ()))
             if wider is not None and wider != known:
                 columns[topic] = pack_schema(wider)
-        return None if columns == manifest.columns else columns
+        if columns == manifest.columns and pinned == manifest.pinned:
+            return {}
+        return {"columns": columns, "pinned": pinned}
 
     def check(self, number: int, staged: Staged) -> None:
         """Stop before an epoch that leaves too many records out, instead of draining a topic into the dead letters."""

@@ -192,9 +192,9 @@ class Stager:
                 return looked
         return Staged.of(self._engine.run(replace(job, look=unknown)) if parts else (), skipped)
 
-    def learned(self, manifest: Manifest, staged: Staged) -> dict[Topic, str] | None:
-        """The columns of payloads, now that tasks have met some that the epoch did not know; None: it knew them all."""
-        return self._messages.learned(manifest, staged.columns)
+    def learned(self, manifest: Manifest, staged: Staged) -> dict[str, Any]:
+        """What the manifest says of payloads, now that tasks have met columns that it did not know; empty: it knew them all."""
+        return self._messages.learned(manifest, staged.columns, self._followers.can_be_double)
 
     def refusals(self, pairs: Collection[Pair], error: ConnectorError) -> dict[tuple[str, str], Json]:
         """The tables that go to these targets, with the notes that have them copied again."""

@@ -41,12 +41,12 @@ class Tries:
         while True:
             self._on_phase(manifest.number, "stage")
             staged = self._stager.run(manifest, self._state.epoch(manifest), wanted)
-            columns = self._stager.learned(manifest, staged)
-            if columns is None and not staged.refused:
+            learned = self._stager.learned(manifest, staged)
+            if not learned and not staged.refused:
                 return manifest, staged
             wanted.left_out |= staged.refused
             self._sweeper.abandon()
-            manifest = self.name(manifest, columns=columns or manifest.columns)
+            manifest = self.name(manifest, **learned)
 
     def roll_back(self, manifest: Manifest) -> Manifest:
         """Remove what earlier tries staged, and name the next one before it begins."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import pyarrow as pa
 
@@ -89,13 +90,18 @@ class Codecs:
             found |= {at: (rule, reason) for at, rule, reason in every if rule != NO_COLUMNS}
         return found
 
-    def decoders(self, versions: Mapping[str, int], columns: Mapping[Topic, pa.Schema]) -> Decoders:
+    def decoders(
+        self,
+        versions: Mapping[str, int],
+        columns: Mapping[Topic, pa.Schema],
+        pinned: Mapping[Topic, Sequence[str]] = MappingProxyType({}),
+    ) -> Decoders:
         """What the tasks of an epoch decode with: the same for the same versions and columns."""
         if not self.schemas:
             return Decoders()
         expected = {each.entry.expected_subject for each in self.schemas.entries}
         resolve = {subject: Resolve(self._known, subject) for subject in expected}
-        made = Decoders(self.schemas, self._chosen(versions), resolve, columns)
+        made = Decoders(self.schemas, self._chosen(versions), resolve, columns, dict(pinned))
         for each in self.schemas.entries:
             make_format(each, made.wire, resolve[each.entry.expected_subject])
         return made

@@ -50,6 +50,8 @@ class Decoder:
     key: Sequence[str] = ()
     known: pa.Schema | None = None
     """The payload's columns as of this epoch, for a format that infers them; None: none are known yet."""
+    pinned: frozenset[str] = frozenset()
+    """Columns in which whole numbers stay so, since a target cannot follow."""
 
     def columns(self) -> pa.Schema | None:
         """The payload's columns; None: none are known yet."""
@@ -86,15 +88,20 @@ class Decoder:
 
     def _pinned(self, envelopes: pa.RecordBatch, decoded: Decoded, met: pa.Schema | None) -> Decoded:
         """Keep whole-number columns of earlier epochs as they are; a message with a fraction in one is a failure."""
-        if self.known is None or (wanted := pinning.pin(decoded.rows.schema, self.known)) == decoded.rows.schema:
+        if self.known is None or not self.pinned:
+            return decoded
+        wanted = pinning.pin(decoded.rows.schema, self.known, self.pinned)
+        if wanted == decoded.rows.schema:
             return decoded
         bad = pinning.fractions(decoded.rows, wanted)
-        failures = _joined(decoded.failures, decoded.positions[bad], pinning.FRACTION)
         # Read again without them: beside a fraction, whole numbers were read as doubles, which do not hold all of them.
-        good = decoded.positions[~bad]
+        rounded, others = pinning.rounded(decoded.failures)
+        failures = _joined(others, decoded.positions[bad], pinning.FRACTION)
+        good = np.sort(np.concatenate([decoded.positions[~bad], rounded]))
         again = self._read(envelopes.take(pa.array(good)), met)
+        failures = _moved(again.failures, good, failures)
         rows = again.rows
-        wanted = pinning.pin(rows.schema, self.known)
+        wanted = pinning.pin(rows.schema, self.known, self.pinned)
         late = pinning.fractions(rows, wanted)  # such as 1e300, or 5.0 beside a number over 2**53
         if late.any():
             failures = _joined(failures, good[again.positions[late]], pinning.FRACTION)
@@ -150,6 +157,8 @@ class Decoders:
     """How schemas that frames name are found, by the subject that is expected."""
     columns: Mapping[Topic, pa.Schema] = field(default_factory=dict)
     """The columns of topics whose format infers them."""
+    pinned: Mapping[Topic, Sequence[str]] = field(default_factory=dict)
+    """Of these, columns in which whole numbers stay so, since a target cannot follow."""
     _made: dict[Topic, Decoder | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def of(self, topic: Topic) -> Decoder | None:
@@ -172,7 +181,9 @@ class Decoders:
     def _decoder(self, found: TopicSchema, topic: Topic) -> Decoder:
         entry = found.entry
         format = make_format(found, self.wire, self.resolve.get(entry.expected_subject))
-        return Decoder(format, entry.metadata, entry.key, self.columns.get(topic))
+        return Decoder(
+            format, entry.metadata, entry.key, self.columns.get(topic), frozenset(self.pinned.get(topic, ()))
+        )
 
 
 def make_format(found: TopicSchema, wire: Mapping[str, WireSchema], resolve: Resolver | None) -> Format[Any]:
@@ -214,6 +225,13 @@ def _joined(failures: Failures, positions: Positions, why: tuple[str, str]) -> F
     found = zip(failures.rules, failures.reasons, strict=True)
     every = dict(zip(failures.positions.tolist(), found, strict=True))
     return Failures.of(every | dict.fromkeys(positions.tolist(), why))
+
+
+def _moved(failures: Failures, places: Positions, others: Failures) -> Failures:
+    """Failures among some records, at the places that these have in the batch; and others of the batch."""
+    for position, rule, reason in zip(failures.positions.tolist(), failures.rules, failures.reasons, strict=True):
+        others = _joined(others, places[[position]], (rule, reason))
+    return others
 
 
 def merged(known: pa.Schema | None, found: Sequence[pa.Schema]) -> pa.Schema | None:

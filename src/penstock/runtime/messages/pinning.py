@@ -1,13 +1,14 @@
 """
 Columns that earlier epochs have fixed, for formats that infer them.
 
-No target follows a column from whole numbers to fractions: rows with `{"v": 1}` are there, and `{"v": 2.5}` comes. So the
-column stays what it is. A message with a fraction is a failure, and the others go on.
+Rows with `{"v": 1}` are in the targets, and `{"v": 2.5}` comes. If every target can turn the column into doubles, it becomes
+one. If not (a target cannot follow, or holds a number that a double would round), it stays what it is: a message with a
+fraction is a failure, and the others go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +16,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
+from penstock.formats import Failures, Positions
+
 EXACT = 2.0**53
 """Up to here a double holds every whole number; beyond, nobody can say which one was sent."""
 
-FRACTION = ("column.fraction", "a column that holds whole numbers since an earlier epoch has a fraction here")
+FRACTION = (
+    "column.fraction",
+    "a column that holds whole numbers since an earlier epoch has a fraction here, and a target cannot follow",
+)
 
 
 def pinned(known: pa.DataType, found: pa.DataType) -> pa.DataType:
@@ -33,9 +39,19 @@ def pinned(known: pa.DataType, found: pa.DataType) -> pa.DataType:
     return found
 
 
-def pin(columns: pa.Schema, known: pa.Schema) -> pa.Schema:
-    """The columns with the types that earlier epochs have fixed."""
-    old = {each.name: each.type for each in known}
+def has_doubling(known: pa.DataType, found: pa.DataType) -> bool:
+    """True if whole numbers became doubles, in the type itself or within it."""
+    return bool(pinned(known, found) != found)
+
+
+def doubled(known: pa.Schema, found: pa.Schema) -> list[str]:
+    """The known columns in which whole numbers became doubles."""
+    return [each.name for each in known if has_doubling(each.type, found.field(each.name).type)]
+
+
+def pin(columns: pa.Schema, known: pa.Schema, names: Collection[str]) -> pa.Schema:
+    """The columns, those of these names with the types that earlier epochs have fixed."""
+    old = {each.name: each.type for each in known if each.name in names}
     return pa.schema(
         [each.with_type(pinned(old.get(each.name, each.type), each.type)) for each in columns], columns.metadata
     )
@@ -48,6 +64,13 @@ def fractions(rows: pa.RecordBatch, wanted: pa.Schema) -> npt.NDArray[np.bool_]:
         if rows.schema.field(at).type != field.type:
             bad |= _misfits(rows.column(at), field.type)
     return bad
+
+
+def rounded(failures: Failures) -> tuple[Positions, Failures]:
+    """Where a record failed only since a double would round its number, and the other failures."""
+    found = [*zip(failures.positions.tolist(), failures.rules, failures.reasons, strict=True)]
+    others = {position: (rule, reason) for position, rule, reason in found if not rule.endswith(".exact")}
+    return np.array([each[0] for each in found if each[0] not in others], np.int64), Failures.of(others)
 
 
 def narrowed(rows: pa.RecordBatch, wanted: pa.Schema) -> pa.RecordBatch:

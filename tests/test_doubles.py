@@ -201,7 +201,7 @@ def test_a_rewrite_that_dies_leaves_the_table_as_it_was_and_no_file_after_the_ne
         raise Died
 
     with monkeypatch.context() as patched:
-        patched.setattr("penstock.connectors.delta.table.Table.recast", die)
+        patched.setattr("penstock.connectors.delta.doubles.recast", die)
         with pytest.raises(Died):
             sink.apply_evolution("/t", changes)
     assert DeltaTable(tmp_path / "t").to_pyarrow_table().equals(pa_rows)

@@ -210,12 +210,17 @@ def inexact(bodies: pa.Array, rows: pa.RecordBatch) -> list[int]:
     suspects = np.zeros(rows.num_rows, bool)
     for column in rows.columns:
         suspects |= _is_large(column)
-    found = []
+    found: list[int] = []
     for at in np.flatnonzero(suspects).tolist():
         members = json.loads(bodies[at].as_py().removeprefix(_BOM), parse_float=lambda text: None)
         if any(_is_rounded(members.get(field.name), field.type) for field in rows.schema):
             found.append(at)
     return found
+
+
+def has_large(rows: pa.RecordBatch) -> bool:
+    """True if a double lies beyond what doubles can count to."""
+    return any(_is_large(column).any() for column in rows.columns)
 
 
 def _is_large(values: pa.Array) -> np.ndarray[Any, np.dtype[np.bool_]]:

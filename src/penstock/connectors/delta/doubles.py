@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from penstock.connectors.delta.columns import delta_schema
 from penstock.connectors.delta.files import Log
 from penstock.connectors.delta.rewrite import Rewrite, write
-from penstock.connectors.delta.table import Table
+from penstock.connectors.delta.table import Table, recast
 from penstock.connectors.lake import lists
 from penstock.connectors.lake.staging import Stage
 from penstock.schema.evolution import EXACT
@@ -61,7 +61,7 @@ def rewrite_as_doubles(sink: Delta, topic: Topic, table: Table, columns: pa.Sche
         stage.abandon()
         _sweep(sink, topic)
         raise
-    table.recast(columns, written.adds)
+    recast(table, columns, written.adds)
     lists.drop(root, _TRY.pipeline, written.listed)
 
 

@@ -66,7 +66,7 @@ class Table:
         self._synced = self.delta.version() - 1
         self._seen = self._newest()
         # Checkpoints at the table's interval. On a disk old entries stay until the checkpoint is known to be there.
-        self._hooks = PostCommitHookProperties(
+        self.hooks = PostCommitHookProperties(
             create_checkpoint=True, cleanup_expired_logs=not store.is_local(self.path)
         )
         self._entries = Entries(self.path / "_delta_log")
@@ -153,7 +153,7 @@ class Table:
             actions += self.entries.changes(files, gone, marked)
             self.publish(actions, {"operation": "MERGE", **info})
         else:
-            _write(self.delta, self._hooks, files, removed, markers, info, schema)
+            _write(self.delta, self.hooks, files, removed, markers, info, schema)
         self.sync(version)
         self.markers[epoch.pipeline] = (sequence, sidecar)
         sidecars = self._sidecars(epoch.pipeline).items()
@@ -168,7 +168,7 @@ class Table:
             actions = self.entries.changes(files, [file.path for file in removed], [], data_change=False)
             self.publish(actions, {"operation": "OPTIMIZE", **info})
         else:
-            _write(self.delta, self._hooks, files, removed, (), info, data_change=False)
+            _write(self.delta, self.hooks, files, removed, (), info, data_change=False)
         self.sync(version)
 
     def publish(self, actions: Iterable[Action], info: Action) -> None:
@@ -195,7 +195,7 @@ class Table:
         self.delta.alter.add_columns(
             list(DeltaSchema.from_arrow(columns).fields),
             commit_properties=CommitProperties(max_commit_retries=_NO_RETRIES),
-            post_commithook_properties=self._hooks,
+            post_commithook_properties=self.hooks,
         )
         self.refresh()
         self.sync(self.delta.version())
@@ -210,7 +210,7 @@ class Table:
             TableFeatures.TimestampWithoutTimezone,
             allow_protocol_versions_increase=True,
             commit_properties=CommitProperties(max_commit_retries=_NO_RETRIES),
-            post_commithook_properties=self._hooks,
+            post_commithook_properties=self.hooks,
         )
         self.refresh()
         return False
@@ -223,31 +223,10 @@ class Table:
         """
         self.may_hold([columns])
         self.publish(
-            [{"metaData": {**described(self.delta), "schemaString": self._retyped(columns)}}],
+            [{"metaData": {**described(self.delta), "schemaString": retyped(self.delta, columns)}}],
             {"operation": "CHANGE COLUMNS", "operationParameters": {"columns": json.dumps(columns.names)}},
         )
         self.sync(self.delta.version())
-
-    def _retyped(self, columns: pa.Schema) -> str:
-        """The table's schema with other types for these columns."""
-        schema = json.loads(self.delta.schema().to_json())
-        wider = {each["name"]: each["type"] for each in json.loads(DeltaSchema.from_arrow(columns).to_json())["fields"]}
-        for each in schema["fields"]:
-            each["type"] = wider.get(each["name"], each["type"])
-        return json.dumps(schema)
-
-    def recast(self, columns: pa.Schema, files: Sequence[StagedFile]) -> None:
-        """Make the next version: other types for these columns, and the rows of all files in `files` instead."""
-        version, renewed = self.delta.version() + 1, self._retyped(columns)
-        if self.has_vectors():
-            actions: list[Action] = [{"metaData": {**described(self.delta), "schemaString": renewed}}]
-            actions += self.entries.changes(files, list(self.entries.adds), [])
-            self.publish(actions, {"operation": "CHANGE COLUMNS"})
-        else:
-            info = {"penstock": {"recast": len(files)}}
-            _write(self.delta, self._hooks, files, (), (), info, pa.schema(DeltaSchema.from_json(renewed)))
-            self.refresh()
-        self.sync(version)
 
     def sync(self, version: int) -> None:
         """Sync every entry of the log up to `version` that is not known to be, and the checkpoint made with it."""
@@ -305,6 +284,29 @@ class Table:
 
     def _newest(self) -> str:
         return identity_of(self.path / "_delta_log" / f"{self.delta.version():020d}.json")
+
+
+def retyped(delta: DeltaTable, columns: pa.Schema) -> str:
+    """The table's schema with other types for these columns."""
+    schema = json.loads(delta.schema().to_json())
+    wider = {each["name"]: each["type"] for each in json.loads(DeltaSchema.from_arrow(columns).to_json())["fields"]}
+    for each in schema["fields"]:
+        each["type"] = wider.get(each["name"], each["type"])
+    return json.dumps(schema)
+
+
+def recast(table: Table, columns: pa.Schema, files: Sequence[StagedFile]) -> None:
+    """Make the next version: other types for these columns, and the rows of all files in `files` instead."""
+    version, renewed = table.delta.version() + 1, retyped(table.delta, columns)
+    if table.has_vectors():
+        actions: list[Action] = [{"metaData": {**described(table.delta), "schemaString": renewed}}]
+        actions += table.entries.changes(files, list(table.entries.adds), [])
+        table.publish(actions, {"operation": "CHANGE COLUMNS"})
+    else:
+        info = {"penstock": {"recast": len(files)}}
+        _write(table.delta, table.hooks, files, (), (), info, pa.schema(DeltaSchema.from_json(renewed)))
+        table.refresh()
+    table.sync(version)
 
 
 def _write(

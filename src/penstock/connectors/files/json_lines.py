@@ -11,7 +11,8 @@ import pyarrow.json
 from penstock.connectors.files import splits
 from penstock.connectors.files.splits import BadRows, FileSplit, cast, opened, salvage, stream_of
 from penstock.connectors.files.types import fits, fixed, inferred_from_json, merge, widest
-from penstock.formats.json_parse import has_whole_lists
+from penstock.formats.exact import ROUNDED
+from penstock.formats.json_parse import has_large, has_whole_lists, inexact
 
 
 def read_jsonl(split: FileSplit, file: pa.NativeFile, bad: BadRows) -> Iterator[pa.RecordBatch]:
@@ -150,6 +151,15 @@ def _json_batch(data: bytes, schema: pa.Schema | None, explicit: bool) -> pa.Rec
     return parse(data, wanted, "ignore")
 
 
+def _exact(data: bytes, batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The rows, if no column of doubles has rounded a whole number of theirs."""
+    if has_large(batch):
+        lines = pa.array([line for line in data.split(b"\n") if line.strip()], pa.binary())
+        if len(lines) == batch.num_rows and inexact(lines, batch):
+            raise pa.ArrowInvalid(ROUNDED)
+    return batch
+
+
 def parse(data: bytes, schema: pa.Schema | None, unexpected: str) -> pa.RecordBatch:
     if not data.isascii():
         try:
@@ -167,7 +177,7 @@ def parse(data: bytes, schema: pa.Schema | None, unexpected: str) -> pa.RecordBa
     for at, field in enumerate(schema or ()):
         if asked.field(at).type != field.type:
             batch = batch.set_column(at, field, cast(batch.column(at), field))
-    return batch
+    return _exact(data, batch)
 
 
 def _json_type(kind: pa.DataType) -> pa.DataType:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ import pyarrow.json
 import pyarrow.parquet
 
 from penstock.connectors.files import splits
+from penstock.connectors.files.csv_text import Counted, closed, line_of
 from penstock.connectors.files.json_lines import infer_jsonl, read_jsonl
 from penstock.connectors.files.splits import BadRows, FileSplit, cast, is_planned, opened, salvage, stream_of
 from penstock.connectors.files.types import (
@@ -22,6 +24,8 @@ from penstock.connectors.files.types import (
     merge,
 )
 from penstock.errors import DataError, RetryableError, reason_of
+from penstock.formats.exact import ROUNDED
+from penstock.formats.json_parse import has_large
 
 _HEAD_BYTES = 256 << 10
 _BATCH_ROWS = 65536
@@ -97,16 +101,19 @@ def _read_csv(split: FileSplit, file: pa.NativeFile, bad: BadRows) -> Iterator[p
             f"{split.path} cannot be read as CSV: {reason_of(error)}", code="PEN-3001", hint="check `delimiter`"
         ) from error
     schema = _schema_of_rows(split, own)
-    done = 0
+    done, counted = 0, Counted(stream_of(split, file))
     try:
-        for batch in _csv_batches(split, stream_of(split, file), schema, bad):
+        for batch in _csv_batches(split, counted, schema, bad):
+            if has_large(batch) or counted.is_open_ended:
+                raise pa.ArrowInvalid(ROUNDED)  # maybe: the texts say
             yield batch
             done += batch.num_rows
     except pa.ArrowInvalid:
         bad.clear()  # the second reading meets the same rows again
         present = pa.schema([field for field in schema if field.name in own.names])
         with opened(split) as again:
-            for piece in _salvage_csv(split, stream_of(split, again), present, bad, done):
+            stream = closed(split, bad) or stream_of(split, again)
+            for piece in _salvage_csv(split, stream, present, bad, done):
                 yield _conformed(piece, schema)
 
 
@@ -132,15 +139,15 @@ def _salvage_csv(
             yield from salvage(rows.num_rows, convert, refused.__setitem__)
             misfits.update((numbers[row], str(why)) for row, why in refused.items())
             for number, why in sorted(misfits.items()):
-                (row,) = raw.slice(number, 1).to_pylist()
-                text = {name: value.decode(errors="replace") for name, value in row.items()}
-                bad.add(f"row {at + number + 1:,}", why, str(text))
+                bad.add(f"row {at + number + 1:,}", why, line_of(raw, number, split.separator))
             at += raw.num_rows
     except pa.ArrowInvalid as error:
         bad.add(f"after row {at:,}", error)
 
 
-def _csv_batches(split: FileSplit, stream: pa.NativeFile, schema: pa.Schema, bad: BadRows) -> Iterator[pa.RecordBatch]:
+def _csv_batches(
+    split: FileSplit, stream: pa.NativeFile | Counted, schema: pa.Schema, bad: BadRows
+) -> Iterator[pa.RecordBatch]:
     def skip(row: pa.csv.InvalidRow) -> str:
         bad.add(f"line {row.number:,}", f"{row.actual_columns} columns instead of {row.expected_columns}", row.text)
         return "skip"
@@ -193,7 +200,7 @@ def _read_parquet(split: FileSplit, file: pa.NativeFile, bad: BadRows) -> Iterat
 
             def report(row: int, why: pa.ArrowInvalid, batch: pa.RecordBatch = batch, before: int = at) -> None:
                 where = f"row {before + row + 1:,}" + (f" of row groups from {split.start}" if split.start else "")
-                bad.add(where, why, str(batch.slice(row, 1).to_pylist()[0]))
+                bad.add(where, why, json.dumps(batch.slice(row, 1).to_pylist()[0], default=str, ensure_ascii=False))
 
             yield from salvage(batch.num_rows, convert, report)
             at += batch.num_rows

@@ -9,6 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
+from penstock.formats.exact import ROUNDED, rounds
+
 
 def merge(
     old: pa.Schema | None, new: pa.Schema | None, *, widen: Callable[[pa.DataType, pa.DataType], pa.DataType]
@@ -103,7 +105,7 @@ def fits(value: Any, kind: pa.DataType) -> bool:
     if t.is_integer(kind):
         return type(value) is int
     if t.is_floating(kind):
-        return type(value) in (int, float)
+        return type(value) is float or (type(value) is int and not rounds(value))
     if t.is_boolean(kind):
         return isinstance(value, bool)
     if t.is_string(kind) or t.is_binary(kind) or t.is_timestamp(kind) or t.is_date(kind) or t.is_time(kind):
@@ -122,7 +124,16 @@ def csv_misfits(rows: pa.RecordBatch, schema: pa.Schema) -> dict[int, str]:
             good = pc.or_(pc.match_substring_regex(column, shape), pc.is_in(column, _CSV_NULLS))
             for row in pc.indices_nonzero(pc.invert(good)).to_pylist():
                 misfits.setdefault(row, f"column {field.name!r} is not {field.type}")
+        if pa.types.is_floating(field.type):
+            for row in _rounded(column):
+                misfits.setdefault(row, f"column {field.name!r} holds {ROUNDED}")
     return misfits
+
+
+def _rounded(texts: pa.Array) -> list[int]:
+    """Where a text is a whole number that a double cannot hold exactly."""
+    long = pc.indices_nonzero(pc.match_substring_regex(texts, r"^\s*[-+]?[0-9]{16,}\s*$")).to_pylist()
+    return [row for row in long if rounds(int(texts[row].as_py()))]
 
 
 _CSV_NULLS = pa.array([text.encode() for text in pyarrow.csv.ConvertOptions().null_values])

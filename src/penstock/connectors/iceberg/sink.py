@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 import pyarrow as pa
+from pyiceberg.expressions import GreaterThan, LessThan, Or
 
 from penstock.changes import is_changelog, own_columns
 from penstock.connectors.iceberg.catalog import Catalogs, Names
@@ -16,6 +17,7 @@ from penstock.connectors.iceberg.columns import StatsPart, iceberg_schema, promo
 from penstock.connectors.iceberg.commit import IcebergTarget, data_file
 from penstock.connectors.iceberg.config import IcebergConfig
 from penstock.connectors.iceberg.layout import Layout
+from penstock.connectors.iceberg.table import Table
 from penstock.connectors.iceberg.task import IcebergTask
 from penstock.connectors.lake.changed import begin_changes, changes_of
 from penstock.connectors.lake.partitions import Directories
@@ -124,7 +126,7 @@ class Iceberg(LakeSink[IcebergConfig]):
         if self.config.upserts or column in [each.column for each in self.layout]:
             return False
         table = self.target(topic).load()
-        return table is None or not table.holds_beyond(column, EXACT)
+        return table is None or not _holds_beyond(table, column)
 
     def _widens(self, old: pa.DataType, new: pa.DataType) -> bool:
         """Position deletes name rows of files, so those stay as they are in `upsert`."""
@@ -134,3 +136,11 @@ class Iceberg(LakeSink[IcebergConfig]):
         if not self.config.upserts or not is_changelog(schema):
             return schema
         return pa.schema([schema.field(name) for name in own_columns(schema)])
+
+
+def _holds_beyond(table: Table, column: str) -> bool:
+    """True if a live value of the column lies beyond what doubles can count to."""
+    if column not in table.metadata.schema().column_names or table.metadata.current_snapshot() is None:
+        return False
+    beyond = Or(GreaterThan(column, EXACT), LessThan(column, -EXACT))  # type: ignore[arg-type, call-arg]
+    return bool(table.iceberg.scan(row_filter=beyond, selected_fields=(column,), limit=1).to_arrow().num_rows)

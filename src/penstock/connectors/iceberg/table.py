@@ -13,7 +13,7 @@ from urllib.parse import quote
 import pyarrow as pa
 from pydantic import ValidationError
 from pyiceberg.exceptions import CommitFailedException, ResolveError
-from pyiceberg.expressions import AlwaysTrue, GreaterThan, LessThan, Or
+from pyiceberg.expressions import AlwaysTrue
 from pyiceberg.io.pyarrow import ArrowScan, _read_all_delete_files
 from pyiceberg.manifest import (
     DataFile,
@@ -222,13 +222,6 @@ class Table:
                 code="PEN-5021",
                 hint="rewrite its data files with the engine that wrote to it, and start again",
             ) from error
-
-    def holds_beyond(self, column: str, limit: int) -> bool:
-        """True if a live value of the column is larger than the limit or smaller than its negative."""
-        if column not in self.metadata.schema().column_names or self.metadata.current_snapshot() is None:
-            return False
-        beyond = Or(GreaterThan(column, limit), LessThan(column, -limit))  # type: ignore[arg-type, call-arg]
-        return bool(self.iceberg.scan(row_filter=beyond, selected_fields=(column,), limit=1).to_arrow().num_rows)
 
     def live_files(self) -> set[str]:
         """The names of all data files that a snapshot shows."""

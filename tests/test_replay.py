@@ -294,16 +294,6 @@ class TestCommands:
             cli.main(["dlq", str(home.path / "pipeline.toml"), *words])
         assert ended.value.code == 2
 
-    def test_of_letters_in_another_sink_it_says_where_they_are(
-        self, home: Home, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        home.put({"no": 2})
-        home.run(NUMBERS, processing='dead_letter_sink = "delta"')
-        assert len(home.rows("_dead_letters")) == 1
-        with pytest.raises(SystemExit):
-            cli.main(["dlq", str(home.path / "pipeline.toml"), "replay"])
-        assert "the topic /_dead_letters" in capsys.readouterr().err
-
 
 def test_lines_that_a_source_cannot_read_are_kept_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()

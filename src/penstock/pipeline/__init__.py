@@ -83,6 +83,7 @@ class Pipeline:
             *checks.route_problems(self.router.routes, self.sources, self.sinks, self.base),
             *checks.evolution_problems(self),
             *checks.letter_problems(self.processing.dead_letter_sink, list(self.sinks)),
+            *checks.letter_store_problems(self),
             *checks.delivery_problems(self),
         ]
         checks.refuse(problems, f"the pipeline {self.name!r}")

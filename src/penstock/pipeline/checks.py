@@ -16,6 +16,7 @@ from penstock.pipeline import registry
 from penstock.pipeline.registry import Kind
 from penstock.pipeline.routing import Route, matches
 from penstock.pipeline.toml import Where, without_password
+from penstock.schema import Readable
 from penstock.schema.evolution import EvolutionConfig
 from penstock.schema.registry.versions import Pinned
 from penstock.sink import DeliveryGuarantee, SinkConnector, Topic
@@ -157,6 +158,16 @@ def _unknown_name(kind: Kind, name: str, known: Sequence[str], where: Where) -> 
     return Problem("PEN-1010", f"no {kind} is named {name!r}{guess}", f"{kind}s: {', '.join(known) or 'none'}", where)
 
 
+def letter_store_problems(pipeline: Pipeline) -> Iterator[Problem]:
+    """A store of dead letters that wants rows with a key."""
+    name = pipeline.processing.dead_letter_sink or ""
+    sink = pipeline.sinks.get(name)
+    if sink is not None and getattr(sink.config, "mode", "append") != "append":
+        what = f"dead letters are rows without a key or a change, and sink {name!r} has another mode than append"
+        hint = 'name a sink with mode = "append", or leave out `dead_letter_sink`'
+        yield Problem("PEN-1010", what, hint, ("processing", "dead_letter_sink"))
+
+
 def letter_problems(name: str | None, sinks: Sequence[str]) -> Iterator[Problem]:
     """A store of dead letters that is no sink of the file."""
     if name is not None and name not in sinks:
@@ -208,7 +219,12 @@ def notices(pipeline: Pipeline) -> Iterator[str]:
     for name, sink in pipeline.sinks.items():
         if not _writes_once(pipeline, name):
             yield f"sink {name!r} ({_connector_name(sink)}) may repeat rows after a crash"
-        if not any(name in (route.sinks or pipeline.router.sinks) for route in pipeline.router.effective):
+        is_named = name == pipeline.processing.dead_letter_sink
+        if is_named and not isinstance(sink, Readable):
+            yield f"dead letters in sink {name!r} ({_connector_name(sink)}) cannot be shown or replayed by `penstock dlq`"
+        if not is_named and not any(
+            name in (route.sinks or pipeline.router.sinks) for route in pipeline.router.effective
+        ):
             yield f"sink {name!r} gets no rows: no route names it"
     if pipeline.delivery is DeliveryGuarantee.EXACTLY_ONCE:
         for each in pipeline.schemas.entries:

@@ -74,6 +74,7 @@ class Reader:
         self.problems += checks.route_problems(routes, self.declared["source"], self.declared["sink"], found.base)
         self.problems += checks.evolution_problems(found)
         self.problems += checks.letter_problems(found.processing.dead_letter_sink, self.declared["sink"])
+        self.problems += checks.letter_store_problems(found)
         self.problems += checks.delivery_problems(found)
         for key in SHARED:
             if key in data and key not in self._taken:

@@ -98,6 +98,8 @@ class Writer:
         known = target.context(topics.get(target.topic, TopicContext()))
         topics[target.topic] = known if known.encoder else replace(known, encoder=self._encoder(target.topic))
         sink = self._open.get(name) or self._begin(name)
+        if target.topic == letters.TOPIC and not getattr(sink, "takes_nested", True):
+            batch = letters.flat(batch)
         written = sink.write_batch(target.topic, batch)  # first: what a sink refuses is not written
         if written.records_discarded and not self._written[name, target.topic].records_discarded:
             self._samples.append(_discarded(name, sink, target, batch))

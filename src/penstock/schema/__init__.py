@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import pyarrow as pa
 
@@ -118,6 +118,17 @@ class Doubling(Protocol):
 
         Asked on the driver, before the rows that need it are staged.
         """
+
+
+@runtime_checkable
+class Readable(Protocol):
+    """A sink whose rows can be read again, so that dead letters which it holds can be replayed."""
+
+    takes_nested: ClassVar[bool]
+    """False: structs and maps have no place in it, and letters come with JSON text instead."""
+
+    def read_topic(self, topic: str) -> pa.Table | None:
+        """Every committed row of a topic, on the driver or for a command, after `open`; None if there is none."""
 
 
 SAMPLES = 1000

@@ -13,6 +13,7 @@ from penstock.connectors.delta.columns import StatsPart, can_widen, delta_schema
 from penstock.connectors.delta.commit import DeltaTarget
 from penstock.connectors.delta.config import DeltaConfig
 from penstock.connectors.delta.doubles import holds_beyond
+from penstock.connectors.delta.files import Log
 from penstock.connectors.delta.table import MISREAD, claim
 from penstock.connectors.delta.task import DeltaTask
 from penstock.connectors.lake.changed import begin_changes, changes_of
@@ -147,6 +148,14 @@ class Delta(LakeSink[DeltaConfig]):
             return target.evolution.can_replace_types(target.load(), changes)
         retyped = [change for change in changes if change.kind is ChangeKind.RETYPED]
         return all(widens_or_doubles(change.new, change.old) or can_widen(change.old, change.new) for change in retyped)
+
+    def read_topic(self, topic: Topic) -> pa.Table | None:
+        table = self._delta(topic).load()
+        if table is None:
+            return None
+        schema = delta_schema(topic, table.columns())
+        pieces = [rows for file in Log(table).files() for rows in file.read(table.path, schema)]
+        return pa.concat_tables([schema.empty_table(), *pieces])
 
     def can_be_double(self, topic: Topic, column: str) -> bool:
         if column in (*self.config.partition_by, *(self.config.key or ())):

@@ -88,6 +88,10 @@ class FilesSink(LakeSink[FilesSinkConfig]):
         """Numbers in text may get fractions; of Parquet files many readers want one type for all."""
         return has_all(old, new) or (self.config.format == "jsonl" and becomes_double(old, new))
 
+    def read_topic(self, topic: Topic) -> pa.Table | None:
+        found = read_published(self.target(topic).path)
+        return found if found.num_columns else None
+
     def can_be_double(self, topic: Topic, column: str) -> bool:
         return self.config.format == "jsonl" and column not in self.config.partition_by
 

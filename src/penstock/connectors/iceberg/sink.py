@@ -122,6 +122,10 @@ class Iceberg(LakeSink[IcebergConfig]):
             if is_doubling(change) and not self.can_be_double(topic, change.column):
                 raise no_exact_double(topic, change.column)
 
+    def read_topic(self, topic: Topic) -> pa.Table | None:
+        table = self.target(topic).load()
+        return None if table is None else table.iceberg.scan().to_arrow()
+
     def can_be_double(self, topic: Topic, column: str) -> bool:
         if self.config.upserts or column in [each.column for each in self.layout]:
             return False

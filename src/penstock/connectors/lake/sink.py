@@ -184,6 +184,8 @@ class LakeSink(TopicSink[S, StagedFiles]):
         """The columns of the target; more may come."""
         return self.target(topic).schema()
 
+    takes_nested: ClassVar[bool] = True
+
     def is_seeded(self, topic: Topic) -> bool:
         return self.target(topic).is_seeded()
 

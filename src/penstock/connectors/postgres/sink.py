@@ -19,6 +19,7 @@ from penstock.connectors.postgres.fit import holds_beyond, make_empty
 from penstock.connectors.postgres.session import Markers, Seeded, Session
 from penstock.connectors.postgres.task import TaskSide
 from penstock.connectors.postgresql import connections, failures
+from penstock.connectors.postgresql.types import quoted
 from penstock.durable import canonical
 from penstock.errors import SchemaError
 from penstock.schema import key_of
@@ -80,7 +81,7 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
         assert self._session is not None, "the sink is not open"
         return self._session
 
-    def _source_schema(self, topic: Topic) -> pa.Schema | None:
+    def source_schema(self, topic: Topic) -> pa.Schema | None:
         return self.context.topic(topic).source_schema
 
     def _whose(self, epoch: Epoch) -> str:
@@ -112,7 +113,7 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
     # -- on the driver -------------------------------------------------------------------------------------------
 
     def commit_epoch(self, epoch: Epoch, receipts: Sequence[StagedTables], end: Positions) -> None:
-        driver = DriverSide(self.session, self.policy, self._source_schema)
+        driver = DriverSide(self.session, self.policy, self.source_schema)
         self._committed |= driver.commit(epoch, receipts, end, self._committed, self._whose(epoch))
 
     def committed_epoch(self, pipeline: str, topic: Topic) -> CommittedEpoch | None:
@@ -138,29 +139,29 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
     def mark_seeded(self, topic: Topic) -> None:
         def mark(connection: psycopg.Connection[Any]) -> None:
             with connection.transaction():
-                self._make_empty(connection, topic)
+                _make_empty(self, connection, topic)
                 Seeded(self.session).add(connection, topic)
 
         self.session.ask(mark)
-
-    def _make_empty(self, connection: psycopg.Connection[Any], topic: Topic) -> None:
-        """If no rows came: readers find the table empty, and not missing."""
-        name, now = self.session.name(topic), self._source_schema(topic)
-        if now is None or self.session.catalog.find(connection, name) is not None:
-            return
-        upserts = self.config.mode == "upsert"
-        key = (self.config.key or key_of(now)) if upserts else ()
-        own = columns.picked(now, own_columns(now)) if upserts else now
-        # A column without a place there is refused with the first row that has it.
-        with contextlib.suppress(SchemaError, psycopg.ProgrammingError), connection.transaction():
-            empty = columns.plain(topic, pa.RecordBatch.from_pylist([], schema=own))
-            if key or not upserts:
-                make_empty(connection, name, empty.schema, key, self.config.soft_delete)
 
     def schema(self, topic: Topic) -> pa.Schema | None:
         """The columns of the table; more may come."""
         target = self.session.target(topic)
         return target and target.schema()
+
+    takes_nested = False
+
+    def read_topic(self, topic: Topic) -> pa.Table | None:
+        target = self.session.target(topic)
+        if target is None:
+            return None
+        names = list(target.schema().names)
+        query = f"SELECT {', '.join(map(quoted, names))} FROM {target.name.sql}"
+        rows = self.session.ask(lambda connection: connection.execute(query).fetchall())
+        arrays = [
+            pa.array([row[at] for row in rows], target.schema().field(name).type) for at, name in enumerate(names)
+        ]
+        return pa.Table.from_arrays(arrays, names)
 
     def can_be_double(self, topic: Topic, column: str) -> bool:
         target = self.session.target(topic)
@@ -182,6 +183,21 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
                 "SELECT pg_is_in_recovery() OR current_setting('transaction_read_only') = 'on'"
             ).fetchone()
         return HealthStatus.unhealthy("the server takes no writes") if row == (True,) else HealthStatus.healthy()
+
+
+def _make_empty(sink: Postgres, connection: psycopg.Connection[Any], topic: Topic) -> None:
+    """If no rows came: readers find the table empty, and not missing."""
+    name, now = sink.session.name(topic), sink.source_schema(topic)
+    if now is None or sink.session.catalog.find(connection, name) is not None:
+        return
+    upserts = sink.config.mode == "upsert"
+    key = (sink.config.key or key_of(now)) if upserts else ()
+    own = columns.picked(now, own_columns(now)) if upserts else now
+    # A column without a place there is refused with the first row that has it.
+    with contextlib.suppress(SchemaError, psycopg.ProgrammingError), connection.transaction():
+        empty = columns.plain(topic, pa.RecordBatch.from_pylist([], schema=own))
+        if key or not upserts:
+            make_empty(connection, name, empty.schema, key, sink.config.soft_delete)
 
 
 def _findings(connection: psycopg.Connection[Any]) -> Iterator[Finding]:

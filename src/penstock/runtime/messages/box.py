@@ -1,4 +1,4 @@
-"""The dead letters in the default store of a pipeline, and what has become of each."""
+"""The dead letters of a pipeline, and what has become of each."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ from penstock.pipeline import Pipeline
 from penstock.runtime.epochs import State
 from penstock.runtime.messages.letters import LETTERS, REPLAY, rows_of
 from penstock.runtime.messages.replay import Replayed, fates, having
-from penstock.runtime.messages.store import read_letters, wants_letters
+from penstock.runtime.messages.store import read_letters, readable_sink, wants_letters
 
 
 class Store:
-    """The default store of a pipeline, and what its state says of the letters in it."""
+    """Where a pipeline keeps its dead letters, and what its state says of them."""
 
     def __init__(self, pipeline: Pipeline, *, whole: bool = False) -> None:
         """`whole`: with what the letters hold, not only what they are."""
         processing = pipeline.processing
-        if processing.dead_letter_sink is not None and wants_letters(pipeline):
+        named = processing.dead_letter_sink
+        if named is not None and wants_letters(pipeline) and readable_sink(pipeline) is None:
             raise ConfigError(
-                f"the dead letters of {pipeline.name} go to the sink {processing.dead_letter_sink!r}",
+                f"the dead letters of {pipeline.name} go to the sink {named!r}, which cannot be read from here",
                 code="PEN-1009",
-                hint="look at the topic /_dead_letters there; to replay from here, leave out `dead_letter_sink`",
+                hint="look at the topic /_dead_letters there; to replay, name a delta, iceberg, files or postgres sink, "
+                "or leave out `dead_letter_sink`",
             )
         self.directory = processing.state_dir
-        self.letters = read_letters(self.directory, LETTERS.names if whole else _ABOUT)
+        self.letters = read_letters(pipeline, LETTERS.names if whole else _ABOUT)
         state = State(self.directory, pipeline.name).peek()
         self.incarnation = state.identity.incarnation
         self.done = _position(state).steps

@@ -11,6 +11,7 @@ as a line of a file: it is kept as it was found, and only the source could try i
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -164,6 +165,34 @@ def again(letters: pa.RecordBatch, rule: str, reason: str, code: str, epoch: Epo
         for field in LETTERS
     ]
     return pa.RecordBatch.from_arrays(columns, schema=LETTERS)
+
+
+_NESTED = ("attributes", "offset")
+
+
+def flat(letters: pa.RecordBatch) -> pa.RecordBatch:
+    """Letters for a store that has no place for maps and structs: those are JSON text."""
+    for name in _NESTED:
+        at = letters.schema.get_field_index(name)
+        values = [None if each is None else dict(each) for each in letters.column(at).to_pylist()]
+        texts = [None if each is None else json.dumps(each, ensure_ascii=False) for each in values]
+        letters = letters.set_column(at, pa.field(name, pa.string()), pa.array(texts, pa.string()))
+    return letters
+
+
+def stored(found: pa.Table) -> pa.Table:
+    """Letters as a store gives them back: with the columns and types of letters."""
+    columns = []
+    for field in LETTERS:
+        values = found.column(field.name)
+        if field.name in _NESTED and pa.types.is_string(values.type):
+            parsed = [None if each is None else json.loads(each) for each in values.to_pylist()]
+            parsed = [
+                None if each is None else list(each.items()) if field.name == "attributes" else each for each in parsed
+            ]
+            values = pa.chunked_array([pa.array(parsed, field.type)])
+        columns.append(values.cast(field.type))
+    return pa.Table.from_arrays(columns, schema=LETTERS)
 
 
 def target(sink: str) -> Target:

@@ -7,10 +7,11 @@ dropped. So nothing is deleted or marked in the store, and a kill between any tw
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,8 @@ from penstock.config import Config
 from penstock.durable import Json
 from penstock.errors import ConfigError, RetryableError
 from penstock.requests import Inbox
-from penstock.runtime.messages.letters import REPLAY, TOPIC
+from penstock.runtime.messages.letters import LETTERS, REPLAY, TOPIC, rows_of, stored, to_ipc
+from penstock.sink import SinkConnector
 from penstock.source import Position, RangeSource, ReadLimit, Schemas, SourceBatch
 
 WHERE = ("topic", "code", "rule", "source", "stream", "sink", "kind")
@@ -92,16 +94,22 @@ class ReplayConfig(Config):
     incarnation: str
     """Whose letters count."""
 
+    sink: Any = None
+    """The sink that holds more of them, if the file names one that can be read."""
+
 
 @dataclass(frozen=True)
 class Letters:
     """Some letters of one file of the store."""
 
     file: str
+    """Empty: those in `rows`."""
     done: tuple[Step, ...]
     """What these cover was dealt with before."""
     steps: tuple[Step, ...]
     """What is asked for now."""
+    rows: bytes = b""
+    """Letters of the sink that the file names, as an Arrow stream: the driver reads them, since a task may be forked."""
 
 
 class Replay(RangeSource[ReplayConfig, Replayed]):
@@ -129,15 +137,16 @@ class Replay(RangeSource[ReplayConfig, Replayed]):
         steps = end.steps[len(start.steps) :]
         if not any(step.verb == "replay" for step in steps):
             return []
-        return [Letters(file, start.steps, steps) for file in files(self.config.path)]
+        splits = [Letters(file, start.steps, steps) for file in files(self.config.path)]
+        if self.config.sink is not None:
+            found = [_asked(batch, start.steps, steps) for batch in read_sink(self.config.sink).to_batches(SPLIT_ROWS)]
+            splits += [Letters("", start.steps, steps, to_ipc(batch)) for batch in found if batch.num_rows]
+        return splits
 
     def read(self, split: Letters) -> Iterator[SourceBatch]:
-        for batch in _opened(split.file).iter_batches():
-            found = fates(batch, split.steps)
-            is_asked = np.isin(found, [at for at, step in enumerate(split.steps) if step.verb == "replay"])
-            is_asked &= fates(batch, split.done) < 0
-            if is_asked.any():
-                yield SourceBatch(batch.filter(pa.array(is_asked)), stream=TOPIC)
+        for batch in _opened(split.file).iter_batches() if split.file else [rows_of(split.rows)]:
+            if (found := _asked(batch, split.done, split.steps)).num_rows:
+                yield SourceBatch(found, stream=TOPIC)
 
     def next_start(self, end: Replayed, notes: Sequence[Json]) -> Replayed:
         """Without the steps that a later one covers, or of a lost state: the position would grow for ever."""
@@ -151,6 +160,27 @@ class Replay(RangeSource[ReplayConfig, Replayed]):
     @property
     def _requests(self) -> ReplayRequests:
         return ReplayRequests(self.context.state_dir)
+
+
+SPLIT_ROWS = 10_000
+"""Letters of a sink that one task gets."""
+
+
+def _asked(letters: pa.RecordBatch, done: Sequence[Step], steps: Sequence[Step]) -> pa.RecordBatch:
+    """The letters that some steps replay, and that no earlier one dealt with."""
+    is_asked = np.isin(fates(letters, steps), [at for at, step in enumerate(steps) if step.verb == "replay"])
+    return letters.filter(pa.array(is_asked & (fates(letters, done) < 0)))
+
+
+def read_sink(sink: SinkConnector[Any, Any]) -> pa.Table:
+    """The letters that a sink of the file holds; by a copy, since another one may be open."""
+    own = pickle.loads(pickle.dumps(sink))
+    try:
+        own.open()
+        found = own.read_topic(TOPIC)
+        return LETTERS.empty_table() if found is None else stored(found)
+    finally:
+        own.close()
 
 
 def files(path: Path) -> list[str]:

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 
 from penstock.pipeline import Pipeline, registry
 from penstock.runtime.messages.letters import LETTERS, REPLAY, SINK
-from penstock.runtime.messages.replay import Replay, ReplayConfig, files
+from penstock.runtime.messages.replay import Replay, ReplayConfig, files, read_sink
+from penstock.schema import Readable
 from penstock.sink import SinkConnector
 from penstock.source import RangeSource
 
@@ -35,12 +36,20 @@ def letter_sink(pipeline: Pipeline) -> dict[str, SinkConnector[Any, Any]]:
 
 
 def replay_source(pipeline: Pipeline, incarnation: str) -> dict[str, RangeSource[Any, Any]]:
-    """The source that brings dead letters back from the default store, by its name; empty: there can be none."""
-    processing = pipeline.processing
+    """The source that brings dead letters back, by its name; empty: there can be none."""
+    processing, sink = pipeline.processing, readable_sink(pipeline)
     in_default_store = wants_letters(pipeline) and processing.dead_letter_sink is None
-    if not processing.checkpoint or not (in_default_store or has_letters(processing.state_dir)):
+    if not processing.checkpoint or not (in_default_store or sink is not None or has_letters(processing.state_dir)):
         return {}
-    return {REPLAY: Replay(ReplayConfig(path=processing.state_dir / FOLDER, incarnation=incarnation))}
+    config = ReplayConfig(path=processing.state_dir / FOLDER, incarnation=incarnation, sink=sink)
+    return {REPLAY: Replay(config)}
+
+
+def readable_sink(pipeline: Pipeline) -> SinkConnector[Any, Any] | None:
+    """The sink that the file names for dead letters, if they can be read there again."""
+    named = pipeline.processing.dead_letter_sink
+    sink = pipeline.sinks[named] if named is not None and wants_letters(pipeline) else None
+    return sink if isinstance(sink, Readable) else None
 
 
 def has_letters(state_dir: Path) -> bool:
@@ -48,11 +57,14 @@ def has_letters(state_dir: Path) -> bool:
     return (state_dir / FOLDER / "_delta_log").exists()
 
 
-def read_letters(state_dir: Path, columns: Sequence[str] = LETTERS.names) -> pa.Table:
-    """These columns of every letter in the default store."""
+def read_letters(pipeline: Pipeline, columns: Sequence[str] = LETTERS.names) -> pa.Table:
+    """These columns of every letter: in the default store, and in the sink that the file names if it can be read."""
     schema = pa.schema([LETTERS.field(name) for name in columns])
     # File by file: Arrow's scanner has threads that may outlive it.
-    read = [pq.ParquetFile(file).read(columns=list(columns)) for file in files(state_dir / FOLDER)]
+    stored = files(pipeline.processing.state_dir / FOLDER)
+    read = [pq.ParquetFile(file).read(columns=list(columns)) for file in stored]
+    if (sink := readable_sink(pipeline)) is not None:
+        read.append(read_sink(sink))
     return pa.concat_tables([schema.empty_table(), *(each.select(list(columns)).cast(schema) for each in read)])
 
 

@@ -1,0 +1,163 @@
+"""Dead letters in a sink of the file: shown, replayed once and dropped, wherever they can be read again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from deltalake import DeltaTable
+
+from penstock import cli
+from penstock.errors import ConfigError
+from penstock.pipeline import Pipeline, checks
+from penstock.runtime import supervisor
+from penstock.testing import ForkEngine
+
+STORES = {
+    "delta": 'connector = "delta"\npath = "letters/{topic}"\n',
+    "iceberg": 'connector = "iceberg"\npath = "letters/{topic}"\n',
+    "parquet": 'connector = "files"\npath = "letters/{topic}"\n',
+    "jsonl": 'connector = "files"\npath = "letters/{topic}"\nformat = "jsonl"\n',
+    "postgres": 'connector = "postgres"\ndsn = "DSN"\ntable = "TABLE"\n',
+}
+PIPELINE = """
+connector_name = "named"
+delivery = "exactly-once"
+
+[processing]
+on_error = "dead_letter"
+max_error_rate = 1.0
+dead_letter_sink = "letters"
+
+[[schemas]]
+topic = "/a"
+schema_type = "number"
+type = "TYPE"
+
+[source]
+connector = "test_messages:Listed"
+path = "in.jsonl"
+
+[[routes]]
+to = "/a"
+sinks = ["lake"]
+
+[[sinks]]
+name = "lake"
+connector = "delta"
+path = "lake/{topic}"
+
+[[sinks]]
+name = "letters"
+STORE
+"""
+
+
+class Named:
+    """A pipeline whose letters go to a sink of its own."""
+
+    def __init__(self, path: Path, store: str, dsn: str = "") -> None:
+        self.path, self.file = path, path / "pipeline.toml"
+        self.store = store.replace("DSN", dsn).replace("TABLE", f"l{uuid4().hex[:10]}")
+        self.write("int64")
+
+    def write(self, kind: str) -> None:
+        self.file.write_text(PIPELINE.replace("STORE", self.store).replace("TYPE", kind))
+
+    def put(self, *payloads: str) -> None:
+        with open(self.path / "in.jsonl", "a") as file:
+            file.writelines(json.dumps(["s", "k", payload]) + "\n" for payload in payloads)
+
+    def run(self) -> None:
+        supervisor.run(Pipeline.from_toml(self.file), ForkEngine(2), drain=True)
+
+    def rows(self) -> list[Any]:
+        return sorted(DeltaTable(self.path / "lake" / "a").to_pyarrow_table().column("value").to_pylist())
+
+    def dlq(self, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["dlq", words[0], str(self.file), *words[1:]])
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    def letters(self, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(self.dlq(capsys, "show", "--json"))
+        return found
+
+
+@pytest.fixture
+def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Named:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    dsn = request.getfixturevalue("server").dsn if request.param == "postgres" else ""
+    return Named(tmp_path, STORES[request.param], dsn)
+
+
+@pytest.mark.parametrize("named", STORES, indirect=True)
+def test_letters_are_shown_replayed_once_and_dropped(named: Named, capsys: pytest.CaptureFixture[str]) -> None:
+    named.put("1", "2.5", "x", "3")
+    named.run()
+    found = named.letters(capsys)
+    assert sorted(each["payload"] for each in found) == ["2.5", "x"]
+    assert {(each["key"], each["attributes"]["site"], each["offset"]["partition"]) for each in found} == {
+        ("k", "north", "p0")
+    }
+    assert not (named.path / "state" / "dead_letters").exists()
+    named.write("double")
+    named.dlq(capsys, "replay")
+    named.run()
+    assert [(each["payload"], each["attempt"]) for each in named.letters(capsys)] == [("x", 2)]
+    named.dlq(capsys, "replay")
+    named.run()
+    named.run()
+    assert [(each["payload"], each["attempt"]) for each in named.letters(capsys)] == [("x", 3)]
+    named.dlq(capsys, "drop")
+    named.run()
+    assert named.letters(capsys) == []
+    named.put("4")
+    named.run()
+    assert named.rows() == [1.0, 2.5, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("named", ["delta"], indirect=True)
+def test_letters_of_the_default_store_are_not_lost_when_a_sink_is_named(
+    named: Named, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = named.file.read_text()
+    named.file.write_text(
+        text.replace('dead_letter_sink = "letters"', "").replace('sinks = ["lake"]', 'sinks = ["lake"]')
+    )
+    named.put("1", "2.5")
+    named.run()
+    named.write("int64")
+    named.put("3.5")
+    named.run()
+    assert sorted(each["payload"] for each in named.letters(capsys)) == ["2.5", "3.5"]
+    named.write("double")
+    named.dlq(capsys, "replay")
+    named.run()
+    assert named.letters(capsys) == []
+    assert named.rows() == [1.0, 2.5, 3.5]
+
+
+def test_a_store_that_wants_a_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    named = Named(tmp_path, STORES["delta"] + 'mode = "upsert"\n')
+    with pytest.raises(ConfigError, match="dead letters are rows without a key"):
+        Pipeline.from_toml(named.file)
+
+
+def test_of_a_store_that_cannot_be_read_check_and_dlq_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    named = Named(tmp_path, 'connector = "console"\n')
+    named.file.write_text(named.file.read_text().replace("exactly-once", "at-least-once"))
+    assert [each for each in checks.notices(Pipeline.from_toml(named.file)) if "cannot be shown or replayed" in each]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["dlq", "replay", str(named.file)])
+    assert ended.value.code != 0
+    assert "cannot be read from here" in capsys.readouterr().err

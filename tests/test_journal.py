@@ -33,7 +33,7 @@ from penstock.runtime.journal import envelopes as enveloped
 from penstock.runtime.journal import segment as segments
 from penstock.runtime.journal import source as sources
 from penstock.schema import key_of, with_key
-from penstock.source import ENVELOPE_SCHEMA, ReadLimit, SourceBatch, SourceEnvelope, SourceRecord
+from penstock.source import ENVELOPE_SCHEMA, ReadLimit, SourceBatch, SourceContext, SourceEnvelope, SourceRecord
 from penstock.testing.processes import wait_until
 
 processes = multiprocessing.get_context("fork")
@@ -404,6 +404,57 @@ def test_a_failed_fsync_is_fatal_for_every_later_append(tmp_path: Path, monkeypa
     writer.close()
     assert not told
     assert rows(tmp_path) == {}
+
+
+@pytest.mark.parametrize("number", [5, 28])
+def test_a_failed_fsync_of_the_index_is_fatal_and_the_record_is_never_written_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Also if the disk says that it is full: whether the record is there cannot be known, so it must not be tried again."""
+    writer = Journal(tmp_path, linger_ms=0)
+    writer.append([envelope(1)])
+    writer.flush()
+    fsync, told, failed = os.fsync, list[int](), list[str]()
+
+    def refuse(descriptor: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if name.endswith(".index"):
+            failed.append(name)
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", refuse)
+        writer.append([envelope(2)], on_durable=lambda: told.append(2))
+        with pytest.raises(FatalError, match="PEN-5009"):
+            writer.flush()
+    with pytest.raises(FatalError, match="PEN-5009"):
+        writer.append([envelope(3)])
+    writer.close()
+    assert len(failed) == 1
+    assert not told
+    again = Journal(tmp_path, linger_ms=0)  # what is whole on the disk counts, once
+    again.append([envelope(4)])
+    again.close()
+    assert rows(tmp_path)["s"] in ([1, 4], [1, 2, 4])
+
+
+def test_an_epoch_that_is_staged_again_is_split_as_it_was_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a run that has fewer cores: sinks may name rows by task, so other splits would double them."""
+    monkeypatch.setattr(sources, "LEAST_SPLIT_ROWS", 2)
+    writer = Journal(tmp_path, linger_ms=0)
+    writer.append([envelope(n) for n in range(40)])
+    writer.close()
+    first = source(tmp_path)
+    end = first.latest(first.initial(), ReadLimit(parallelism=4))
+    planned = first.split(first.initial(), end)
+    assert len(planned) == 4
+    again = source(tmp_path)
+    again.open(SourceContext(parallelism=4))
+    assert again.split(again.initial(), end) == planned
+    assert len(source(tmp_path).split(again.initial(), end)) == 1  # what a run would do that was not told
 
 
 def test_a_full_disk_is_a_clear_error_and_costs_nothing_that_was_durable(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import psycopg
 import pyarrow as pa
@@ -453,6 +454,26 @@ def test_what_no_table_of_postgres_can_hold_is_a_dead_letter_alone(
     assert [(letter["rule"], json.loads(letter["payload"])["id"]) for letter in home.letters()] == [("sink", 2)]
     with psycopg.connect(server.dsn) as connection:
         assert connection.execute(f"SELECT id FROM {table} ORDER BY id").fetchall() == [(1,), (3,), (4,)]
+
+
+def test_a_message_with_more_columns_than_a_table_of_postgres_has_is_a_dead_letter_alone(
+    home: Home, server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = f"w{uuid4().hex[:12]}"
+    sink = PIPELINE[: PIPELINE.index("[sink]")] + f'[sink]\nconnector = "postgres"\ndsn = "{server.dsn}"\n'
+    monkeypatch.setattr("test_messages.PIPELINE", sink)
+    home.put({"id": 1, "v": "x"}, {"id": 2, **{f"c{n}": n for n in range(1700)}}, {"id": 3, "w": 1}, stream=table)
+    home.run(JSON.replace("/a", f"/{table}"))
+    home.put({"id": 4, "c5": 5}, stream=table)
+    home.run(JSON.replace("/a", f"/{table}"))
+    assert [(letter["rule"], json.loads(letter["payload"])["id"]) for letter in home.letters()] == [("sink", 2)]
+    assert "1,590 columns" in home.letters()[0]["reason"]
+    with psycopg.connect(server.dsn) as connection:
+        assert connection.execute(f"SELECT id, c5 FROM {table} ORDER BY id").fetchall() == [
+            (1, None),
+            (3, None),
+            (4, 5),
+        ]
 
 
 def test_whole_numbers_and_fractions_that_come_together_are_one_column(home: Home) -> None:

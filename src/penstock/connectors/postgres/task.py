@@ -19,8 +19,12 @@ from penstock.connectors.postgres.session import Session
 from penstock.connectors.postgres.stage import Known, Open, Stage, exact
 from penstock.connectors.postgres.target import refuse_unfit
 from penstock.connectors.postgresql import failures
+from penstock.errors import DataError
 from penstock.schema.evolution import Policy, fit
 from penstock.sink import Topic, WriteResult
+
+MOST_COLUMNS = 1590
+"""A table has at most 1,600; some are left for those that a staging table has besides."""
 
 
 class TaskSide:
@@ -31,6 +35,7 @@ class TaskSide:
         self._session = session
         self._policy = policy
         self._upserts = self.config.mode == "upsert"
+        self._names: dict[Topic, set[str]] = {}
         self._connection: psycopg.Connection[Any] = session.ask(lambda connection: connection)
         self._stage = session.ask(lambda connection: Stage(connection, self.config.staging_schema, stem))
 
@@ -42,7 +47,7 @@ class TaskSide:
             there = known.target.columns.values() if known.target else ()
             rows = upsert.without_unused(rows)
             rows = upsert.with_known_types(rows, {each.name: each.arrow for each in there})
-        rows, discarded = columns.plain(topic, rows), 0
+        rows, discarded = self._narrowed(topic, columns.plain(topic, rows), known), 0
         upsert.refuse_own_mark(self.config, topic, rows.schema.names)
         if known.target is not None:
             rows, discarded = self._fitted(topic, rows, known, key)
@@ -77,6 +82,25 @@ class TaskSide:
             refuse_unfit(topic, target, key, self.config.soft_delete)
         self._stage.targets[topic] = found = Known(target)
         return found
+
+    def _narrowed(self, topic: Topic, rows: pa.RecordBatch, known: Known) -> pa.RecordBatch:
+        """
+        The rows without new columns that have no value, once a table could not have them all.
+
+        One message is enough to have a column in all rows that follow; only those with a value in it are refused.
+        """
+        there = self._names.setdefault(topic, set(known.target.columns) if known.target else set())
+        if len(there.union(rows.schema.names)) > MOST_COLUMNS:
+            new = [name for name in rows.schema.names if name not in there]
+            rows = rows.drop_columns([name for name in new if rows.column(name).null_count == rows.num_rows])
+        if len(there.union(rows.schema.names)) > MOST_COLUMNS:
+            raise DataError(
+                f"with these rows the table of {topic} would have more than {MOST_COLUMNS:,} columns, which PostgreSQL has no "
+                "place for",
+                hint="let fewer columns come: `max_columns` of the format json, or a list of columns in the route's SQL",
+            )
+        there.update(rows.schema.names)
+        return rows
 
     def _fitted(
         self, topic: Topic, rows: pa.RecordBatch, known: Known, key: Sequence[str]

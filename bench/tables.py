@@ -1,7 +1,8 @@
 """
 What many tables cost: the driver's CPU of an epoch with a row for each of them, and the commit of a few large ones.
 
-No JVM: what is measured is the loop, the sink's commit and its markers, all of which run on the driver.
+No JVM: what is measured is the loop, the sink's commit and its markers, all of which run on the driver. Tasks are forked here,
+which costs the driver some ms an epoch that Spark does not: they are shown apart.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from measure import Bench
@@ -17,10 +19,24 @@ from modules.many_tables import ManyConfig, ManyTables
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.pipeline.routing import Router
 from penstock.runtime.epochs import EpochLoop, State
+from penstock.runtime.job import Job, TaskResult
 from penstock.testing import ForkEngine
 
 EPOCHS = 7
 GOAL_MS = 8.0
+
+
+class Forking(ForkEngine):
+    """Counts the CPU that the driver spends on making tasks."""
+
+    cpu = 0.0
+
+    def run(self, job: Job) -> Sequence[TaskResult]:
+        began = time.process_time()
+        try:
+            return super().run(job)
+        finally:
+            self.cpu += time.process_time() - began
 
 
 class Measured:
@@ -31,20 +47,21 @@ class Measured:
         self.state = State(directory / "state", "bench")
         self.state.open()
         sink = Delta(DeltaConfig(path=str(directory / "lake" / "{topic}"), mode=mode))
-        sources, sinks, engine = {"source": ManyTables(config)}, {"sink": sink}, ForkEngine(1)
+        sources, sinks, engine = {"source": ManyTables(config)}, {"sink": sink}, Forking(1)
+        self.engine = engine
         self.loop = EpochLoop(self.state, sources, sinks, Router((), ("sink",)), engine, threads=threads)
         self.loop.contexts.open()
         self.loop.start([])
 
     def epochs(self, count: int) -> tuple[float, float, float]:
-        """Median driver CPU and wall time of an epoch, and of its commit, in ms; the first one, which makes tables, apart."""
+        """Median driver CPU (without forks) and wall time of an epoch, and of its commit, in ms; the first one apart."""
         self.loop.step()
         cpu, wall, commit = [], [], []
         for _ in range(count):
-            began, used = time.perf_counter(), time.process_time()
+            began, used = time.perf_counter(), time.process_time() - self.engine.cpu
             report = self.loop.step()
             assert report is not None
-            cpu.append((time.process_time() - used) * 1000)
+            cpu.append((time.process_time() - self.engine.cpu - used) * 1000)
             wall.append((time.perf_counter() - began) * 1000)
             commit.append((report.seconds["apply"] + report.seconds["commit"]) * 1000)
         self.state.close()
@@ -61,10 +78,15 @@ def many(bench: Bench, scratch: Path) -> None:
             f"{cpu / tables:.1f} ms",
             f"driver CPU a table; {cpu:.0f} ms, {wall:.0f} ms wall",
         )
+    fixed = (10 * per_table[10] - per_table[1]) / 9
+    bench.row(
+        "fixed cost of an epoch", f"{per_table[1] - fixed:.1f} ms", f"driver CPU; each changed table {fixed:.1f} ms"
+    )
     few, wall, _ = Measured(scratch, ManyConfig(tables=200, changed=10), "append").epochs(EPOCHS)
     bench.row(
         "200 tables, a row for 10 of them", f"{few / 10:.1f} ms", f"driver CPU a changed table; {wall:.0f} ms wall"
     )
+    bench.claim("cpu_of_one_table_vs_8ms", per_table[1] / GOAL_MS, "<=", 1)
     bench.claim("cpu_per_table_of_200_vs_8ms", per_table[200] / GOAL_MS, "<=", 1)
     bench.claim("cpu_per_table_of_200_vs_of_10", per_table[200] / per_table[10], "<=", 1.3)
     bench.claim("cpu_per_changed_of_200_vs_of_10", few / 10 / per_table[10], "<=", 1.5)
@@ -78,7 +100,7 @@ def upserts(bench: Bench, scratch: Path) -> None:
         took[threads] = min(commit, took.get(threads, commit))
     bench.row("commit of 3 upsert tables, one after the other", f"{took[1]:.0f} ms", "3,000 of 300,000 rows each")
     bench.row("the same, at the same time", f"{took[8]:.0f} ms", "")
-    bench.claim("commit_at_once_vs_in_turn", took[8] / took[1], "<=", 0.6)
+    bench.claim("commit_at_once_vs_in_turn", took[8] / took[1], "<=", 0.5)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from penstock.pipeline.routing import Target, partition_of, split_by
 from penstock.runtime.job import Bad, Job, TaskResult
 from penstock.runtime.messages import letters
 from penstock.runtime.reading import Rows, show
+from penstock.schema import Readable
 from penstock.schema.evolution import diff
 from penstock.sink import SinkConnector, SinkContext, Task, Topic, TopicContext, WriteResult
 from penstock.tables import Refused, TableSource
@@ -98,7 +99,7 @@ class Writer:
         known = target.context(topics.get(target.topic, TopicContext()))
         topics[target.topic] = known if known.encoder else replace(known, encoder=self._encoder(target.topic))
         sink = self._open.get(name) or self._begin(name)
-        if target.topic == letters.TOPIC and not getattr(sink, "takes_nested", True):
+        if target.topic == letters.TOPIC and isinstance(sink, Readable) and not sink.takes_nested:
             batch = letters.flat(batch)
         written = sink.write_batch(target.topic, batch)  # first: what a sink refuses is not written
         if written.records_discarded and not self._written[name, target.topic].records_discarded:

@@ -84,7 +84,10 @@ class Pipe:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.file = directory / "pipeline.toml"
-        self.file.write_text(f"{text}\n[processing]\nstate_dir = 'state'\n{QUICK}")
+        section = "[processing]\n"  # a file that has one keeps what it says there
+        if section not in text:
+            text += f"\n{section}state_dir = 'state'\n"
+        self.file.write_text(text.replace(section, section + QUICK))
         self.process: Any = None
 
     def start(self, failpoint: str = "") -> None:

@@ -11,18 +11,17 @@ import json
 import os
 import random
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
 from collections import Counter
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, sysconfig.get_path("purelib"))  # a script called danube would hide the package of that name
 from measure import PAGE, RESULTS, commit, machine, page
-
-# A script called danube hides the package of that name.
-sys.path[:] = [str(HERE.parent.parent / "tests"), *(each for each in sys.path if Path(each) not in (HERE, HERE.parent))]
 
 from danube_pipe import Pipe
 from penstock.schema.registry.danube_client import grpc
@@ -135,14 +134,20 @@ def soak(directory: Path) -> dict[str, object]:
                 time.sleep(chance.uniform(0.2, 3))
                 pipe.kill()
                 kinds["at random"] += 1
+                print(f"  {number + 1}: {name} at {step}, {sender.sent:,} sent", file=sys.stderr, flush=True)
                 pipe.start(f"{step}=kill@{chance.randrange(1, 4)}")
-                assert pipe.wait() == -9, pipe.log()
+                try:
+                    assert pipe.wait() == -9
+                except AssertionError:
+                    report = json.dumps(broker.tell("report"))
+                    sys.exit(
+                        "\n".join([f"seed {SEED}: {name} was not killed", report, *(p.log() for p in pipes.values())])
+                    )
                 kinds["at a step"] += 1
                 if number % max(1, ROUNDS // CRASHES) == 1:
                     broker.restart()
                     kinds["crashes of the broker"] += 1
                 pipe.start()
-                print(f"  {number + 1}: {name} at {step}, {sender.sent:,} sent", file=sys.stderr, flush=True)
             while kinds["crashes of the broker"] < CRASHES:
                 time.sleep(chance.uniform(0.5, 2))
                 broker.restart()

@@ -128,7 +128,7 @@ class Debezium(Format[DebeziumConfig]):
         times = pc.cast(rows.column("_committed_at"), pa.timestamp("ms", "UTC"), safe=False).cast(pa.int64())
         envelope = pa.record_batch(
             {
-                "before": _befores(rows, own, image, self.options.key),
+                "before": _befores(rows, own, image, self.options.key or key_of(rows.schema)),
                 "after": _where(pc.invert(is_gone), image),
                 "source": self._source(rows, times),
                 "op": ops,

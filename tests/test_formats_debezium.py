@@ -173,9 +173,10 @@ def test_positions_of_other_databases_sort_as_well():
     assert positions[0].startswith("bin.000002.")
 
 
-def test_changes_written_as_envelopes_come_back():
+@pytest.mark.parametrize("key", [["id"], []], ids=["a key of its own", "the rows' key"])
+def test_changes_written_as_envelopes_come_back(key):
     rows = debezium().decode_with_keys(texts(CHANGES), texts(KEYS)).rows
-    written = debezium(key=["id"]).encode(rows)
+    written = debezium(key=key).encode(rows)
     first = json.loads(written[2].as_py())
     assert (first["op"], first["after"]["note"], first["before"]) == ("u", UNAVAILABLE, None)
     assert json.loads(written[5].as_py())["before"] == {"id": 1, "name": None, "note": None}

@@ -221,6 +221,37 @@ def test_messages_with_equal_offsets_of_two_lives_are_two_messages(own: DanubeBr
     assert len(set(keys)) == 2
 
 
+def test_a_cursor_that_outlived_its_log_holds_messages_back_at_the_broker(own: DanubeBroker) -> None:
+    """Seen on a real broker: offsets begin again, the cursor stays, and the source cannot know."""
+    own.tell("set", cursor_flush_ms=0)
+    own.tell("create", topic=TOPIC)
+    with Streaming(own, source(own), TOPIC) as run:
+        with PlainProducer(own.url, TOPIC) as producer:
+            for number in range(5):
+                producer.send(str(number).encode())
+        run.wait(5, durable=True)
+        wait_until(lambda: run.sender.make_durable() or _acked(own, TOPIC) == 5, "their acknowledgement")
+        own.restart()
+        subscribed(own, TOPIC)
+        with PlainProducer(own.url, TOPIC) as producer:
+            for number in range(5, 12):
+                producer.send(str(number).encode())
+        assert run.wait(7, durable=True)[5:] == [b"10", b"11"]
+        assert run.source.health_check().state is HealthState.HEALTHY
+
+
+def test_a_standalone_broker_that_no_longer_serves_its_topics_is_said_with_the_way_out(own: DanubeBroker) -> None:
+    own.tell("create", topic=TOPIC)
+    run = Streaming(own, source(own), TOPIC)
+    run.__enter__()
+    own.restart(standalone=True)
+    wait_until(lambda: "another broker" in run.source.health_check().reason, "the truth")
+    wait_until(lambda: run.sender.failed, "an end of the tries")
+    with pytest.raises(RetryableError, match="make them again") as caught:
+        run.__exit__()
+    assert caught.value.code == "PEN-2001"
+
+
 def test_a_broken_stream_is_opened_again_with_pauses(shared: DanubeBroker, topic: str) -> None:
     with Streaming(shared, source(shared, topic), topic) as run, PlainProducer(shared.url, topic) as producer:
         producer.send(b"one")
@@ -245,6 +276,9 @@ def test_a_broker_that_stays_away_is_shown_and_then_handed_to_the_runtime(own: D
     wait_until(lambda: run.sender.failed, "an end of the tries")
     with pytest.raises(RetryableError, match="UNAVAILABLE"):
         run.__exit__()
+    own.start()
+    with RecordingSender().streaming(run.source):  # the runtime calls again, with the same source
+        wait_until(lambda: run.source.health_check().state is HealthState.HEALTHY, "health")
 
 
 def test_a_consumer_that_the_broker_no_longer_knows_subscribes_again(

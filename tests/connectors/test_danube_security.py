@@ -83,6 +83,14 @@ def test_a_wrong_token_is_a_wrong_setting_and_its_text_stays_hidden(tmp_path: Pa
             assert "token" in caught.value.hint
 
 
+def test_a_token_without_rights_is_a_wrong_setting(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("nobodys-token")
+    with DanubeBroker(tokens=["right-token"], powerless=["nobodys-token"]) as broker:
+        with pytest.raises(ConfigError, match="no binding grants") as caught:
+            source(broker, token={"file": tmp_path / "token"}).open()
+        assert "rights" in caught.value.hint
+
+
 def test_a_token_in_a_file_is_rotated_while_the_source_runs(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("first-token\n")

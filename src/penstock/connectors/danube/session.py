@@ -105,6 +105,7 @@ class Listener:
     async def run(self, sender: Sender) -> None:
         """Until the sender stops, or a partition cannot be had."""
         self._states, self._waiting, self._unsettled = {}, [], 0
+        self._asking, self._closing = set(), set()  # those of an earlier run belong to a loop that has ended
         self._sender, self._loop = sender, asyncio.get_running_loop()
         self._schemas = Schemas(self.settings.config, self.settings.subject, self.settings.frames)
         self._failed: asyncio.Future[ConnectorError] = self._loop.create_future()
@@ -234,6 +235,10 @@ class Listener:
         try:
             request = api.TopicLookupRequest(request_id=next(self._numbers), topic=partition)
             answer = await services.DiscoveryStub(link).TopicLookup(request, **self._with())
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                raise
+            return Place(self.settings.config.url, self.settings.config.url)  # its answer to `Subscribe` says more
         finally:
             await link.close()
         if answer.response_type == api.TopicLookupResponse.Failed:

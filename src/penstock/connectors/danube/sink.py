@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from penstock.connectors.danube.message import EPOCH, INCARNATION, PIPELINE, SEQUENCE
 from penstock.connectors.danube.producers import Binding, Producers
 from penstock.connectors.messages import Template, encode, refuse_rows
-from penstock.errors import ConfigError, FatalError
+from penstock.errors import ConfigError, RetryableError
 from penstock.schema.registry.danube import DanubeRegistry, unpacked
 from penstock.schema.registry.danube_client import Calls, DanubeConfig, first
 from penstock.schema.registry.versions import Pinned, VersionStrategy, choose
@@ -77,9 +77,9 @@ class DanubeSink(SinkConnector[DanubeSinkConfig, Receipt]):
         try:
             socket.create_connection((parts.hostname or "", parts.port or 0), self.config.timeout).close()
         except OSError as error:
-            raise FatalError(
+            raise RetryableError(
                 f"the Danube broker {self.config.url} cannot be reached: {error.strerror or error}",
-                code="PEN-5001",
+                code="PEN-2001",
                 hint="is the broker running, and `url` right?",
             ) from error
 

@@ -141,6 +141,9 @@ def failure(error: Any, what: str) -> ConnectorError:
     if code is Code.UNAVAILABLE and any(word in details.lower() for word in ("handshake", "certificate", "ssl")):
         hint = "check that `url` has https:// only if the broker has TLS, and check `ca_file` and `certificate_file`"
         return RetryableError(message, code="PEN-2001", hint=hint)
+    if code is Code.UNAVAILABLE and "served by another broker" in details:
+        hint = "a standalone broker does not serve its topics again after a restart: make them again, or run a cluster of one"
+        return RetryableError(message, code="PEN-2001", hint=hint)
     codes = {Code.DEADLINE_EXCEEDED: "PEN-2003", Code.RESOURCE_EXHAUSTED: "PEN-2002", Code.UNAVAILABLE: "PEN-2001"}
     return RetryableError(message, code=codes.get(code, "PEN-2000"))
 

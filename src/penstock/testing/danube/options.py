@@ -31,6 +31,10 @@ class Options:
     """A topic that is made is not served at once: the first answer asks to look it up again."""
     redirect: str = ""
     """Another broker that serves all topics: what lookups answer."""
+    standalone: bool = False
+    """A restart leaves topics that exist and that nobody serves, as seen on a real one in standalone mode (0.15.1)."""
+    powerless: list[str] = field(default_factory=list)
+    """Tokens that are known and have no rights."""
     tokens: list[str] = field(default_factory=list)
     """Tokens that are accepted; none: everybody is let in."""
     certificate: str = ""

@@ -64,6 +64,7 @@ class Broker(
 
     async def CreateProducer(self, request: Any, context: Any) -> Any:
         await _require_name(request.topic_name, context)
+        await self._require_served(request.topic_name, context)
         reliable = request.dispatch_strategy == messages.Reliable
         subject = request.schema_ref.subject if request.HasField("schema_ref") else ""
         topic = self.topics.find(request.topic_name)
@@ -110,6 +111,7 @@ class Broker(
 
     async def Subscribe(self, request: Any, context: Any) -> Any:
         await _require_name(request.topic_name, context)
+        await self._require_served(request.topic_name, context)
         topic = self.topics.find(request.topic_name)
         if topic is None:
             await context.abort(Code.NOT_FOUND, f"Unable to find the topic: {request.topic_name}")
@@ -161,6 +163,11 @@ class Broker(
             subscription.nack(request.msg_id.topic_offset, request.delay_ms, request.reason)
         return messages.NackResponse(request_id=request.request_id)
 
+    async def _require_served(self, topic: str, context: Any) -> None:
+        if topic in self.topics.unserved:
+            what = "The topic exists but is served by another broker, redo the Lookup request"
+            await context.abort(Code.UNAVAILABLE, what)
+
     async def _subscription(self, request: Any, context: Any) -> Subscription | None:
         topic = self.topics.find(request.msg_id.topic_name)
         found = topic.subscriptions.get(request.subscription_name) if topic else None
@@ -185,9 +192,14 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         method = details.method.rpartition("/")[2]
         self.calls[method] = self.calls.get(method, 0) + 1
         given = dict(details.invocation_metadata).get("authorization", "")
-        if self._options.tokens and given.removeprefix("Bearer ") not in self._options.tokens:
+        if self._options.tokens and given.removeprefix("Bearer ") not in [
+            *self._options.tokens,
+            *self._options.powerless,
+        ]:
             what = "Invalid token" if given else "Authentication credentials are missing"
             return _refusing(method, Code.UNAUTHENTICATED, what)
+        if given.removeprefix("Bearer ") in self._options.powerless:
+            return _refusing(method, Code.PERMISSION_DENIED, "no binding grants Lookup for service_account:nobody")
         handler = await continuation(details)
         waiting = self._failing.get(method)
         if not waiting:

@@ -84,11 +84,12 @@ class Topic:
             copy.msg_id.producer_id = 0
             topics.get(self._options.dead_letter_topic, True).publish(copy, topics)
 
-        # A subscription is new at the head of the log; a known one goes on after its cursor.
+        # A subscription is new at the head of the log; a known one goes on after its cursor, also if a restart lost the log:
+        # then what comes at lower offsets is never delivered, as by a real broker.
         known = self._metadata.cursors.get(place)
-        begin = len(self.log) if known is None else min(known + 1, len(self.log))
+        begin = len(self.log) if known is None else known + 1
         found = Subscription(name, kind, self._options, self.log, begin, save, dead_letter)
-        if known is None and self.reliable:
+        if known is None and self.reliable and self._options.keeps_log:
             found.flush()
         return found
 
@@ -101,11 +102,12 @@ class Topics:
         self._metadata = metadata
         self._directory = directory
         self._topics: dict[str, Topic] = {}
+        self.unserved = set(metadata.topics) if options.standalone else set()
         self.published = 0
 
     def find(self, name: str) -> Topic | None:
         """A topic that exists: loaded when it is first asked for."""
-        if name not in self._topics and name in self._metadata.topics:
+        if name not in self._topics and name in self._metadata.topics and name not in self.unserved:
             reliable = self._metadata.topics[name]["reliable"]
             self._topics[name] = Topic(name, reliable, self._options, self._metadata, self._directory)
         return self._topics.get(name)

@@ -135,7 +135,8 @@ def soak(directory: Path) -> dict[str, object]:
                 pipe.kill()
                 kinds["at random"] += 1
                 print(f"  {number + 1}: {name} at {step}, {sender.sent:,} sent", file=sys.stderr, flush=True)
-                pipe.start(f"{step}=kill@{chance.randrange(1, 4)}")
+                count = 1 if step.startswith("stage") else chance.randrange(1, 4)  # each task counts from the beginning
+                pipe.start(f"{step}=kill@{count}")
                 try:
                     assert pipe.wait() == -9
                 except AssertionError:
@@ -144,7 +145,7 @@ def soak(directory: Path) -> dict[str, object]:
                         "\n".join([f"seed {SEED}: {name} was not killed", report, *(p.log() for p in pipes.values())])
                     )
                 kinds["at a step"] += 1
-                if number % max(1, ROUNDS // CRASHES) == 1:
+                if number % max(1, ROUNDS // CRASHES) == 0 and kinds["crashes of the broker"] < CRASHES:
                     broker.restart()
                     kinds["crashes of the broker"] += 1
                 pipe.start()

@@ -53,6 +53,7 @@ from penstock.spark.sql import (
     clone,
     computed_on,
     filtered_changes,
+    for_jvm,
     merged,
     pruned,
     row_errors,
@@ -334,7 +335,9 @@ class SparkEngine:
 
         def queried(schema: pa.Schema) -> Any:
             seeds = session.range(0, len(groups), 1, len(groups))
-            task = read_task(packed, groups, Wanted(target, schema, known, readers, sieve), fates)
+            task = read_task(
+                packed, groups, Wanted(target, for_jvm(schema, target.topic), known, readers, sieve), fates
+            )
             rows = seeds.mapInArrow(task, spark_schema(schema, target.topic))
             return transform(session, target.route, target.topic, rows)
 
@@ -360,7 +363,7 @@ class SparkEngine:
         assert self._log is not None, "a streaming route keeps its state beside the pipeline's"
         groups, session = job.groups(self.parallelism), clone(self.session)
         readers = self._context.accumulator({}, result_param())
-        wanted = Wanted(target, schema, frozenset(schema.names), readers)
+        wanted = Wanted(target, for_jvm(schema, target.topic), frozenset(schema.names), readers)
 
         def query(seeds: Any) -> Any:
             rows = seeds.mapInArrow(seeded_task(wanted), spark_schema(schema, target.topic))

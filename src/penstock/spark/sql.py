@@ -21,6 +21,7 @@ from penstock.schema import key_of
 from penstock.sink import Topic
 from penstock.spark.deletes import FilteredChanges
 from penstock.spark.failures import first_line, last_line
+from penstock.spark.versions import arrow_schema
 
 PER_EPOCH = {
     "Aggregate",
@@ -302,6 +303,11 @@ def spark_schema(schema: pa.Schema, topic: Topic) -> Any:
         return from_arrow_schema(schema)
     except PySparkException as error:
         raise SchemaError(f"SQL cannot take the rows of {topic}: {last_line(str(error))}") from error
+
+
+def for_jvm(schema: pa.Schema, topic: Topic) -> pa.Schema:
+    """The same columns in the types that the JVM reads: of times, it knows only those in microseconds."""
+    return arrow_schema(spark_schema(schema, topic))
 
 
 def sql_targets(job: Job) -> dict[Target, list[pa.Schema]]:

@@ -1,0 +1,159 @@
+"""A disk that is really full below a journal: sources wait, health says why, and they go on when there is room."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from connectors.pushed import PATIENCE_SECS, free_port
+from penstock.connectors.files.sink import read_published
+from penstock.runtime.journal.disk import free_bytes
+from penstock.testing.mosquitto import answers
+
+PAD = "x" * 20_000
+"""More than what is left of a page that a file has already."""
+
+FULL = """
+connector_name = "full"
+delivery = "exactly-once"
+[processing]
+state_dir = "{disk}/state"
+metrics_port = {metrics}
+health_timeout_secs = 600
+[[sources]]
+name = "hook"
+connector = "webhook"
+port = {hook}
+auth = {{ type = "none" }}
+[[sources.endpoints]]
+path = "/events"
+stream = "events"
+[[sources]]
+name = "lines"
+connector = "tcp"
+url = "tcp://127.0.0.1:{lines}"
+acknowledge = true
+[[schemas]]
+topic = "/#"
+schema_type = "json"
+[sink]
+connector = "files"
+path = "{lake}/{{topic}}"
+"""
+
+ON_A_SMALL_DISK = """
+import sys
+from penstock.pipeline import Pipeline
+from penstock.runtime import supervisor
+from penstock.runtime.journal import disk
+from penstock.testing import ForkEngine
+from penstock.web import serve
+if sys.argv[2] == "refused":
+    disk.RESERVE_BYTES = -(1 << 40)  # so that the write itself finds the disk full
+supervisor.run(Pipeline.from_toml(sys.argv[1]), ForkEngine(1), serve=serve)
+"""
+
+
+@contextlib.contextmanager
+def small_disk(directory: Path, *command: str) -> Iterator[Path]:
+    """Run a command that has a file system of 64 MiB at `directory`; gives the way to it from here."""
+    directory.mkdir()
+    mounted = 'mount -t tmpfs -o size=64m none "$0" && exec "$@"'
+    unshare = ["unshare", *([] if os.getuid() == 0 else ["-r"]), "-m", "sh", "-c", mounted, str(directory)]
+    if not shutil.which("unshare") or subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("this machine does not let a test mount a file system of its own")
+    process = subprocess.Popen([*unshare, *command])
+    try:
+        yield Path(f"/proc/{process.pid}/root{directory}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("how", ["reserved", "refused"])
+def test_a_full_disk_holds_sources_until_there_is_room_and_health_says_why(how: str, tmp_path: Path) -> None:
+    hook, lines, metrics = free_port(), free_port(), free_port()
+    file, disk = tmp_path / "pipeline.toml", tmp_path / "disk"
+    file.write_text(FULL.format(disk=disk, hook=hook, lines=lines, metrics=metrics, lake=tmp_path / "lake"))
+    said: list[int] = []
+    with small_disk(disk, sys.executable, "-c", ON_A_SMALL_DISK, str(file), how) as inside:
+        patiently(lambda: answers(hook) and answers(lines) and answers(metrics), "the pipeline")
+        assert post(hook, 1)[0] == 200
+        patiently(lambda: stored(tmp_path / "lake" / "events") == [1], "the first epoch")
+        filler = inside / "filler"
+        fill(filler, leave=8 << 20 if how == "reserved" else 0)
+        waiting = threading.Thread(target=lambda: said.append(post(hook, 2)[0]))
+        waiting.start()
+        with socket.create_connection(("127.0.0.1", lines), PATIENCE_SECS) as sock:
+            sock.sendall(json.dumps({"id": 1, "pad": PAD}).encode() + b"\n")
+            patiently(lambda: status(metrics).count("room on the disk") >= 2, "health to say why both sources wait")
+            code, headers = post(hook, 3)
+            assert (code, "Retry-After" in headers, said) == (503, True, [])
+            sock.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                sock.recv(10)
+            filler.unlink()
+            sock.settimeout(PATIENCE_SECS)
+            assert sock.recv(10) == b"1\n"
+        waiting.join(PATIENCE_SECS)
+        assert said == [200], "it was answered once there was room"
+        assert post(hook, 4)[0] == 200
+        patiently(
+            lambda: "room on the disk" not in (status(metrics) or "room on the disk"), "health to say that it is over"
+        )
+        patiently(lambda: stored(tmp_path / "lake" / "events") == [1, 2, 4], "all that was acknowledged, once")
+        patiently(lambda: stored(tmp_path / "lake" / "lines") == [1], "the line")
+
+
+def patiently(condition: Callable[[], Any], what: str) -> None:
+    """A whole interpreter starts in between, which takes its time on a busy machine."""
+    until = time.monotonic() + PATIENCE_SECS
+    while not condition():
+        assert time.monotonic() < until, f"waited for {what}"
+        time.sleep(0.05)
+
+
+def fill(filler: Path, leave: int) -> None:
+    """Write until the disk has no more left than this."""
+    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while free_bytes(filler.parent) > leave:
+            file.write(bytes(4096))
+
+
+def post(port: int, id: int) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECS)
+    connection.request("POST", "/events", json.dumps({"id": id, "pad": PAD}), {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    answer.read()
+    connection.close()
+    return answer.status, answer.headers
+
+
+def status(port: int) -> str:
+    """What the pipeline says of itself; empty: it is too busy to answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECS)
+    try:
+        connection.request("GET", "/api/status")
+        return connection.getresponse().read().decode()
+    except (OSError, http.client.HTTPException):
+        return ""
+    finally:
+        connection.close()
+
+
+def stored(path: Path) -> list[int]:
+    rows = read_published(path) if path.exists() else None
+    return sorted(rows["id"].to_pylist()) if rows is not None and rows.num_rows else []

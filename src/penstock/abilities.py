@@ -6,9 +6,6 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, Protocol, runtime_checkable
 
-import pyarrow as pa
-
-from penstock.sink import Topic
 from penstock.source import SourceBatch
 
 
@@ -34,11 +31,3 @@ class Named(Protocol):
 
     def dataset(self, name: str) -> tuple[str, str]:
         """Namespace and name of a stream or topic, as OpenLineage names data of this system; without secrets."""
-
-
-@runtime_checkable
-class Peeked(Protocol):
-    """For `penstock peek`: a sink that can show what its target holds."""
-
-    def peek(self, topic: Topic, rows: int) -> pa.Table | None:
-        """The first rows of a topic, at most so many; None if the target does not exist. After `open`."""

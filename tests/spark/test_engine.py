@@ -6,6 +6,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from spark_connectors import Apart, AppliesElsewhere, Keyed, KeyedConfig, Picky, Wide
 
 import penstock
+from penstock.connectors.files import Files, FilesConfig
 from penstock.connectors.files.sink import FilesSink, FilesSinkConfig, read_published
 from penstock.connectors.generator import Generator, GeneratorConfig
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError, SchemaError
@@ -112,6 +114,17 @@ def test_sql_filters_and_reshapes_a_topic(drained: Any, tmp_path: Path) -> None:
     assert table["id"].to_pylist() == list(range(0, 1000, 2))
     assert table.schema.field("at").type == pa.timestamp("us", "UTC")
     assert all(name == name.upper() for name in table["name"].to_pylist())
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "ns"])
+def test_sql_takes_times_of_every_unit(drained: Any, tmp_path: Path, unit: str) -> None:
+    made = pa.array([1_700_000_000, None], pa.int64()).cast(pa.timestamp("s", "UTC")).cast(pa.timestamp(unit, "UTC"))
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table({"id": [1, 2], "at": made}), tmp_path / "in" / "times.parquet", version="2.6")
+    source = Files(FilesConfig(path=f"{tmp_path}/in/*.parquet", format="parquet"))
+    drained(source, Route(to="/times", sql="SELECT id, at + INTERVAL 1 HOUR AS at FROM input"))
+    found = rows(tmp_path, "times").sort_by("id")["at"].to_pylist()
+    assert found == [datetime.fromtimestamp(1_700_003_600, UTC), None]
 
 
 def test_sql_and_passthrough_share_an_epoch_and_count_its_rows_once(drained: Any, tmp_path: Path) -> None:

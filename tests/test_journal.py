@@ -775,6 +775,7 @@ def test_what_waits_for_its_commit_is_counted_with_its_age(tmp_path: Path, monke
 
 def test_large_batches_are_cut_so_that_a_task_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "BLOCK_BYTES", 8000)
+    monkeypatch.setattr(segments, "_FEW_BYTES", 0)  # blocks this small would only be measured about right
     writer = Journal(tmp_path)
     writer.append(numbers(*range(10_000)))
     for n in range(500):

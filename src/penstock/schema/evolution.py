@@ -166,7 +166,8 @@ def fit(
             continue
         if field.name in own and field.type != target.field(field.name).type:
             kind = target.field(field.name).type
-            if widens_or_doubles(field.type, kind):  # a whole number that a double would round is an error of its row
+            # A whole number that a double would round is an error of its row, or discarded.
+            if widens(field.type, kind) or (becomes_double(field.type, kind) and not policy.discards):
                 values = _widened(topic, field.name, values, kind)
             elif not policy.discards or (field.name in key and not _is_testable(field.type, kind)):
                 raise refusal(topic, field.name, kind, field.type, policy, widens(kind, field.type))
@@ -276,13 +277,13 @@ def _narrowed(values: pa.Array, kind: pa.DataType) -> tuple[pa.Array, pa.Array]:
     valid = values.is_valid()
     if not _is_testable(values.type, kind):
         return pa.nulls(len(values), kind), valid
-    if types.is_integer(kind) or types.is_decimal(kind):
+    if types.is_integer(kind) or types.is_decimal(kind) or types.is_integer(values.type):
         low, high = _bounds(kind, values.type)
         within = pc.and_(pc.greater_equal(values, low), pc.less_equal(values, high))
         values = _nulled(values, pc.invert(pc.fill_null(within, False)))
     cast = values.cast(kind, safe=False)
     same = pc.equal(cast.cast(values.type, safe=False), values)
-    if types.is_floating(kind):
+    if types.is_floating(values.type):
         same = pc.or_(same, pc.is_nan(values))
     same = pc.fill_null(same, False)
     return _nulled(cast, pc.invert(same)), pc.and_not(valid, same)
@@ -295,6 +296,8 @@ def _is_testable(old: pa.DataType, new: pa.DataType) -> bool:
     for is_kind in (types.is_integer, types.is_floating, types.is_decimal):
         if is_kind(old) and is_kind(new):
             return True
+    if becomes_double(old, new):
+        return True
     if types.is_timestamp(old) and types.is_timestamp(new):
         return (old.tz is None) == (new.tz is None)
     return bool(types.is_timestamp(old) and old.tz is None and types.is_date(new))
@@ -325,6 +328,9 @@ def _bounds(kind: pa.DataType, values: pa.DataType) -> tuple[pa.Scalar, pa.Scala
     if types.is_integer(kind):
         (low, high), (lower, higher) = _range(kind), _range(values)
         return pa.scalar(max(low, lower), values), pa.scalar(min(high, higher), values)
+    if types.is_floating(kind):
+        low, high = _range(values)
+        return pa.scalar(max(low, -EXACT), values), pa.scalar(min(high, EXACT), values)
     digits = min(kind.precision - kind.scale, values.precision - values.scale) + values.scale
     most = Decimal((0, (9,) * digits, -values.scale))
     return pa.scalar(most.copy_negate(), values), pa.scalar(most, values)

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -359,12 +359,19 @@ class KafkaCluster:
 
 
 def _fetch_jars(temporary: Path, lib: Path) -> None:
+    jars = fetch([f"org.apache.kafka:{name}:{VERSION}" for name in _KAFKA] + _OTHERS, temporary, lib)
+    for name in _OF_PYSPARK:
+        found = [jar for jar in jars.glob(f"{name}-*.jar") if jar.name[len(name) + 1].isdigit()]
+        shutil.copy2(found[0], lib)
+
+
+def fetch(wanted: Sequence[str], temporary: Path, lib: Path) -> Path:
+    """Fetch jars (`group:name:version`), and nothing that they need, by PySpark's Ivy; gives the directory of PySpark's jars."""
     pyspark = find_spec("pyspark")
     java = _java()
     if pyspark is None or pyspark.origin is None or java is None:
         raise RuntimeError("PySpark and Java are needed: Ivy and some of the jars are PySpark's")
     jars = Path(pyspark.origin).parent / "jars"
-    wanted = [f"org.apache.kafka:{name}:{VERSION}" for name in _KAFKA] + _OTHERS
     lines = [
         f'<dependency org="{org}" name="{name}" rev="{rev}" transitive="false" conf="*->master(*)"/>'
         for org, name, rev in (each.split(":") for each in wanted)
@@ -381,9 +388,7 @@ def _fetch_jars(temporary: Path, lib: Path) -> None:
     missing = [name for name in wanted if not (lib / "{1}-{2}.jar".format(*name.split(":"))).exists()]
     if done.returncode or missing:
         raise RuntimeError(f"Ivy did not fetch {', '.join(missing)}:\n{done.stdout[-2000:]}{done.stderr[-1000:]}")
-    for name in _OF_PYSPARK:
-        found = [jar for jar in jars.glob(f"{name}-*.jar") if jar.name[len(name) + 1].isdigit()]
-        shutil.copy2(found[0], lib)
+    return jars
 
 
 def _make_template(temporary: Path, whole: Path) -> None:

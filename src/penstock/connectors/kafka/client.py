@@ -147,6 +147,11 @@ def lost(what: str) -> FatalError:
     )
 
 
+def not_known(topic: str) -> RetryableError:
+    """A topic that was just seen or made: another broker may hear of it a moment later."""
+    return RetryableError(f"not every broker knows the topic {topic!r} yet", code="PEN-2007")
+
+
 @contextmanager
 def errors(what: str) -> Iterator[None]:
     """Turn the client's exceptions into ours."""
@@ -163,7 +168,9 @@ class Cluster:
         self._config = config
         self._told: list[KafkaError] = []
         with errors("the client cannot be made"):
-            self._client = AdminClient({**config.settings(), "error_cb": self._told.append})
+            # By default the client believes for five minutes that a broker which is gone has the answers.
+            fresh = {"topic.metadata.refresh.interval.ms": 2000}
+            self._client = AdminClient({**fresh, **config.settings(), "error_cb": self._told.append})
 
     def connect(self) -> None:
         """The first question: tells wrong credentials from a cluster that is not there."""
@@ -203,6 +210,8 @@ class Cluster:
             except KafkaException as error:
                 if error.args[0].code() in _UNKNOWN_TOPIC:
                     continue
+                if error.args[0].code() == KafkaError._TIMED_OUT:
+                    self.names()  # the broker that it waited for is gone: learn which one there is now
                 raise failure(error.args[0], f"cannot describe the topic {name!r}") from None
             # Without a leader for now, a partition is still there.
             led = all(each.leader is not None and each.leader.id >= 0 for each in answer.partitions)
@@ -232,8 +241,20 @@ class Cluster:
             [ConfigResource(ConfigResource.Type.TOPIC, topic)], request_timeout=ANSWER_SECS
         )
         with errors(f"cannot ask for the settings of the topic {topic!r}"):
-            (found,) = (future.result() for future in asked.values())
+            try:
+                (found,) = (future.result() for future in asked.values())
+            except KafkaException as error:
+                if error.args[0].code() in _UNKNOWN_TOPIC:
+                    raise not_known(topic) from None
+                raise
         return str(found[name].value)
+
+    def partitions(self, topic: str) -> int:
+        """How many partitions a topic has that was just seen or made."""
+        found = self.describe([topic]).get(topic)
+        if found is None:
+            raise not_known(topic)
+        return len(found.partitions)
 
     def edges(self, places: Iterable[Place], committed: bool = True) -> tuple[dict[Place, int], dict[Place, int]]:
         """

@@ -192,6 +192,8 @@ class Publisher:
         if error.code() in _FENCED:
             return RetryableError("another producer took over while the epoch was published", code="PEN-2005")
         found = failure(error, "the epoch was not published")
+        if found.code == "PEN-5010":  # tasks have seen the topic, and not every broker may know it yet
+            return RetryableError(found.message, code="PEN-2007")
         return found if isinstance(found, ConfigError | FatalError) else RetryableError(found.message, code=found.code)
 
     def _abort(self) -> None:

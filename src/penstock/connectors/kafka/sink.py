@@ -175,8 +175,7 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
         marker = self._marker_topic(epoch.pipeline)
         staging = f"{marker}.staging"
         self._make(staging, STAGING_PARTITIONS, STAGING_SETTINGS)
-        count = len(self._asked.describe([staging])[staging].partitions)
-        self._stage = Stage(self.config, staging, count, epoch, task)
+        self._stage = Stage(self.config, staging, self._asked.partitions(staging), epoch, task)
 
     def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
         assert self._stage is not None, "begin_epoch comes first"
@@ -323,8 +322,8 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
                 )
             settings = {key: _text(value) for key, value in self.config.topic_config.items()}
             self._make(name, self.config.partitions, settings, self.config.replication)
+        self._partitions[name] = self._asked.partitions(name)
         self._limits[name] = int(self._asked.setting(name, "max.message.bytes"))
-        self._partitions[name] = len(self._asked.describe([name])[name].partitions)
         return name
 
     def _make(self, name: str, partitions: int, settings: Mapping[str, str], replication: int = -1) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import UTC, datetime
 from itertools import chain, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -15,7 +17,7 @@ from confluent_kafka.admin import AdminClient, NewPartitions
 from pydantic import ValidationError
 
 from kafka_topics import batches, delete_topic, fresh, make_topic, remake_topic, send, transaction, truncate, values
-from penstock.connectors.kafka import bulk, read
+from penstock.connectors.kafka import bulk, client, read
 from penstock.connectors.kafka.position import Offsets, Piece, packed
 from penstock.connectors.kafka.source import Kafka, KafkaConfig
 from penstock.errors import ConfigError, FatalError, RetryableError
@@ -385,3 +387,11 @@ def test_a_task_opens_without_asking_the_cluster_anything() -> None:
     source = Kafka(KafkaConfig(bootstrap_servers="127.0.0.1:1", topics=("t",)))
     source.open(SourceContext(in_task=True))
     source.close()
+
+
+def test_an_offset_that_the_client_does_not_know_is_none() -> None:
+    """A leader that goes while it is asked: the client answers -1001 without an error, and a position must not go back."""
+    answers = {place: Future() for place in (("t", 0), ("t", 1), ("t", 2))}
+    for future, offset in zip(answers.values(), (7, -1001, -1), strict=True):
+        future.set_result(SimpleNamespace(offset=offset))
+    assert client._answers(answers) == {("t", 0): 7, ("t", 2): -1}

@@ -309,7 +309,8 @@ def _answers(asked: Mapping[Place, Future[Any]]) -> dict[Place, int]:
     found = {}
     for place, future in asked.items():
         try:
-            found[place] = int(future.result(0).offset)
+            if (offset := int(future.result(0).offset)) >= -1:  # less: its leader went while it was asked
+                found[place] = offset
         except KafkaException as error:
             if error.args[0].code() not in _NO_LEADER:
                 raise failure(error.args[0], f"cannot ask for the offsets of {place[0]!r}") from None

@@ -199,7 +199,8 @@ class Listener:
             why = "the broker asked for it" if watching.done() else "its stream ended; is there another of that name?"
             raise RetryableError(f"{partition}: the consumer was closed, {why} ({code.name})", code="PEN-2001")
         except asyncio.CancelledError:
-            if watching.done() and not watching.cancelled():
+            own = asyncio.current_task()
+            if watching.done() and not watching.cancelled() and not (own and own.cancelling()):
                 raise RetryableError(f"{partition}: the broker no longer knows the consumer", code="PEN-2001") from None
             raise
         finally:

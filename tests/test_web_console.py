@@ -125,6 +125,8 @@ def test_what_may_be_secret_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
         ({**AUTH, "Authorization": "Bearer wrong"}, 401),
         ({**AUTH, "Authorization": "Bearer "}, 401),
         ({**AUTH, "Origin": "http://evil.example"}, 403),
+        ({**AUTH, "Origin": "http://["}, 403),
+        ({**AUTH, "Origin": "null"}, 403),
         ({**AUTH, "Sec-Fetch-Site": "cross-site"}, 403),
         ({**AUTH, "Host": "evil.example"}, 403),
         ({**AUTH, "Content-Type": "text/plain"}, 415),

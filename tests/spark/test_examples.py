@@ -22,7 +22,21 @@ from penstock.testing import s3
 from penstock.testing.postgres import binaries
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-ELSEWHERE = {"quickstart", "shop", "lake", "debezium_kafka", "webhook", "http_poll", "http"}
+ELSEWHERE = {
+    "danube_to_delta",
+    "debezium_kafka",
+    "http",
+    "http_poll",
+    "lake",
+    "mqtt",
+    "mqtt_to_danube",
+    "postgres_to_danube",
+    "quickstart",
+    "shop",
+    "tcp",
+    "webhook",
+    "websocket",
+}
 """Examples that need a counterpart; the tests of their connectors run them."""
 SMALL = sorted(path.name for path in EXAMPLES.glob("*.toml") if path.stem not in ELSEWHERE)
 

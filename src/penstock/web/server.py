@@ -265,7 +265,7 @@ class _Handler(BaseHTTPRequestHandler):
         origin, host = self.headers.get("Origin"), self.headers.get("Host")
         if self.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
             return False
-        return origin is None or urlsplit(origin).netloc == host
+        return origin is None or origin in (f"http://{host}", f"https://{host}")
 
     def _may_read(self) -> bool:
         return is_loopback(self.access.host) or self.access.admits(self.headers["Authorization"])

@@ -41,6 +41,7 @@ def busy() -> Telemetry:
     telemetry.tables("orders", {**tables, "public.z": TableState("seeding", rows=5, estimate=10)})
     telemetry.retry("source:orders", "away", 0.1)
     telemetry.lag("orders", 5)
+    telemetry.exports = lambda: {"traces": {"sent": 5, "dropped": 1}}
     return telemetry
 
 

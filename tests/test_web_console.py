@@ -335,6 +335,7 @@ def test_stop_is_left_for_the_running_pipeline(tmp_path: Path, monkeypatch: pyte
     finally:
         made.end()
     before = made.telemetry.status()["epochs"]
+    made.database.put("public.orders", 1000, "of the next run")  # all others may be copied
     again = Running(tmp_path, prepared=False)
     try:
         until(lambda: again.telemetry.status()["epochs"] > 0)

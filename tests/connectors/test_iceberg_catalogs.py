@@ -55,14 +55,21 @@ def port(kind, s3, request):
 
 
 @pytest.fixture
-def make(kind, port, place, monkeypatch):
-    monkeypatch.setenv("CATALOG_TOKEN", TOKEN)
+def token(tmp_path):
+    """A file, since processes that were started earlier do not see a new variable of the environment."""
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    return path
+
+
+@pytest.fixture
+def make(kind, port, place, token):
     namespace = f"n{uuid4().hex[:12]}"
 
     def make(spoiled=None, opened=True, **more):
         uri = f"http://127.0.0.1:{spoiled.port if spoiled else port}"
         if kind == "rest":
-            own = {"catalog_uri": uri, "catalog_token": {"env": "CATALOG_TOKEN"}}
+            own = {"catalog_uri": uri, "catalog_token": {"file": str(token)}}
         else:
             keys = {"glue.access-key-id": "PENSTOCK_S3_KEY", "glue.secret-access-key": "PENSTOCK_S3_SECRET"}
             references = {name: {"env": value} for name, value in keys.items()}
@@ -117,6 +124,13 @@ class TestCatalogs(SinkContract):
     @pytest.fixture
     def visible(self, read, make):
         return lambda topic: read(f"/{make.namespace}/{topic[1:].replace('/', '.')}")
+
+    @pytest.fixture
+    def lose_staged(self, place):
+        def lose(_):
+            store.delete(each.place for each in store.listed(place) if str(each.place).endswith(".parquet"))
+
+        return lose
 
 
 def until_done(action):
@@ -202,19 +216,18 @@ class TestRest:
         sink = make(catalog_token=None, catalog_credential={"env": "CATALOG_CREDENTIAL"}, catalog_options=options)
         assert sink.committed_epoch("shop", TOPIC) is None
 
-    def test_a_wrong_token_stops_and_is_not_shown(self, make, monkeypatch):
+    def test_a_wrong_token_stops_and_is_not_shown(self, make, token):
         sink = make()
-        monkeypatch.setenv("CATALOG_TOKEN", "mistaken-token")
+        token.write_text("mistaken-token")
         with pytest.raises(FatalError, match=r"PEN-5001 .*refused") as raised:
             sink.committed_epoch("shop", TOPIC)
         assert "mistaken-token" not in str(raised.value)
 
-    def test_a_token_that_is_renewed_is_read_again(self, make, rest, tmp_path):
-        (tmp_path / "token").write_text(TOKEN)
-        sink = make(catalog_token={"file": str(tmp_path / "token")})
+    def test_a_token_that_is_renewed_is_read_again(self, make, rest, token):
+        sink = make()
         assert sink.committed_epoch("shop", TOPIC) is None
         rest.token = "another-token"
-        (tmp_path / "token").write_text("another-token")
+        token.write_text("another-token")
         with pytest.raises(RetryableError, match="expired"):
             sink.committed_epoch("shop", TOPIC)
         assert sink.committed_epoch("shop", TOPIC) is None

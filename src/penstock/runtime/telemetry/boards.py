@@ -179,6 +179,14 @@ ALERTS = (
         "Rows of {{ $labels.connector }} take more than a minute to become visible",
         "The time of an epoch by phase says where: stage is reading and writing, apply and commit are the sinks.",
     ),
+    Alert(
+        "PenstockExportDropped",
+        f'increase({names.EXPORTED.name}{{outcome="dropped"}}[15m]) > 0',
+        5,
+        "warning",
+        "{{ $labels.exporter }} does not get all that is sent to it",
+        "Its collector is down or refuses what it gets; the log says why. Rows are not affected.",
+    ),
 )
 
 

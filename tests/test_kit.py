@@ -58,7 +58,7 @@ from penstock.testing import (
     sinks,
 )
 from penstock.testing.crash import applying, scenarios
-from penstock.testing.engine import Forked, Killed
+from penstock.testing.engine import Forked, Killed, Zygote
 from penstock.testing.memory import MemoryReceipt
 from penstock.testing.sinks.changes import WIDER
 from penstock.testing.sources import journaled
@@ -1076,3 +1076,11 @@ def test_a_lost_answer_comes_after_the_call(tmp_path):
     with pytest.raises(RetryableError):
         FaultySink(inner, fault).commit_epoch(Epoch("kit", "one", 1), [], {})  # type: ignore[arg-type]
     assert len(called) == 1
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_forks_tasks_ends_though_another_was_forked_after_it() -> None:
+    first, second = Zygote(), Zygote()
+    for each in (first, second):
+        each.stop()
+        assert not Path(f"/proc/{each.pid}").exists()

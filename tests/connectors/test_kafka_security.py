@@ -16,7 +16,7 @@ from confluent_kafka.admin import (
     UserScramCredentialUpsertion,
 )
 
-from kafka_topics import fresh, make_topic, records, send
+from kafka_topics import batches, fresh, make_topic, records, send
 from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
 from penstock.connectors.kafka.source import Kafka, KafkaConfig
 from penstock.errors import ConfigError, FatalError
@@ -126,7 +126,7 @@ def test_rows_go_in_and_out_over(secured: KafkaServer, keys: Path, way: str) -> 
     with opened_source(Kafka(KafkaConfig(bootstrap_servers=address, topics=(topic,), options=options))) as source:
         start = source.initial()
         splits = source.split(start, source.latest(start, ReadLimit()))
-        found = [row for split in splits for batch in source.read(split) for row in batch.records.to_pylist()]
+        found = [row for split in splits for batch in batches(source, split) for row in batch.records.to_pylist()]
     assert [row["payload"] for row in found] == [b"1", b"2"]
     stem = fresh("secured")
     sink = KafkaSink(KafkaSinkConfig(bootstrap_servers=address, topic=f"{stem}.{{topic}}", options=options))

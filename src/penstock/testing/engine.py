@@ -134,6 +134,8 @@ class Zygote:
         return self._answer()
 
     def stop(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # whatever else was forked from here still has a copy of it
         self._socket.close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)

@@ -26,7 +26,6 @@ from penstock.pipeline.routing import Route, Router
 from penstock.runtime.supervisor import Summary
 from penstock.sink import DeliveryGuarantee
 from penstock.spark import SparkEngine
-from penstock.spark.reader import source_of
 from penstock.testing import MemorySinkConfig
 
 
@@ -166,11 +165,6 @@ def test_a_stream_whose_rows_make_its_query_fail_is_left_out_and_the_others_go_o
     )
     assert sorted(rows(tmp_path, "good")["row"].to_pylist()) == list(range(20))
     assert not (tmp_path / "lake" / "cast").exists()
-
-
-def test_a_source_that_takes_notes_is_not_for_sparks_own_readers() -> None:
-    with pytest.raises(ConfigError, match=r"PEN-1009 postgres_cdc takes notes"):
-        source_of({"connector": "postgres_cdc", "dsn": "postgresql://localhost/shop", "tables": '["public.orders"]'})
 
 
 def double(frame: Any) -> Any:

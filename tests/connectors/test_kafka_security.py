@@ -19,7 +19,7 @@ from confluent_kafka.admin import (
 from kafka_topics import batches, fresh, make_topic, records, send
 from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
 from penstock.connectors.kafka.source import Kafka, KafkaConfig
-from penstock.errors import ConfigError, FatalError
+from penstock.errors import ConfigError, RetryableError
 from penstock.source import ReadLimit
 from penstock.testing.kafka import KafkaServer
 from penstock.testing.sinks.steps import commit, epoch_of, rows, stage
@@ -161,7 +161,7 @@ def test_what_is_wrong_is_said_at_once(
         "protocol": ("SASL_PLAINTEXT", {**tls, **ca}),
     }[wrong]
     source = Kafka(KafkaConfig(bootstrap_servers=secured.address(listener), topics=("t",), options=options))
-    with pytest.raises((ConfigError, FatalError), match=message) as refused:
+    with pytest.raises((ConfigError, RetryableError), match=message) as refused:
         source.open()
     source.close()
     assert PASSWORD not in str(refused.value)
@@ -175,3 +175,12 @@ def test_a_secret_that_is_not_set_is_named(secured: KafkaServer, monkeypatch: py
     assert PASSWORD not in repr(config)
     with pytest.raises(ConfigError, match=r"PEN-1005 .*KAFKA_RIGHT"):
         Kafka(config).open()
+
+
+def test_a_cluster_that_is_away_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.connectors.kafka.client.ANSWER_SECS", 1.0)
+    away = {"bootstrap_servers": "127.0.0.1:1"}
+    for connector in (Kafka(KafkaConfig(topics=("t",), **away)), KafkaSink(KafkaSinkConfig(**away))):
+        with pytest.raises(RetryableError, match="PEN-2001 no broker"):
+            connector.open()
+        connector.close()

@@ -186,9 +186,9 @@ class Cluster:
                         raise found from None
                 if time.monotonic() > until:
                     told = "; ".join(dict.fromkeys(each.str() for each in self._told)) or error.args[0].str()
-                    raise FatalError(
+                    raise RetryableError(
                         f"no broker of {self._config.bootstrap_servers} answers: {told}",
-                        code="PEN-5001",
+                        code="PEN-2001",
                         hint="is it running, and is the address reachable from here?",
                     ) from None
 

@@ -44,7 +44,7 @@ class TestKafkaCrash(CrashContract):
         given = request.node.callspec.params if hasattr(request.node, "callspec") else {}
         few = given.get("method", "commit_epoch") in ("commit_epoch", "pre_commit")
         if "lost_state" in request.node.name:
-            few = given.get("step", "commit.before@3") == "commit.before@3"
+            few = given.get("step", "commit.before@2") == "commit.before@2"
         if not few and not THOROUGH:
             pytest.skip("left to `make soak NAME=tests`")
 
@@ -102,7 +102,7 @@ class TestKafkaPublishedInTasks(TestKafkaCrash):
         name = request.node.originalname
         few = "zombie_task" in name or "staged_again" in name
         if "step" in given and "epoch" in given:
-            few = (given["step"], given["epoch"]) in {("apply.middle@2", 2)}
+            few = (given["step"], given["epoch"]) in {("apply.middle", 2)}
         elif "second" in given:
             few = (given["first"], given["second"]) == ("apply.middle", "apply.task")
         elif "method" in given:

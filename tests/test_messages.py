@@ -296,12 +296,46 @@ def test_most_of_a_topic_does_not_drain_into_the_dead_letters(home: Home) -> Non
         ('topic = "/a"\nschema_type = "avro"\nschema_file = "gone.avsc"', "cannot read the schema file"),
         ('topic = "/a"\nschema_type = "string"\nsubject = "x"', "has no schema"),
         ('topic = "/a/#"\nschema_type = "avro"', "names no subject"),
+        ('topic = "/a/#"\nschema_type = "avro"\nsubject = "{topic}-value"', "names no subject"),
+        ('topic = "/a"\nschema_type = "avro"\nsubject = "{record}"', "no `schema_file`"),
+        ('topic = "/a"\nschema_type = "avro"\nsubject = "{table}"', "only {topic} and {record}"),
         ('topic = "/a"\nschema_type = "json"\n[[schemas]]\ntopic = "/a"\nschema_type = "csv"', "two .* entries"),
     ],
 )
 def test_what_is_wrong_with_an_entry_is_said_with_its_place(home: Home, entry: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         home.pipeline("[[schemas]]\n" + entry + "\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "record"),
+    [
+        ("avro", '{"type": "record", "name": "Beat", "namespace": "shop", "fields": []}', "shop.Beat"),
+        ("json_schema", '{"title": "Beat", "type": "object"}', "Beat"),
+        ("protobuf", 'syntax = "proto3"; package shop; message Beat { int32 a = 1; }', "shop.Beat"),
+    ],
+)
+@pytest.mark.parametrize("subject", ["{topic}-value", "{record}", "{topic}-{record}"])
+def test_a_subject_is_named_by_topic_and_record_as_other_clients_do(
+    home: Home, kind: str, text: str, record: str, subject: str
+) -> None:
+    path = home.path / ("beat.proto" if kind == "protobuf" else "beat.json")
+    path.write_text(text)
+    entry = f'topic = "/shop/#"\nschema_type = "{kind}"\nschema_file = "{path}"\nsubject = "{subject}"\n'
+    entry = entry.replace("#", "beats") if "{topic}" in subject else entry
+    [found] = home.pipeline("[[schemas]]\n" + entry).schemas.entries
+    wanted = subject.replace("{topic}", "shop.beats").replace("{record}", record)
+    assert found.subject == wanted
+    assert found.file is not None
+    assert found.file.subject == wanted
+
+
+@pytest.mark.parametrize(("kind", "text"), [("avro", '"string"'), ("json_schema", "{}"), ("avro", "{")])
+def test_a_subject_by_record_needs_a_schema_with_a_name(home: Home, kind: str, text: str) -> None:
+    (home.path / "beat.json").write_text(text)
+    entry = f'topic = "/a"\nschema_type = "{kind}"\nschema_file = "{home.path}/beat.json"\nsubject = "{{record}}"\n'
+    with pytest.raises(ConfigError, match=r"no name for the \{record\}|not an Avro schema"):
+        home.pipeline("[[schemas]]\n" + entry)
 
 
 def change(op: str, before: Any = None, after: Any = None, lsn: int = 1) -> dict[str, Any]:

@@ -134,6 +134,11 @@ class Format(Generic[O]):
         """The reader's schema when decoding, the writer's when encoding."""
         self.resolve = resolve
 
+    @classmethod
+    def record_name(cls, options: O, schema: WireSchema) -> str:
+        """What the schema itself calls its payloads, in full, for `{record}` in a subject; empty: it has no name for them."""
+        return ""
+
     def columns(self) -> pa.Schema | None:
         """The columns that `decode` gives, as the schema and the options fix them; None: inferred from the payloads."""
         raise NotImplementedError

@@ -21,7 +21,7 @@ from penstock.formats.inference import Misfit
 from penstock.formats.inference import fields_of as kinds_of
 from penstock.formats.json_parse import Bodies, Screened, explain, of_another_kind, read, spans, unbalanced, value
 from penstock.formats.json_schema_bulk import certain, check_of
-from penstock.formats.json_schema_types import ANY, Map, Node, Struct, fields_of, is_plain, type_of
+from penstock.formats.json_schema_types import ANY, Map, Node, Struct, fields_of, is_plain, parsed, type_of
 from penstock.formats.json_text import entries, list_text, map_text, members, text_of, with_nulls_of
 
 _INT64 = range(-(1 << 63), 1 << 63)
@@ -53,6 +53,11 @@ class JsonSchema(Format[JsonSchemaConfig]):
         self._schema = schema
         self._fields = fields_of(schema)
         _validator(schema)  # an invalid schema is refused here
+
+    @classmethod
+    def record_name(cls, options: JsonSchemaConfig, schema: WireSchema) -> str:
+        found = parsed(schema)
+        return str(found.get("title", "")) if isinstance(found, dict) else ""
 
     def columns(self) -> pa.Schema:
         return pa.schema([(name, type_of(node)) for name, node in self._fields.items()])

@@ -80,7 +80,7 @@ class _Mapping:
     """Looks into one schema and what it refers to."""
 
     def __init__(self, schema: WireSchema) -> None:
-        self.root = _parsed(schema)
+        self.root = parsed(schema)
         self._named = dict(_references(schema))
 
     def node(self, schema: Any, root: Any, seen: frozenset[str]) -> Node:
@@ -171,7 +171,7 @@ class _Mapping:
 _UNKNOWN: Any = object()
 
 
-def _parsed(schema: WireSchema) -> Any:
+def parsed(schema: WireSchema) -> Any:
     try:
         return json.loads(schema.text)
     except ValueError as error:
@@ -180,7 +180,7 @@ def _parsed(schema: WireSchema) -> Any:
 
 def _references(schema: WireSchema) -> Iterator[tuple[str, Any]]:
     for name, each in schema.references:
-        yield name, _parsed(each)
+        yield name, parsed(each)
         yield from _references(each)
 
 

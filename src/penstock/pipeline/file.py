@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from penstock import formats
 from penstock.config import Config, type_text
-from penstock.errors import ConfigError, ConnectorError
+from penstock.errors import ConfigError, ConnectorError, SchemaError
 from penstock.pipeline import Pipeline, checks, registry, schemas
 from penstock.pipeline import toml as tomlfile
 from penstock.pipeline.checks import Problem
@@ -170,8 +170,8 @@ class Reader:
         if entry is None or options is None:
             return None
         try:
-            return TopicSchema(entry, options, schemas.read_schema(entry))
-        except ConfigError as error:
+            return TopicSchema(entry, options, schemas.read_schema(entry, options))
+        except (ConfigError, SchemaError) as error:
             self.problems.append(Problem(error.code, error.message, error.hint, (*where, "schema_file")))
             return None
 

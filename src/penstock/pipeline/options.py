@@ -208,7 +208,10 @@ class SchemaEntry(Config):
     """File that holds the schema, relative to the pipeline file; none: the registry's."""
 
     subject: str | None = Field(default=None, min_length=1)
-    """Its name in the schema registry; none: the topic without its leading slash, for formats that have a schema."""
+    """
+    Its name in the schema registry; none: the topic without its leading slash, for formats that have a schema. `{topic}` is the
+    topic with dots for slashes, `{record}` the name of the record in `schema_file`: see [registries](registries.md).
+    """
 
     auto_register: bool = True
     """Add the file to the registry as a new version when it changed, if it is compatible; false: refuse to start then."""
@@ -227,6 +230,13 @@ class SchemaEntry(Config):
 
     key: list[str] = Field(default=[], min_length=1)
     """Columns that identify a row, for sinks that update by key."""
+
+    @field_validator("subject")
+    @classmethod
+    def _known_braces(cls, subject: str | None) -> str | None:
+        if subject is not None and set("{}") & set(subject.replace("{topic}", "").replace("{record}", "")):
+            raise ValueError("only {topic} and {record} can be in braces")
+        return subject
 
     @model_validator(mode="after")
     def _no_repeats(self) -> SchemaEntry:

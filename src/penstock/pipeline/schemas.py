@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,11 +38,10 @@ class TopicSchema:
     @property
     def subject(self) -> str | None:
         """The subject in the registry; None: the format has no schema, or it has one of its own and no subject."""
-        if self.format_type.schema_use == "refused":
+        use = self.format_type.schema_use
+        if use == "refused" or (use == "optional" and self.entry.subject is None):
             return None
-        if self.entry.subject is not None or self.format_type.schema_use == "optional":
-            return self.entry.subject
-        return self.entry.topic.lstrip("/")
+        return self.file.subject if self.file is not None else subject_of(self.entry)
 
 
 @dataclass(frozen=True)
@@ -75,11 +74,29 @@ class TopicSchemas:
         return bool(self.entries)
 
 
-def read_schema(entry: SchemaEntry) -> WireSchema | None:
-    """The schema in an entry's file."""
+def subject_of(entry: SchemaEntry, record: str = "") -> str:
+    """An entry's subject; `{topic}` is its topic with dots for slashes, and `{record}` the name that its schema has."""
+    if entry.subject is None:
+        return entry.topic.lstrip("/")
+    topic = entry.topic.lstrip("/").replace("/", ".")
+    return entry.subject.replace("{record}", record).replace("{topic}", topic)
+
+
+def read_schema(entry: SchemaEntry, options: Config) -> WireSchema | None:
+    """The schema in an entry's file, under its subject."""
     if entry.schema_file is None:
         return None
-    return read_schema_file(entry.schema_file, entry.schema_type, entry.subject or entry.topic.lstrip("/"))
+    found = read_schema_file(entry.schema_file, entry.schema_type, "")
+    if entry.subject is None or "{record}" not in entry.subject:
+        return replace(found, subject=subject_of(entry))
+    record = load(entry.schema_type).record_name(options, found)
+    if not record:
+        raise ConfigError(
+            f"the schema in {entry.schema_file} has no name for the {{record}} of `subject`",
+            code="PEN-1015",
+            hint='name it there (Avro: a record, JSON Schema: "title"), or write the subject out',
+        )
+    return replace(found, subject=subject_of(entry, record))
 
 
 def read_schema_file(path: Path, kind: str, subject: str) -> WireSchema:
@@ -109,9 +126,12 @@ def problems(schemas: Sequence[TopicSchema]) -> list[tuple[int, str, str]]:
         if use == "refused" and given:
             what = f"the format {entry.schema_type} has no schema, so {given[0]!r} has no meaning"
             found.append((place, what, f"leave out {given[0]}, or choose another schema_type"))
-        if use == "required" and entry.subject is None and set("*+#") & set(entry.topic):
+        if use == "required" and "{topic}" in (entry.subject or "{topic}") and set("*+#") & set(entry.topic):
             what = f"the pattern {entry.topic!r} names no subject"
             found.append((place, what, "set `subject`: all topics of the pattern have the same schema"))
+        if "{record}" in (entry.subject or "") and entry.schema_file is None:
+            what = "`{record}` in `subject` is the name in the schema's file, and there is no `schema_file`"
+            found.append((place, what, "set schema_file, or write the subject out"))
         twins = [o for o in schemas[:place] if (o.entry.topic, o.entry.direction) == (entry.topic, entry.direction)]
         if twins:
             what = f"two [[schemas]] entries are for the topic {entry.topic!r}"

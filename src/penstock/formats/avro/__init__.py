@@ -36,6 +36,10 @@ class Avro(Format[AvroConfig]):
         self._schema = schema
         self._type = parse(schema)
 
+    @classmethod
+    def record_name(cls, options: AvroConfig, schema: WireSchema) -> str:
+        return parse(schema).name
+
     def columns(self) -> pa.Schema:
         kind = self._type
         if kind.kind == "record":

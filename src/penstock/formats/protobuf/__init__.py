@@ -48,6 +48,10 @@ class Protobuf(Format[ProtobufConfig]):
         self._schema = schema
         self._codec()
 
+    @classmethod
+    def record_name(cls, options: ProtobufConfig, schema: WireSchema) -> str:
+        return options.message or next(iter(message_names(compiled(schema)).values()), "")
+
     def _codec(self) -> Codec:
         return codec_for(compiled(self._schema), self.options.message)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from penstock.errors import ConfigError, DataError, SchemaError
 from penstock.formats import WireSchema, framing
 from penstock.formats.protobuf import Protobuf, ProtobufConfig, codec
-from penstock.formats.protobuf.files import compiled
+from penstock.formats.protobuf.files import as_text, compiled, text_of_one_file
 
 P = descriptor_pb2.FieldDescriptorProto
 SLOW = settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=40)
@@ -401,6 +401,27 @@ def length(number):
 def test_a_schema_that_cannot_be_used_is_refused_with_its_reason(schema, message, said):
     with pytest.raises(SchemaError, match=said):
         Protobuf(ProtobufConfig(message=message), WireSchema("protobuf", schema))
+
+
+def alone(data: bytes) -> str:
+    """A descriptor as Confluent's clients for Python and Go register it: one file, in base64, without what it imports."""
+    file = descriptor_pb2.FileDescriptorSet.FromString(data).file[-1]
+    return base64.b64encode(file.SerializeToString()).decode()
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+def test_the_descriptor_of_one_file_is_a_schema_with_its_references(order, make, is_text):
+    lines = WireSchema("protobuf", LINES if is_text else alone(compiled(WireSchema("protobuf", LINES))))
+    given = WireSchema("protobuf", alone(compiled(SCHEMA)), references=(("lines.proto", lines),))
+    payloads = binary([make(id=7, lines=[{"sku": "a", "count": 2}]).SerializeToString()])
+    read = Protobuf(ProtobufConfig(message="shop.Order"), given)
+    assert read.columns() == order.columns()
+    assert read.decode(payloads).rows == order.decode(payloads).rows
+
+
+def test_a_set_of_several_files_is_not_a_text_for_a_registry_of_files():
+    with pytest.raises(SchemaError, match="more than one file"):
+        text_of_one_file(WireSchema("protobuf", as_text(compiled(SCHEMA))))
 
 
 def test_an_import_cannot_leave_its_directory():

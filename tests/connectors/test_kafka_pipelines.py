@@ -20,6 +20,7 @@ from penstock.testing import ForkEngine
 from penstock.testing.apicurio import ApicurioServer, is_installed
 from penstock.testing.kafka import KafkaServer
 
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 ORDER = {
     "type": "record",
     "name": "Order",
@@ -158,33 +159,7 @@ def test_changes_of_debezium_in_avro_become_a_table(kafka: KafkaServer, url: str
     change(3, "u", {"id": 1, "name": "copied"}, {"id": 1, "name": "updated"})
     change(4, "d", {"id": 2, "name": "new"}, None)
     change(5, "c", None, {"id": 3, "name": None})
-    drained(
-        tmp_path / "table",
-        f"""
-        connector_name = "{stem}"
-        delivery = "exactly-once"
-        [registry]
-        type = "confluent"
-        url = "{url}"
-        [source]
-        connector = "kafka"
-        bootstrap_servers = "{kafka.bootstrap}"
-        topics = ["{stem}"]
-        [[routes]]
-        from = "{stem}"
-        to = "/orders"
-        [[schemas]]
-        topic = "/orders"
-        schema_type = "debezium"
-        encoding = "avro"
-        framing = "confluent"
-        subject = "{stem}-value"
-        [[sinks]]
-        connector = "delta"
-        path = "lake"
-        mode = "upsert"
-        key = ["id"]
-        """,
-    )
-    table = DeltaTable(str(tmp_path / "table" / "lake")).to_pyarrow_table().to_pylist()
+    text = (EXAMPLES / "debezium_avro.toml").read_text().replace("shop.public.orders", stem)
+    drained(tmp_path / "table", text.replace("localhost:9092", kafka.bootstrap).replace("http://localhost:8081", url))
+    table = DeltaTable(str(tmp_path / "run/debezium-avro/lake/lake/orders")).to_pyarrow_table().to_pylist()
     assert {row["id"]: row["name"] for row in table} == {1: "updated", 3: None}

@@ -24,6 +24,7 @@ from penstock.testing.postgres import binaries
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 ELSEWHERE = {
     "danube_to_delta",
+    "debezium_avro",
     "debezium_kafka",
     "http",
     "http_poll",

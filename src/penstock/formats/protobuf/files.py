@@ -13,7 +13,8 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 from google.protobuf.message import DecodeError
 
 from penstock.errors import SchemaError
@@ -28,11 +29,14 @@ _MAIN = "schema.proto"
 @lru_cache(maxsize=64)
 def compiled(schema: WireSchema) -> bytes:
     """The schema as a descriptor set; its last file is the schema itself, those before it are what it imports."""
-    if not _BASE64.match(schema.text):
+    if not _is_binary(schema):
         return _compile(schema)
     try:
         data = base64.b64decode(schema.text, validate=False)
-        if not descriptor_pb2.FileDescriptorSet.FromString(data).file:
+        alone = FileDescriptorProto.FromString(data)
+        if _is_name(alone.name):
+            return bytes(_with_imports(alone, schema).SerializeToString())
+        if not FileDescriptorSet.FromString(data).file:
             raise SchemaError("the descriptor set holds no file", hint="write it with protoc --descriptor_set_out")
     except (binascii.Error, DecodeError) as error:
         raise SchemaError(
@@ -42,9 +46,54 @@ def compiled(schema: WireSchema) -> bytes:
     return data
 
 
+def _is_name(found: str | bytes) -> bool:
+    """True: of one file. In the place of its name a set has the bytes of a file, and they begin with a line feed."""
+    return isinstance(found, str) and bool(found) and found.isprintable()
+
+
+def _is_binary(schema: WireSchema) -> bool:
+    return bool(_BASE64.match(schema.text))
+
+
+def _with_imports(main: FileDescriptorProto, schema: WireSchema) -> FileDescriptorSet:
+    """One file's descriptor, as some clients register it, after the files that its references and Protobuf itself hold."""
+    files: dict[str, FileDescriptorProto] = {}
+    for name, reference in schema.references:
+        *imported, own = FileDescriptorSet.FromString(compiled(reference)).file
+        own.name = name
+        files |= {each.name: each for each in (*imported, own) if each.name not in files}
+    for name in main.dependency:
+        if name not in files:
+            files |= {each.name: each for each in _of_protobuf(name) if each.name not in files}
+    return FileDescriptorSet(file=[*files.values(), main])
+
+
+def _of_protobuf(name: str) -> Sequence[FileDescriptorProto]:
+    """A file that comes with Protobuf, after what it imports itself."""
+    text = f'syntax = "proto3";\nimport "{name}";\n'
+    return list(FileDescriptorSet.FromString(compiled(WireSchema("protobuf", text))).file[:-1])
+
+
 def as_text(data: bytes) -> str:
     """A descriptor set as a schema's text."""
     return base64.b64encode(data).decode()
+
+
+def text_of_one_file(schema: WireSchema) -> str:
+    """The text that a registry takes which keeps each file as a schema: of a set, its one file without what Protobuf brings."""
+    if not _is_binary(schema):
+        return schema.text
+    files = FileDescriptorSet.FromString(compiled(schema)).file
+    imported = {name for name, _ in schema.references}
+    others = [
+        each.name for each in files[:-1] if not each.name.startswith("google/protobuf/") and each.name not in imported
+    ]
+    if others:
+        raise SchemaError(
+            f"the descriptor set has more than one file ({', '.join(others[:3])}), and the registry keeps one file a schema",
+            hint="join them in one .proto file, or use the embedded registry",
+        )
+    return as_text(files[-1].SerializeToString())
 
 
 def _compile(schema: WireSchema) -> bytes:
@@ -82,7 +131,7 @@ def _write(folder: Path, name: str, schema: WireSchema) -> None:
 
 def message_names(data: bytes) -> dict[tuple[int, ...], str]:
     """The full names of a schema's own messages by their paths: (0,) is the first, (0, 1) the second within it."""
-    main = descriptor_pb2.FileDescriptorSet.FromString(data).file[-1]
+    main = FileDescriptorSet.FromString(data).file[-1]
     return dict(_paths(main.message_type, (), main.package))
 
 
@@ -93,7 +142,7 @@ def _paths(messages: Sequence[Any], path: tuple[int, ...], scope: str) -> Iterat
         yield from _paths(message.nested_type, (*path, place), name)
 
 
-def pool_of(files: descriptor_pb2.FileDescriptorSet) -> descriptor_pool.DescriptorPool:
+def pool_of(files: FileDescriptorSet) -> descriptor_pool.DescriptorPool:
     pool = descriptor_pool.DescriptorPool()
     try:
         for each in files.file:

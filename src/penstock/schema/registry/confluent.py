@@ -197,10 +197,18 @@ def _body(schema: WireSchema) -> dict[str, Any]:
         {"name": name, "subject": each.subject, "version": each.version} for name, each in schema.references
     ]
     return {
-        "schema": schema.text,
+        "schema": _text(schema),
         "schemaType": TYPES[schema.type],
         **({"references": references} if references else {}),
     }
+
+
+def _text(schema: WireSchema) -> str:
+    if schema.type != "protobuf":
+        return schema.text
+    from penstock.formats.protobuf.files import text_of_one_file  # its extra is not needed for the other types
+
+    return text_of_one_file(schema)
 
 
 def _part(subject: str) -> str:

@@ -41,6 +41,12 @@ class TableState:
     complete: bool = False
     """The copy is complete: once this position is committed, the sinks record it (`mark_seeded`)."""
 
+    cleared: bool = False
+    """
+    It was set aside in the middle of its copy, and the last range cleared the targets. Like the first rows of a copy, this
+    counts as another `copy`.
+    """
+
     refreshes: bool = False
     """The copy goes over the rows that are there: no change was missed, so that nothing need be cleared."""
 
@@ -81,8 +87,9 @@ class TableSource(RangeSource[C, P]):
     nothing else. Two laws of range sources are wider here. A range that copies rows may hold newer ones when it is read
     again. And `next_start` MUST understand the notes that the runtime writes:
 
-    - `Refused`: a sink cannot take the table's rows. Rows of earlier epochs stay where they are. Set the table aside, state
-      `failed`, and copy it again later, from a truncate on; the others go on.
+    - `Refused`: a sink cannot take the table's rows. Set the table aside, state `failed`, and copy it again later, from a
+      truncate on; the others go on. Rows of earlier epochs stay where they are, except for those of a copy that is not
+      complete: the next range clears them with a truncate alone (`cleared`), so that no sink keeps half a table.
     - `CopyAgain`: two sinks hold different versions of a copy. Copy these tables once more, from a truncate on.
 
     It takes up what `Requests(context.state_dir).pending()` gives in `latest`, and names in the end that it returns the
@@ -103,11 +110,11 @@ def seeded(tables: Mapping[str, TableState]) -> frozenset[str]:
 
 
 def refilled(before: Mapping[str, TableState], after: Mapping[str, TableState]) -> frozenset[str]:
-    """The tables whose rows in the range between two positions follow a clear."""
+    """The tables whose rows in the range between two positions follow a clear, or are one."""
     return frozenset(
         stream
         for stream, table in after.items()
-        if table.is_read and not table.refreshes and table.copy > max(1, _copy(before.get(stream)))
+        if (table.is_read or table.cleared) and not table.refreshes and table.copy > max(1, _copy(before.get(stream)))
     )
 
 

@@ -54,7 +54,8 @@ class TestRecordedPositions:
         recorded = json.loads(RECORDED)
         stored = json.loads(LogPosition.model_validate_json(RECORDED).model_dump_json())
         for stream, table in stored["tables"].items():
-            table.pop("left_out", None)
+            for later in ("left_out", "remains"):
+                table.pop(later, None)
             assert table.items() <= recorded["tables"][stream].items(), stream
         assert {**stored, "tables": {}, "refused": {}} == {**recorded, "tables": {}, "refused": {}}
 
@@ -117,13 +118,58 @@ class TestTransitions:
             {"copied": {"stream": "public.t", "upto": ["1"], "snapshot": "7:7:", "lsn": 200}, "rows": 1},
             REFUSED.note(),
         ]
-        after = position.after(notes, retried=True)
+        after = position.after(notes, retried=True, whole=1_000)
         assert after.tables["reset"] == Copying(oid=1)
         assert after.tables["again"] == Waiting(oid=2, copies=2)
         assert type(after.tables["public.t"]) is Failed
         assert after.tables["paused"] == Paused(oid=4)
         assert after.copied == (), "chunks of a failed table do not count"
         assert after.settled == 100
+
+    @pytest.mark.parametrize(
+        ("state", "remains"),
+        [
+            (Waiting(oid=1), ""),
+            (Copying(oid=1, rows=5, frontier=("5",), remains="part"), "part"),
+            (Copying(oid=1, rows=5, frontier=("5",), refresh=True), ""),
+            (Following(oid=1, rows=5, remains="part"), "part"),
+            (Following(oid=1, rows=5), ""),
+            (Waiting(oid=1, copies=2, remains="cleared"), "cleared"),
+            (Waiting(oid=1, copies=2, remains="kept"), "part"),
+        ],
+    )
+    def test_a_table_that_is_refused_in_the_middle_of_its_copy_leaves_a_part(self, state, remains):
+        after = LogPosition(lsn=100, tables={"public.t": state}).after([REFUSED.note()], retried=True, whole=1_000)
+        assert (type(after.tables["public.t"]), after.tables["public.t"].remains) == (Failed, remains)
+        assert after.tables["public.t"].is_due(1010.0)
+
+    def test_a_copy_is_a_part_until_the_log_has_passed_its_chunks(self):
+        chunk = {"copied": {"stream": "public.t", "upto": ["1"], "snapshot": "7:7:", "lsn": 200}, "rows": 1}
+        position = LogPosition(lsn=100, tables={"public.t": Copying(oid=3, frontier=("1",))})
+        position = position.after([chunk], retried=True, whole=1_000)
+        assert position.tables["public.t"].remains == "part"
+        position = position.with_table("public.t", position.tables["public.t"].copied_up_to(None))
+        assert position.after([chunk], retried=True, whole=1_000).tables["public.t"].remains == "part"
+        passed = position.model_copy(update={"lsn": 300})
+        assert passed.after([chunk], retried=True, whole=1_000).tables["public.t"].remains == ""
+
+    def test_a_clear_that_a_sink_refuses_is_said_and_tried_again_after_the_next_copy(self):
+        failed = Copying(oid=1, rows=5, frontier=("5",), remains="part").failed(REFUSED)
+        clearing = LogPosition(lsn=100, tables={"public.t": failed.cleared()})
+        assert clearing.after([], retried=True, whole=1_000).tables["public.t"].remains == "cleared"
+        kept = clearing.after([REFUSED.note()], retried=True, whole=1_000)
+        assert kept.tables["public.t"].remains == "kept"
+        assert "refuses to be cleared" in table_states(kept, copies=True)["public.t"].note
+        assert kept.tables["public.t"].become(Waiting).failed(REFUSED).remains == "part"
+
+    @pytest.mark.parametrize(
+        ("rows", "code", "due"), [(999, "PEN-3002", True), (1_000, "PEN-3002", False), (1_000, "PEN-3006", True)]
+    )
+    def test_a_large_copy_that_was_refused_in_the_middle_waits_for_somebody(self, rows, code, due):
+        table = Copying(oid=1, rows=rows, frontier=("5",), remains="part")
+        note = REFUSED.model_copy(update={"code": code}).note()
+        after = LogPosition(lsn=100, tables={"public.t": table}).after([note], retried=True, whole=1_000)
+        assert after.tables["public.t"].is_due(1e18) is due
 
     def test_tables_that_cannot_be_captured_are_shown_with_the_reason_and_the_way_out(self):
         position = LogPosition(

@@ -12,7 +12,7 @@ import psycopg.rows
 import pytest
 from deltalake import DeltaTable
 
-from mirrored import Database, database_on
+from mirrored import Database, Lake, database_on
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.postgres_cdc import chunks, copy, plan, table_errors, tables
 from penstock.connectors.postgres_cdc.position import LogPosition
@@ -308,6 +308,45 @@ class TestBadTables:
         mirror.run()
         assert mirror.states()["orders"] == "failed"
         assert mirror.ops("orders") == "r" * 10
+
+    @pytest.mark.parametrize("mode", ["upsert", "changes"])
+    def test_a_table_that_one_sink_refuses_in_the_middle_of_its_copy_is_cleared_in_the_other(
+        self, database, tmp_path, mode
+    ):
+        database.run("UPDATE orders SET note = 'bad' WHERE id = 8")
+        other = Delta(DeltaConfig(path=str(tmp_path / "lake/{topic}"), mode=mode))
+        picky = PickySink(MemorySinkConfig(path=tmp_path / "picky"))
+        with Lake(tmp_path, database.source(seed_chunk_rows=2), {"picky": picky, "lake": other}) as lake:
+            most = 0
+            for _ in range(30):
+                lake.loop.step()
+                if (tmp_path / "lake/public.orders/_delta_log").exists():
+                    most = max(most, len(lake.table("public.orders")))
+            assert most >= 4, "the copy was to be refused after some of its rows"
+            known = lake.source.tables(lake.position)["public.orders"]
+            assert (known.state, known.cleared, known.code) == ("failed", True, "PEN-4000")
+            assert "the targets are cleared" in known.note
+            assert [row["id"] for row in picky.visible("/public.orders") if row["_op"] != "t"][-1] < 8
+            log = sorted(picky.visible("/public.orders"), key=lambda row: row["_position"])
+            assert log[-1]["_op"] == "t"
+            held = sorted(lake.table("public.orders"), key=lambda row: row.get("_position", ""))
+            assert held == [] if mode == "upsert" else held[-1]["_op"] == "t"
+            assert len(lake.table("public.items")) == 10, "the others go on"
+            rows = len(held)
+            database.run("INSERT INTO orders VALUES (11, 'good')")
+            for retried in range(2):  # the next copies are refused as well, and change nothing
+                Requests(lake.source.context.state_dir).add("resume", ["public.orders"])
+                for _ in range(4):
+                    lake.loop.step()
+                known = lake.source.tables(lake.position)["public.orders"]
+                assert (known.state, known.tries, known.cleared) == ("failed", 2 + retried, True)
+                assert len(lake.table("public.orders")) == rows
+            database.run("UPDATE orders SET note = 'good' WHERE id = 8")
+            Requests(lake.source.context.state_dir).add("resume", ["public.orders"])
+            lake.catch_up()
+            assert lake.source.tables(lake.position)["public.orders"].state == "active"
+            if mode == "upsert":
+                assert sorted(row["id"] for row in lake.table("public.orders")) == list(range(1, 12))
 
     def test_an_identity_that_is_lost_and_found_between_two_looks_loses_no_change(
         self, database, tmp_path, monkeypatch
@@ -696,4 +735,4 @@ def test_notes_of_tables_that_a_position_does_not_know_yet_change_nothing():
     failed = {"stream": "public.new", "code": "PEN-3000", "message": "", "hint": "", "at": 0.0}
     position = LogPosition(lsn=8, settled=8)
     notes = [{"failed": failed}, {"again": ["public.new"]}, {"reset": ["public.new"]}]
-    assert position.after(notes, retried=True) == position
+    assert position.after(notes, retried=True, whole=1_000) == position

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import dataclass
 
 import psycopg
 import pytest
 
 from penstock.connectors.postgres_cdc import PostgresCdc, PostgresCdcConfig, chunks, plan
+from penstock.errors import DataError
 from penstock.runtime.epochs import State
 from penstock.tables import Requests
+from penstock.testing.memory import MemorySink, MemorySinkConfig
 from penstock.testing.mirror import Mirror, replayed
 from penstock.testing.postgres import PostgresServer, binaries
 from penstock.testing.processes import wait_until
@@ -182,3 +185,42 @@ def test_writers_that_race_a_table_that_is_paused_and_resumed_lose_and_double_no
             mirror.run(until="copied")
     mirror.run()
     check(mirror)
+
+
+class Picky(MemorySink):
+    """Refuses the row with the key 15."""
+
+    def write_batch(self, topic, batch):
+        if 15 in batch.column("id").to_pylist():
+            raise DataError(f"{topic}: no place for 15")
+        return super().write_batch(topic, batch)
+
+
+@dataclass
+class TwoSinks(Mirror):
+    """The first one refuses a row that comes late in the copy."""
+
+    def _sinks(self):
+        config = MemorySinkConfig(path=self.path / "target")
+        return {"picky": Picky(config), "other": MemorySink(MemorySinkConfig(path=self.path / "other"))}
+
+
+@pytest.mark.parametrize("step", few(STEPS))
+def test_half_a_table_stays_in_no_sink_wherever_the_run_that_clears_it_is_killed(mirror, step):
+    two = TwoSinks(mirror.path, mirror.source, parallelism=1)
+    run(two, "DELETE FROM items WHERE id = 15")
+    for _ in range(20):  # first the epoch that sets it aside, then the one that clears it, is hit
+        assert two.killed(f"{step}=kill"), "it came to its end before the table was refused"
+        if State(two.path / "state", "mirror").peek().newest and progress(two).state == "failed":
+            break
+    two.killed(f"{step}=kill")
+    two.run()
+    assert (progress(two).state, progress(two).remains) == ("failed", "cleared")
+    logs = [sorted(sink.visible("/public.orders"), key=lambda row: row["_position"]) for sink in two._sinks().values()]
+    for log in logs:
+        assert "".join(row["_op"] for row in log) == "r" * 14 + "t"
+        assert replayed(log, ["id"]) == []
+    run(two, "DELETE FROM orders WHERE id = 15")
+    requests(two).add("resume", ["public.orders"])
+    two.run()
+    check(two)

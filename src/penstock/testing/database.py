@@ -122,6 +122,10 @@ class Progress(_Value):
     chunks: tuple[Chunk, ...] = ()
     """What was copied, until the log has passed the line that it was read at."""
     rows: int = 0
+    part: bool = False
+    """The targets hold rows of a copy that is not complete."""
+    cleared: bool = False
+    """It failed, and the targets were cleared of those."""
     failure: Refused | None = None
     tries: int = 0
 
@@ -135,6 +139,10 @@ class Progress(_Value):
 
     def ended(self, state: str, **update: Any) -> Progress:
         return self.model_copy(update={"state": state, "frontier": -1, "chunks": (), **update})
+
+    def emptied(self) -> Progress:
+        """The same after a range that clears the targets."""
+        return self.model_copy(update={"part": False, "cleared": True, "copy_number": self.copy_number + 1})
 
     def counts(self, line: int, id: int) -> bool:
         """True if a change is to be handed over: its row was copied, and the copy does not contain the change."""
@@ -202,6 +210,7 @@ class MemoryTables(TableSource[MemoryTablesConfig, Capture]):
                 "seeding" if each.state == "waiting" else each.state,
                 copy=each.copy_number,
                 complete=each.state == "active",
+                cleared=each.cleared,
                 rows=each.rows,
                 code=each.failure.code if each.failure else "",
                 error=each.failure.message if each.failure else "",
@@ -243,6 +252,8 @@ class MemoryTables(TableSource[MemoryTablesConfig, Capture]):
         if start.line < self.database.lost:  # nobody knows what happened in between: everything is copied again
             lost = {name: each.again() if each.is_read else each for name, each in end.tables.items()}
             return end.model_copy(update={"tables": lost, "line": upto, "turn": "copy", "gaps": start.gaps + 1})
+        if parts := {name: each.emptied() for name, each in end.tables.items() if each.state == "failed" and each.part}:
+            return end.model_copy(update={"tables": {**end.tables, **parts}})
         copying = {name: each for name, each in end.tables.items() if each.state in ("waiting", "seeding")}
         if isinstance(limit.until, Capture) and not copying:
             # At least as far as the copies reach into the log: before that, the tables are of different times.
@@ -291,6 +302,7 @@ class MemoryTables(TableSource[MemoryTablesConfig, Capture]):
                 "state": "seeding" if more else "active",
                 "frontier": left[self.config.chunk_rows - 1] if more else -1,
                 "copy_number": progress.copy_number + begun,
+                "cleared": False,
             }
         )
 
@@ -306,6 +318,8 @@ class MemoryTables(TableSource[MemoryTablesConfig, Capture]):
             before = start.tables.get(name, Progress())
             begins = before.copy_number != after.copy_number
             goes_on = before.state == "seeding" and (before.state, before.frontier) != (after.state, after.frontier)
+            if after.cleared and not before.cleared:
+                splits.append(CopySplit(name, -1, -1, after.copy_number, begins=True))
             if after.state in ("seeding", "active") and (begins or goes_on):
                 upto = after.frontier if after.state == "seeding" else None
                 splits.append(CopySplit(name, -1 if begins else before.frontier, upto, after.copy_number, begins))
@@ -323,6 +337,8 @@ class MemoryTables(TableSource[MemoryTablesConfig, Capture]):
         rows += [_row(Op.SEEDED, f"{place}.1.{id:012d}", id, there[id]) for id in ids]
         if rows:
             yield SourceBatch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA), stream=split.table)
+        if split.upto == -1:
+            return  # a clear alone
         chunk = Chunk(after=split.after, upto=split.upto, line=line)
         yield Note({"copied": split.table, "chunk": chunk.model_dump(), "rows": len(ids)})
 
@@ -364,7 +380,9 @@ class MemoryTables(TableSource[MemoryTablesConfig, Capture]):
                 each = tables[refused.stream]
                 tables[refused.stream] = each.ended("failed", failure=refused, tries=each.tries + 1)
         for name, each in tables.items():
-            tables[name] = each.model_copy(update={"chunks": tuple(c for c in each.chunks if c.line > end.line)})
+            unpassed = tuple(c for c in each.chunks if c.line > end.line)
+            part = each.part and (not each.is_read or bool(unpassed)) if each.state != "seeding" else each.rows > 0
+            tables[name] = each.model_copy(update={"chunks": unpassed, "part": part})
         return end.model_copy(update={"tables": tables})
 
     def ack(self, end: Capture) -> None:

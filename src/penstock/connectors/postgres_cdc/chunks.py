@@ -13,7 +13,7 @@ import psycopg
 
 from penstock.connectors.postgres_cdc.catalog import Table
 from penstock.connectors.postgres_cdc.config import PostgresCdcConfig
-from penstock.connectors.postgres_cdc.copy import Chunk, Edge, Pages, Unreadable, edges, page_runs
+from penstock.connectors.postgres_cdc.copy import Chunk, Clear, Edge, Pages, Unreadable, edges, page_runs
 from penstock.connectors.postgres_cdc.log import snapshots
 from penstock.connectors.postgres_cdc.log.snapshots import BLAMED_SECS, ExportedSnapshot, OpenTransaction
 from penstock.connectors.postgres_cdc.position import LogPosition
@@ -67,7 +67,8 @@ class CopyPlanner:
                     return end.with_table(stream, progress.copied_up_to(None))
                 continue
             clears = isinstance(progress, Waiting) and progress.clears
-            whole = min(WHOLE_ROWS, limit.rows or WHOLE_ROWS) if clears else 0
+            # After a failure in one epoch in any case: if it fails again, the targets stay as they are.
+            whole = min(WHOLE_ROWS, WHOLE_ROWS if progress.failure else limit.rows or WHOLE_ROWS) if clears else 0
             frontier = progress.frontier if isinstance(progress, Copying) else None
             try:
                 with table_errors(table):
@@ -109,8 +110,10 @@ class CopyPlanner:
         self._since = None
         return self._rows
 
-    def splits(self, start: LogPosition, end: LogPosition) -> Sequence[Chunk | Pages | Unreadable]:
-        """The parts that a range copies, with the tables as they are after its snapshot was taken."""
+    def splits(self, start: LogPosition, end: LogPosition) -> Sequence[Chunk | Pages | Clear | Unreadable]:
+        """The parts that a range copies or clears, with the tables as they are after its snapshot was taken."""
+        if clearing := [stream for stream, table in end.tables.items() if table.remains == "clearing"]:
+            return [self._clear(stream, end) for stream in clearing]
         moving = _moving(start.tables, end.tables)
         known = self._session.look_since(0.0)
         if not any(stream in known for stream in moving):  # dropped in the meantime; the next range notes it
@@ -124,6 +127,12 @@ class CopyPlanner:
             if stream in now
             for part in self._parts(now[stream], before, after, snapshot, start.lsn)
         ]
+
+    def _clear(self, stream: str, end: LogPosition) -> Clear | Unreadable:
+        table = self._session.look_since(0.0).get(stream)
+        if table is None:
+            return Unreadable(Refused.because(stream, TableError(f"{stream} is not in the database any more")))
+        return Clear(table, self._session.catalog.needed_by(table.columns), end.lsn, end.tables[stream].copies)
 
     def _parts(
         self, table: Table, before: Waiting | Copying, after: Copying | Following, snapshot: ExportedSnapshot, lsn: int

@@ -94,6 +94,16 @@ class Pages:
 
 
 @dataclass(frozen=True)
+class Clear:
+    """No rows, only a clear: the table was set aside, and the targets hold part of its copy."""
+
+    table: Table
+    catalog: TypeCatalog
+    lsn: int
+    copy: int
+
+
+@dataclass(frozen=True)
 class Unreadable:
     """A part that cannot be planned: reading it gives only the note that sets its table aside."""
 
@@ -237,7 +247,7 @@ def read_part(connection: Any, part: Chunk | Pages, *, apart: bool = False) -> I
         yield Note(CopyAgain(streams=(part.stream,)).note())
         return
     if part.clears:  # after the rows: if they fail, the target keeps its own. `_position` sorts it before them
-        yield _clear(table, catalog, part)
+        yield clear(part)
     copied = Copied(stream=part.stream, snapshot=part.snapshot.snapshot, lsn=part.snapshot.lsn, **edges)
     yield Note({"copied": copied.model_dump(mode="json"), "rows": count})
 
@@ -252,8 +262,9 @@ def first_rows(connection: Any, table: Table, catalog: TypeCatalog, rows: int) -
                 yield SourceBatch(_seeded(batch, table, catalog, part), stream=table.stream)
 
 
-def _clear(table: Table, catalog: TypeCatalog, part: Chunk | Pages) -> SourceBatch:
+def clear(part: Chunk | Pages | Clear) -> SourceBatch:
     """One row that empties the target of a table."""
+    table, catalog = part.table, part.catalog
     row = {"_op": str(Op.TRUNCATE), "_position": position_text(part.lsn - 1, 2 * part.copy)}
     return SourceBatch(pa.RecordBatch.from_pylist([row], schema=table.schema(catalog)), stream=table.stream)
 

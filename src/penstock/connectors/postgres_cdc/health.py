@@ -13,7 +13,7 @@ from penstock.connectors.postgres_cdc.log import snapshots
 from penstock.connectors.postgres_cdc.log.slot import Slot
 from penstock.connectors.postgres_cdc.log.snapshots import BLAMED_SECS, OpenTransaction
 from penstock.connectors.postgres_cdc.position import LeftOut, LogPosition
-from penstock.connectors.postgres_cdc.tables import SHOWN, Captured, Following, TableProgress, Waiting
+from penstock.connectors.postgres_cdc.tables import SHOWN, Captured, Failed, Following, TableProgress, Waiting
 from penstock.source import HealthState, HealthStatus
 from penstock.tables import TableState
 
@@ -97,6 +97,15 @@ def _waits(connection: psycopg.Connection[Any], position: LogPosition) -> str:
 
 # -- tables ----------------------------------------------------------------------------------------------------------
 
+_HELD = {
+    "": "the targets hold its rows as they were before it failed",
+    "part": "the targets hold part of its copy, and are cleared next",
+    "clearing": "its copy is not complete; the targets are being cleared",
+    "cleared": "its copy was not complete; the targets are cleared, and hold no rows",
+    "kept": "the targets hold part of its copy: one of them refuses to be cleared",
+}
+"""What is in the targets of a table that is set aside."""
+
 
 def table_states(position: LogPosition, *, copies: bool) -> Mapping[str, TableState]:
     """Every table that the position knows; `copies`: a complete copy is worth telling the sinks about."""
@@ -112,6 +121,7 @@ def _state(table: TableProgress, copies: bool) -> TableState:
         SHOWN[table.state],
         copy=max(0, table.copies - isinstance(table, Waiting)),
         complete=isinstance(table, Following) and copies,
+        cleared=isinstance(table, Failed) and table.remains in ("clearing", "cleared"),
         refreshes=isinstance(table, Captured) and table.refresh,
         rows=table.rows,
         estimate=table.estimate,
@@ -123,6 +133,8 @@ def _state(table: TableProgress, copies: bool) -> TableState:
 
 def _note(table: TableProgress) -> str:
     notes = []
+    if isinstance(table, Failed) and (table.rows or table.remains):
+        notes.append(_HELD[table.remains])
     if isinstance(table, Waiting) and table.until_xid:
         notes.append(f"waits until every transaction before {table.until_xid} has ended")
     if isinstance(table, Captured) and table.left_out:

@@ -172,6 +172,7 @@ class Planner:
                 estimate=table.estimate,
                 failure=before.failure if before else None,
                 tree=before.tree if refresh and isinstance(before, Captured) else tree,
+                remains=before.remains if before else "",
                 left_out=table.unpublished,
             )
         return start.forget_copies(new).with_tables(new)
@@ -223,6 +224,8 @@ class Planner:
         self._probe.start(start.lsn)
         looked = self._session.looked
         end = self._with_new_tables(connection, self._with_requests(connection, start, here), here)
+        if clearing := _clearing(end, self._session.tables):
+            return end.with_tables(clearing)
         waits_for_log = any(isinstance(t, Waiting) and t.from_lsn > start.lsn for t in end.tables.values())
         self._probe.flush_if_torn(connection, here, start.lsn)
         if end.copying and self._copies_first(connection, start, end, here, found, waits_for_log):
@@ -418,6 +421,15 @@ def _missing(tables: Tables, stream: str, progress: TableProgress) -> TableProgr
         return progress
     error = ConfigError(f"{stream}: {finding.what}", code="PEN-1016", hint=finding.fix)
     return progress.failed(Refused.because(stream, error))
+
+
+def _clearing(position: LogPosition, tables: Tables) -> dict[str, TableProgress]:
+    """Tables that were set aside in the middle of a copy, as they are once the targets are cleared."""
+    return {
+        stream: progress.cleared()
+        for stream, progress in position.tables.items()
+        if isinstance(progress, Failed) and progress.remains == "part" and stream in tables.captured
+    }
 
 
 def _left_out(tables: Tables) -> dict[str, LeftOut]:

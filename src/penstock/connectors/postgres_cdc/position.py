@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from penstock.connectors.postgres_cdc.table_errors import TableError
 from penstock.connectors.postgres_cdc.tables import (
     Copying,
     Following,
@@ -88,11 +89,13 @@ class LogPosition(Position):
         """The position without the chunks of some tables."""
         return self.model_copy(update={"copied": tuple(each for each in self.copied if each.stream not in streams)})
 
-    def after(self, notes: Sequence[Json], retried: bool) -> LogPosition:
+    def after(self, notes: Sequence[Json], retried: bool, whole: int) -> LogPosition:
         """
         The start of the next range, given the notes of the one that ends here.
 
-        A note may name a table that this position does not know yet: it is found when the next range is planned.
+        A note may name a table that this position does not know yet: it is found when the next range is planned. A table that
+        was refused after more than `whole` rows is copied again when somebody asks for it: each try would show as many rows
+        in the targets, and remove them.
         """
         tables, copied, again = dict(self.tables), list(self.copied), set[str]()
         for note in notes:
@@ -116,9 +119,16 @@ class LogPosition(Position):
                 table = tables[stream]
                 if isinstance(table, Waiting | Copying | Following) and table.tree:
                     tables[stream] = table.with_fields(tree=table.tree.shown(note["parts"][stream]))
-            if (refused := Refused.read(note)) and refused.stream in tables and tables[refused.stream].captured:
-                tables[refused.stream] = tables[refused.stream].failed(refused, retried=retried)
+            if (refused := Refused.read(note)) and refused.stream in tables:
+                was = self.tables[refused.stream]
+                if was.remains == "clearing":
+                    tables[refused.stream] = was.model_copy(update={"remains": "kept"})
+                elif was.captured:
+                    large = was.remains == "part" and was.rows >= whole and refused.code != TableError.default_code
+                    tables[refused.stream] = was.failed(refused, retried=retried and not large)
         copied = [c for c in copied if c.stream in tables and tables[c.stream].captured and c.stream not in again]
+        unpassed = {each.stream for each in copied if each.lsn > self.lsn}
+        tables = {stream: _with_remains(table, stream in unpassed) for stream, table in tables.items()}
         return self.model_copy(
             update={
                 "tables": tables,
@@ -128,3 +138,18 @@ class LogPosition(Position):
                 "settled": max(self.settled, self.lsn, *(each.lsn for each in copied)),
             }
         )
+
+
+def _with_remains(table: TableProgress, unpassed: bool) -> TableProgress:
+    """
+    The table with what the targets hold of an incomplete copy after a range.
+
+    A copy of several ranges is complete once the log has passed all of its chunks: before that they are of different times.
+    """
+    if isinstance(table, Copying):
+        remains = "part" if table.rows and not table.refresh else ""
+    elif isinstance(table, Following):
+        remains = "part" if table.remains == "part" and unpassed else ""
+    else:
+        remains = "cleared" if table.remains == "clearing" else table.remains
+    return table if remains == table.remains else table.model_copy(update={"remains": remains})

@@ -8,9 +8,9 @@ from typing import Any
 
 import psycopg
 
-from penstock.connectors.postgres_cdc import health
+from penstock.connectors.postgres_cdc import chunks, health
 from penstock.connectors.postgres_cdc.config import PostgresCdcConfig
-from penstock.connectors.postgres_cdc.copy import Chunk, Pages, Unreadable, first_rows, read_part
+from penstock.connectors.postgres_cdc.copy import Chunk, Clear, Pages, Unreadable, clear, first_rows, read_part
 from penstock.connectors.postgres_cdc.findings import findings
 from penstock.connectors.postgres_cdc.follow import LogRange, read_range, verify
 from penstock.connectors.postgres_cdc.log import slot as slots
@@ -34,7 +34,7 @@ from penstock.source import (
 )
 from penstock.tables import Refused, TableSource, TableState
 
-Split = LogRange | Chunk | Pages | Unreadable
+Split = LogRange | Chunk | Pages | Clear | Unreadable
 
 
 class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
@@ -45,7 +45,8 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
 
     Each table has a state of its own: `penstock tables` pauses, resumes, skips and copies single tables again while the
     others stream. A table that fails (no permission, no replica identity, a value or a column that cannot be taken) is
-    set aside with its error. It is copied again by itself after 10 s, then after twice as long each time, up to 10 min.
+    set aside with its error. It is copied again by itself after 10 s, then after twice as long each time, up to 10 min. If its
+    copy was not complete, the next range clears the targets, so that none keeps half a table.
     A table that was removed from its publication for a while has lost changes, and so has one whose publication was altered
     or made again. Within 10 s, or at the next start, it is published and copied again.
 
@@ -93,7 +94,7 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
         tables = self.session.look_since(self._planner.planned_at)
         # The columns of a table that is set aside need not be followed.
         planned = self._planned[1].tables if self._planned else {}
-        aside = {stream for stream, progress in planned.items() if not progress.captured}
+        aside = {s for s, progress in planned.items() if not progress.captured and progress.remains != "clearing"}
         return {s: table.schema(self.session.catalog) for s, table in tables.items() if s not in aside}
 
     def sample(self, rows: int) -> Iterator[SourceBatch]:
@@ -167,6 +168,8 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
     def read(self, split: Split) -> Iterator[SourceBatch | Note]:
         if isinstance(split, Unreadable):
             yield Note(split.refused.note())
+        elif isinstance(split, Clear):
+            yield clear(split)
         elif isinstance(split, LogRange):
             try:
                 yield from read_range(self.session, self.config, split)
@@ -194,7 +197,7 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
         return isinstance(error, failures.PublicationLost) or self._planner.may_begin_again
 
     def next_start(self, end: LogPosition, notes: Sequence[Json]) -> LogPosition:
-        return end.after(notes, retried=self.config.snapshot != "never")
+        return end.after(notes, retried=self.config.snapshot != "never", whole=chunks.WHOLE_ROWS)
 
     def ack(self, end: LogPosition) -> None:
         self.session.ask(lambda connection: slots.acknowledge(connection, self.config.slot, end.lsn))

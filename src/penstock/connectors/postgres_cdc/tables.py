@@ -67,6 +67,13 @@ class _State(Value):
     """Rows that were copied."""
     estimate: int | None = None
     """Rows that the server thought it had when the copy began."""
+    remains: Literal["", "part", "clearing", "cleared", "kept"] = ""
+    """
+    What the targets hold of a copy that is not complete when a range starts.
+
+    `part`: some of its rows; if the table is set aside, the next range clears them, and ends with `clearing`. `cleared`: it
+    did. `kept`: a sink refused to be cleared.
+    """
 
     captured: ClassVar[bool] = False
     """True if its changes are followed, now or once it is copied."""
@@ -107,7 +114,7 @@ class _State(Value):
             tries=tries,
             next_try=refused.at + pause if retried else None,
         )
-        return self.become(Failed, failure=failure)
+        return self.become(Failed, failure=failure, remains="part" if self.remains == "kept" else self.remains)
 
 
 class _Captured(_State):
@@ -136,11 +143,12 @@ class _Captured(_State):
 
     def again(self) -> Waiting:
         """Copy it once more, beginning with a clear."""
-        return self.become(Waiting, copies=max(self.copies, 1) + 1, rows=0, refresh=False)
+        remains = "part" if isinstance(self, Copying) else self.remains
+        return self.become(Waiting, copies=max(self.copies, 1) + 1, rows=0, refresh=False, remains=remains)
 
     def restarted(self) -> Copying:
         """Begin its copy again from the first key; the target was just emptied by a row of the log."""
-        return self.become(Copying, rows=0, frontier=None)
+        return self.become(Copying, rows=0, frontier=None, remains="")
 
     def copied_up_to(self, frontier: Key | None) -> Copying | Following:
         """Its copy reaches this key; None: it is complete."""
@@ -201,6 +209,10 @@ class Failed(_State):
         """True if it is time to try it again."""
         due = self.failure.next_try if self.failure else 0.0
         return due is not None and now >= due
+
+    def cleared(self) -> Failed:
+        """The same at the end of a range that clears its targets."""
+        return self.model_copy(update={"remains": "clearing", "copies": max(self.copies, 1) + 1})
 
 
 class Gone(_State):

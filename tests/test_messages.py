@@ -19,6 +19,9 @@ from penstock.connectors.files.sink import read_published
 from penstock.errors import ConfigError, ConnectorError
 from penstock.pipeline import Pipeline
 from penstock.runtime import supervisor
+from penstock.runtime.epochs import Manifest
+from penstock.runtime.epochs.messages import Messages
+from penstock.runtime.epochs.stage import Staged
 from penstock.runtime.telemetry import Telemetry
 from penstock.sink import Receipt, SinkConnector, WriteResult
 from penstock.source import Offset, PollingSource, SourceCheckpoint, SourceEnvelope, SourceRecord
@@ -286,6 +289,40 @@ def test_most_of_a_topic_does_not_drain_into_the_dead_letters(home: Home) -> Non
     with pytest.raises(ConnectorError, match="PEN-3002"):
         home.run()
     assert home.letters() == []
+
+
+def test_a_topic_does_not_drain_into_the_dead_letters_run_by_run(home: Home) -> None:
+    for number in range(3):
+        home.put(*([number] for _ in range(450)))
+        if number < 2:
+            home.run()
+    for _ in range(2):  # a scheduler starts it again and again
+        with pytest.raises(ConnectorError, match="PEN-3002.* 1,350 of the last 1,350 records"):
+            home.run()
+    assert len(home.letters()) == 900
+    home.run(processing="max_error_rate = 1")
+    home.put({"id": 1}, "{")
+    home.run()  # who changed the limit has seen what came before
+    assert len(home.letters()) == 1351
+
+
+@pytest.mark.parametrize("size", [1, 30, 400, 5000])
+def test_what_a_manifest_keeps_of_earlier_records_covers_the_window_and_stays_small(size: int) -> None:
+    messages, manifest = (
+        Messages(max_error_rate=1.0),
+        Manifest(pipeline="p", incarnation="i", number=1, ranges={}, attempts=[]),
+    )
+    for _ in range(3000 // size + 5):
+        recent = messages.check(manifest, Staged(read=size, bad=size // 3))
+        manifest = manifest.model_copy(update={"recent": recent})
+    assert manifest.recent is not None
+    bad, total = (sum(counts) for counts in zip(*manifest.recent.epochs, strict=True))
+    assert 1000 <= total < 1000 + max(size, 100)
+    assert bad == total // size * (size // 3)
+    assert len(manifest.recent.epochs) <= 21
+    for _ in range(50):  # epochs without records move nothing out
+        manifest = manifest.model_copy(update={"recent": messages.check(manifest, Staged())})
+    assert len(manifest.recent.epochs) <= 22
 
 
 @pytest.mark.parametrize(

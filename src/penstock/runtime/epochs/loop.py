@@ -208,7 +208,7 @@ class EpochLoop:
         return manifest, staged
 
     def _prepare(self, manifest: Manifest, staged: Staged) -> Manifest:
-        self._messages.check(manifest.number, staged)
+        recent = self._messages.check(manifest, staged)
         notes = staged.notes if manifest.only is None else self._stager.reread(manifest, staged, manifest.only)
         self._markers.check(staged.rows_out)
         update = {
@@ -220,11 +220,11 @@ class EpochLoop:
             "discarded": staged.discarded,
             "skipped": staged.skipped,
             "letters": staged.letters,
+            "recent": recent,
             "applies": [uuid4().hex[:8]] if any(map(has_second_stage, self.sinks.values())) else [],
             "unswept": sorted({*manifest.unswept, manifest.number}) if staged.retried else manifest.unswept,
         }
         manifest = self.state.save(manifest.model_copy(update=update))
-        self._messages.count(staged)
         self._staged = staged
         failpoints.hit("prepare.after")
         return manifest

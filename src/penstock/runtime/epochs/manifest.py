@@ -22,6 +22,17 @@ class Range(BaseModel):
     end: Json
 
 
+class Recent(BaseModel):
+    """Records of the last epochs, as far back as `max_error_rate` looks."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    limit: float
+    """The `max_error_rate` under which they were let through: under another one the count begins again."""
+    epochs: list[tuple[int, int]] = []
+    """Of each epoch, or of several small ones, how many records could not be used, and of how many."""
+
+
 class Manifest(BaseModel):
     """The durable record of one epoch."""
 
@@ -58,6 +69,8 @@ class Manifest(BaseModel):
     """Of these, columns in which whole numbers stay so, since a target cannot turn them into doubles."""
     letters: dict[Topic, int] = {}
     """Dead letters of this epoch, per topic."""
+    recent: Recent | None = None
+    """Good and bad records before this epoch; with it once it is prepared."""
     rows_in: dict[str, int] = {}
     rows_out: dict[str, dict[Topic, tuple[int, int]]] = {}
     discarded: dict[str, dict[Topic, int]] = {}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
 
 from penstock.errors import DataError
-from penstock.runtime.epochs.manifest import Manifest
+from penstock.runtime.epochs.manifest import Manifest, Recent
 from penstock.runtime.epochs.stage import Staged
 from penstock.runtime.job import OnErrors
 from penstock.runtime.messages.codecs import Codecs
@@ -21,6 +20,8 @@ from penstock.sink import Topic
 WINDOW = 1000
 """Records, at least, over which the share of bad ones is looked at: one bad record of two is no reason to stop."""
 
+SMALL = 100
+"""Records up to which epochs that follow each other are counted as one."""
 
 CanBeDouble = Callable[[Topic, pa.Schema, pa.Schema, str], bool]
 """Asks the targets of a topic whether whole numbers in a known column can become doubles, as the wider columns want it."""
@@ -43,13 +44,13 @@ class Messages:
         self._max_error_rate = max_error_rate
         self._pinned: dict[Topic, list[str]] = {}
         """Found out in this run: the next one asks the targets once more."""
-        self._window: deque[tuple[int, int]] = deque()
 
     def plan(self, newest: Manifest | None) -> dict[str, Any]:
         """What a new manifest says of messages."""
+        recent = {"recent": newest.recent if newest else None}
         if not self._codecs:
-            return {}
-        return {
+            return recent
+        return recent | {
             "versions": self._codecs.choose(),
             "columns": newest.columns if newest else {},
             "pinned": dict(self._pinned),
@@ -92,23 +93,37 @@ class Messages:
             return {}
         return {"columns": columns, "pinned": pinned}
 
-    def check(self, number: int, staged: Staged) -> None:
-        """Stop before an epoch that leaves too many records out, instead of draining a topic into the dead letters."""
-        bad, total = staged.bad, max(staged.read, staged.bad)
-        for earlier_bad, earlier_total in reversed(self._window):
-            if total >= WINDOW:
-                break
-            bad, total = bad + earlier_bad, total + earlier_total
+    def check(self, manifest: Manifest, staged: Staged) -> Recent:
+        """
+        Stop before an epoch that leaves too many records out, instead of draining a topic into the dead letters.
+
+        Gives what the manifest keeps of it: the next run, too, looks at the records of this one.
+        """
+        epochs = _slid([*self._before(manifest), (staged.bad, max(staged.read, staged.bad))])
+        bad, total = (sum(counts) for counts in zip(*epochs, strict=True))
         if staged.bad and total >= WINDOW and bad > self._max_error_rate * total:
             shown = "".join(f"\n  {each.stream}: {each.reason} ({each.rule})" for each in staged.samples)
             raise DataError(
-                f"{bad:,} of the last {total:,} records, up to epoch {number}, cannot be used{shown}",
+                f"{bad:,} of the last {total:,} records, up to epoch {manifest.number}, cannot be used{shown}",
                 code="PEN-3002",
                 hint="correct the schema or the data; or raise `max_error_rate`, the share at which the pipeline stops",
             )
+        return Recent(limit=self._max_error_rate, epochs=epochs)
 
-    def count(self, staged: Staged) -> None:
-        """An epoch is prepared: its records count for the ones after it."""
-        self._window.append((staged.bad, max(staged.read, staged.bad)))
-        while len(self._window) > 1 and sum(total for _, total in self._window) - self._window[0][1] >= WINDOW:
-            self._window.popleft()
+    def _before(self, manifest: Manifest) -> list[tuple[int, int]]:
+        """The epochs that count with this one. Someone who changed the limit has seen what came before."""
+        recent = manifest.recent
+        return recent.epochs if recent is not None and recent.limit == self._max_error_rate else []
+
+
+def _slid(epochs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The last of them, as far as the window reaches; small neighbours are added up, so that a manifest stays small."""
+    kept: list[tuple[int, int]] = []
+    for bad, total in epochs:
+        if kept and kept[-1][1] + total <= SMALL:
+            kept[-1] = kept[-1][0] + bad, kept[-1][1] + total
+        else:
+            kept.append((bad, total))
+    while len(kept) > 1 and sum(total for _, total in kept[1:]) >= WINDOW:
+        del kept[0]
+    return kept

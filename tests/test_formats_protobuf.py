@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import pickle
 
@@ -151,9 +152,12 @@ def draw_message(draw, message, depth, name, syntax):
             continue
         draw_type(draw, field, message, depth, name, number, syntax)
         if shape == "oneof" or (shape == "optional" and syntax == "proto3"):
-            field.oneof_index = len(message.oneof_decl)
+            group = "_shared" if shape == "oneof" and draw(st.booleans()) else f"_f{number}"
             field.proto3_optional = shape == "optional"
-            message.oneof_decl.add(name=f"_f{number}")
+            declared = [each.name for each in message.oneof_decl]
+            field.oneof_index = declared.index(group) if group in declared else len(declared)
+            if group not in declared:
+                message.oneof_decl.add(name=group)
     ends = [f for f in message.field if f.proto3_optional]
     for field in ends:  # synthetic oneofs come last
         decl = message.oneof_decl[field.oneof_index]
@@ -259,6 +263,68 @@ def test_random_messages_are_read_and_written_again(syntax, data):
     wanted = pa.array([row_of(each) for each in messages], pa.struct(list(protobuf.columns()))).to_pylist()
     assert in_order(decoded.rows.to_pylist()) == in_order(wanted)
     assert [cls.FromString(each) for each in protobuf.encode(decoded.rows).to_pylist()] == messages
+
+
+@pytest.mark.parametrize("syntax", ["proto2", "proto3"])
+@SLOW
+@given(data=st.data())
+def test_fields_that_occur_again_are_read_as_the_official_parser_reads_them(syntax, data):
+    files = data.draw(schemas(syntax))
+    encoded = files.SerializeToString()
+    cls = classes(encoded, "r.M")
+    payloads = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        parts = [cls() for _ in range(data.draw(st.integers(2, 3)))]
+        for part in parts:
+            fill(data.draw, part)
+        payloads.append(b"".join(each.SerializeToString() for each in parts))
+    protobuf = Protobuf(ProtobufConfig(), WireSchema("protobuf", base64.b64encode(encoded).decode()))
+    decoded = protobuf.decode(binary(payloads))
+    decoded.rows.validate(full=True)
+    assert len(decoded.failures) == 0
+    wanted = [row_of(cls.FromString(each)) for each in payloads]
+    rows = pa.array(wanted, pa.struct(list(protobuf.columns()))).to_pylist()
+    assert in_order(decoded.rows.to_pylist()) == in_order(rows)
+
+
+ONEOFS = """
+syntax = "proto3";
+message In { int32 a = 1; int32 b = 2; oneof way { int32 p = 3; string q = 4; } }
+message M { oneof k { int32 n = 2; string s = 3; In m = 4; } In deep = 5; repeated In many = 6; map<string, In> by = 7; }
+"""
+
+
+def test_the_last_of_several_fields_of_a_oneof_counts_as_for_the_official_parser():
+    schema = WireSchema("protobuf", ONEOFS)
+    m = classes(compiled(schema), "M")
+    parts = [m(n=1), m(s="x"), m(m={"a": 7}), m(m={"b": 7}), m(deep={"p": 1}), m(deep={"q": "y"})]
+    entries = [m(by={"k": {"p": 1}}), m(by={"k": {"a": 2}}), m(by={"l": {}})]
+    both = {"p": 1}, {"q": "z"}
+    inner = [m(many=[each]).SerializeToString()[2:] for each in both]
+    nested = bytes([0x32, sum(map(len, inner))]) + b"".join(inner)
+    orders = [*itertools.permutations(parts, 3), *itertools.permutations(entries)]
+    payloads = [nested, *(b"".join(part.SerializeToString() for part in some) for some in orders)]
+    decoded = Protobuf(ProtobufConfig(message="M"), schema).decode(binary(payloads))
+    assert in_order(decoded.rows.to_pylist()) == in_order([row_of(m.FromString(each)) for each in payloads])
+    assert decoded.rows.slice(0, 1).to_pylist()[0]["many"] == [{"a": 0, "b": 0, "p": None, "q": "z"}]
+    assert not any(None not in (row["n"], row["s"]) for row in decoded.rows.to_pylist())
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"n": 1, "s": "x"}, "several fields of the oneof k"),
+        ({"many": [{"p": 1}, {"p": 1, "q": "x"}]}, "several fields of the oneof many.way"),
+        ({"by": [("k", {"a": 1}), ("l", {}), ("k", {"a": 2})]}, "a key twice in the map by"),
+    ],
+)
+def test_rows_that_fill_what_a_message_holds_once_are_refused(row, said):
+    made = Protobuf(ProtobufConfig(message="M"), WireSchema("protobuf", ONEOFS))
+    rows = pa.array([{}, {"many": [{"q": "x"}]}, row], pa.struct(list(made.columns())))
+    good = made.encode(pa.RecordBatch.from_struct_array(rows.slice(0, 2)))
+    assert len(made.decode(good).rows) == 2
+    with pytest.raises(DataError, match=said):
+        made.encode(pa.RecordBatch.from_struct_array(rows.slice(1)))
 
 
 @SLOW

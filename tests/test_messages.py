@@ -297,7 +297,7 @@ def test_a_topic_does_not_drain_into_the_dead_letters_run_by_run(home: Home) -> 
         if number < 2:
             home.run()
     for _ in range(2):  # a scheduler starts it again and again
-        with pytest.raises(ConnectorError, match="PEN-3002.* 1,350 of the last 1,350 records"):
+        with pytest.raises(ConnectorError, match=r"PEN-3002.* 1,350 of the last 1,350 records"):
             home.run()
     assert len(home.letters()) == 900
     home.run(processing="max_error_rate = 1")

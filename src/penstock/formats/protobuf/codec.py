@@ -14,11 +14,12 @@ from google.protobuf import descriptor_pb2, message_factory
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
-from penstock.errors import SchemaError
+from penstock.errors import DataError, SchemaError
 from penstock.formats import varint
 from penstock.formats.pieces import record_batch
 from penstock.formats.protobuf import columns
 from penstock.formats.protobuf.files import message_names, pool_of
+from penstock.formats.protobuf.repeats import can_repeat, repeats
 from penstock.formats.varint import Ints
 
 WIRE = ("protobuf.wire", "the payload is no Protobuf message: it is cut off, or not made of fields")
@@ -38,6 +39,8 @@ class Codec:
     shells: tuple[Any, Any]
     """Classes of a message that repeats that one, and this one: a parser stops at the first that is wrong."""
     schema: pa.Schema
+    merges: Any = None
+    """Class of the message, where it can hold something twice that counts once; it has free-form fields as bytes."""
 
     def decode(self, bodies: pa.Array) -> tuple[pa.RecordBatch, dict[int, tuple[str, str]]]:
         """Rows of a binary array without nulls, and what is wrong with those that are missing."""
@@ -51,7 +54,7 @@ class Codec:
         given = rows.schema.names
         native = self.handler.schema()
         columns.refuse_extra(given, native.names, "")
-        columns.refuse_double(rows, self.message)
+        self._refuse_repeats(rows)
         arrays = []
         for name in given:
             field = self.message.fields_by_name[name]
@@ -64,9 +67,38 @@ class Codec:
 
     def _attempt(self, bodies: pa.Array) -> pa.RecordBatch | None:
         try:
-            return self._widened(self.handler.array_to_record_batch(bodies), len(bodies))
+            return self._widened(self._read(bodies), len(bodies))
         except ValueError:
             return None
+
+    def _read(self, bodies: pa.Array) -> pa.RecordBatch:
+        """
+        What the decoder makes of payloads; raises ValueError if it refuses one.
+
+        The decoder keeps every field of a oneof and every entry of a map that a payload has, also if a later one replaces
+        it. Such payloads are merged by the official parser first: they are rare, and it takes them one by one.
+        """
+        rows = self.handler.array_to_record_batch(bodies)
+        if self.merges is None:
+            return rows
+        found = repeats(dict(zip(rows.schema.names, rows.columns, strict=True)), self.message, len(bodies))
+        twice = np.flatnonzero(np.logical_or.reduce([mask for _, mask in found]))
+        if not len(twice):
+            return rows
+        merged = [_merged(self.merges, each) for each in bodies.take(pa.array(twice)).to_pylist()]
+        again = self.handler.array_to_record_batch(pa.array(merged, pa.binary()))
+        index = np.arange(len(bodies))
+        index[twice] = len(bodies) + np.arange(len(twice))
+        both = zip(rows.columns, again.columns, strict=True)
+        arrays = [pa.concat_arrays(pair).take(pa.array(index)) for pair in both]
+        return record_batch(arrays, rows.schema, len(bodies))
+
+    def _refuse_repeats(self, rows: pa.RecordBatch) -> None:
+        """A message holds one field of a oneof, and one value of a key: a row with two would lose one."""
+        given = dict(zip(rows.schema.names, rows.columns, strict=True))
+        for what, mask in repeats(given, self.message, rows.num_rows):
+            if mask.any():
+                raise DataError(f"rows have {what}", hint="fill one of them per row")
 
     def _widened(self, rows: pa.RecordBatch, count: int) -> pa.RecordBatch:
         arrays = []
@@ -97,7 +129,7 @@ class Codec:
         found = self._halves(bodies, 0)
         bad |= {int(left[place]): CONTENT for place in found}
         _, bodies = _without(found, left, bodies)
-        return self._widened(self.handler.array_to_record_batch(bodies), len(bodies)), bad
+        return self._widened(self._read(bodies), len(bodies)), bad
 
     def _halves(self, bodies: pa.Array, first: int) -> list[int]:
         if self._attempt(bodies) is not None:
@@ -106,6 +138,17 @@ class Codec:
             return [first]
         middle = len(bodies) // 2
         return self._halves(bodies.slice(0, middle), first) + self._halves(bodies.slice(middle), first + middle)
+
+
+def _merged(message_class: Any, body: bytes) -> bytes:
+    message = message_class()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise ValueError(str(error)) from error
+    message.DiscardUnknownFields()  # the parser sets entries of a map aside that it cannot use
+    data: bytes = message.SerializePartialToString(deterministic=True)
+    return data
 
 
 def _takes(handler: Any, body: bytes) -> bool:
@@ -171,7 +214,8 @@ def codec_for(data: bytes, name: str) -> Codec:
     shells = tuple(
         message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PROBE}.{each}")) for each in ("Nothings", "Rows")
     )
-    return Codec(message, handler, handlers.get_for_message(probe), (shells[0], shells[1]), schema)
+    merges = message_factory.GetMessageClass(native) if can_repeat(message) else None
+    return Codec(message, handler, handlers.get_for_message(probe), (shells[0], shells[1]), schema, merges)
 
 
 def _add_probe(files: descriptor_pb2.FileDescriptorSet, message: Descriptor) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from google.protobuf import descriptor_pb2, json_format, struct_pb2
@@ -250,14 +249,6 @@ def refuse_extra(names: list[str], known: list[str], path: str) -> None:
             f"the Protobuf message has no field {', '.join(where + name for name in extra)}",
             hint="add the field to the schema, or leave the column out in the route's SQL",
         )
-
-
-def refuse_double(rows: pa.RecordBatch, message: Descriptor) -> None:
-    """A oneof holds one value: rows that fill two of its columns would lose one."""
-    for group in message.oneofs:
-        filled = [rows.column(f.name).is_valid() for f in group.fields if f.name in rows.schema.names]
-        if len(filled) > 1 and (np.sum([each.to_numpy(zero_copy_only=False) for each in filled], axis=0) > 1).any():
-            raise DataError(f"rows fill several fields of the oneof {group.name}", hint="fill one of them per row")
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -188,11 +188,58 @@ def test_a_row_that_would_have_no_column_is_a_dead_letter_and_comes_back_when_th
 
 
 def test_a_payload_may_have_a_column_that_elsewhere_describes_a_change(home: Home) -> None:
-    home.put({"id": 1, "_op": "d"})
+    home.put({"id": 1, "_position": "d"})
     home.run()
     home.put({"id": 2, "_txid": "x"})
     home.run()
-    assert home.rows() == [{"id": 1, "_op": "d", "_txid": None}, {"id": 2, "_op": None, "_txid": "x"}]
+    assert home.rows() == [{"id": 1, "_position": "d", "_txid": None}, {"id": 2, "_position": None, "_txid": "x"}]
+
+
+@pytest.mark.parametrize("mode", ["append", "upsert"])
+@pytest.mark.parametrize("first", ["_op", "_position"])
+def test_a_field_that_says_what_became_of_a_row_makes_a_letter_of_its_message_alone(
+    home: Home, mode: str, first: str
+) -> None:
+    options = {"schemas": NUMBERED, "sink": f'mode = "{mode}"', "partitions": 2}
+    second = "_position" if first == "_op" else "_op"
+    for number, odd in enumerate([{first: "x"}, {second: "y"}, {first: "d", second: "9"}, {"_op": None}]):
+        home.put({"id": 10 * number}, {"id": 10 * number + 1, **odd})
+        home.run(**options)
+    home.put(*({"id": n} for n in range(100, 200)))
+    home.run(**options)
+    rows = {row["id"] for row in home.rows()}
+    letters = {json.loads(letter["payload"])["id"]: letter["rule"] for letter in home.letters()}
+    assert {*letters.values()} == {"column.reserved"}
+    assert {*letters} == ({1, 21} if first == "_op" else {11, 21})
+    assert rows == {0, 1, 10, 11, 20, 30, 31, *range(100, 200)} - {*letters}
+
+
+@pytest.mark.parametrize("kind", ["json", "json_schema", "csv"])
+def test_a_payload_whose_field_is_called_like_what_the_message_has_is_a_letter(home: Home, kind: str) -> None:
+    entry = f'[[schemas]]\ntopic = "/a"\nschema_type = "{kind}"\nmetadata = ["key"]\n'
+    if kind == "json_schema":
+        properties = {"id": {"type": "integer"}, "_key": {"type": "integer"}}
+        (home.path / "s.json").write_text(json.dumps({"type": "object", "properties": properties}))
+        entry += 'schema_file = "s.json"\n'
+    if kind == "csv":
+        entry += 'columns = ["id", "_key"]\n'
+        home.put(("k", "1,"), ("k", "2,5"))
+    else:
+        home.put(("k", {"id": 1}), ("k", {"id": 2, "_key": 5}))
+    home.run(entry)
+    assert [{**row, "id": int(row["id"])} for row in home.rows()] == [{"id": 1, "_key": b"k"}]
+    (letter,) = home.letters()
+    assert letter["rule"] == "column.reserved"
+    assert "`_key`" in letter["reason"]
+
+
+def test_rows_are_updated_by_the_key_of_their_message(home: Home) -> None:
+    entry = '[[schemas]]\ntopic = "/a"\nschema_type = "json"\nmetadata = ["key"]\nkey = ["_key"]\n'
+    for value in (1, 2):
+        home.put(("k1", {"v": value}), ("k2", {"v": 10 * value}), {"v": 7})
+        home.run(entry, sink='mode = "upsert"')
+    assert home.rows() == [{"v": 2, "_key": b"k1"}, {"v": 20, "_key": b"k2"}]
+    assert [letter["rule"] for letter in home.letters()] == ["key.missing"] * 2
 
 
 @pytest.mark.parametrize("mode", ["append", "upsert"])
@@ -558,7 +605,7 @@ def test_whole_numbers_and_fractions_that_come_together_are_one_column(home: Hom
 
 
 def test_a_payload_cannot_pass_for_a_change(home: Home) -> None:
-    home.put({"id": 1}, {"id": 1, "_op": "d", "_position": "9"}, {"id": 2, "_op": "anything"})
+    home.put({"id": 1}, {"id": 1, "_op": "d", "_position": "9"}, {"id": 2, "_position": "anything"})
     home.run()
     assert sorted(row["id"] for row in home.rows()) == [1, 2]
     (letter,) = home.letters()

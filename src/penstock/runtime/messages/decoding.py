@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,17 @@ class Decoder:
 
     def columns(self) -> pa.Schema | None:
         """The payload's columns; None: none are known yet."""
-        return self.format.columns() or self.known
+        found = self.format.columns() or self.known
+        return None if found is None else _without(found, self.reserved)
+
+    @property
+    def reserved(self) -> frozenset[str]:
+        """
+        Names that no field of a payload can have: those of `metadata`, and `_op`, by which rows are changes.
+
+        Only change formats bring changes.
+        """
+        return self._own if self.format.uses_keys else self._own | {"_op"}
 
     def schema(self) -> pa.Schema | None:
         """What rows of the topic look like as of this epoch; None: nothing is known of them yet."""
@@ -67,16 +77,17 @@ class Decoder:
         met = self.known if known is None else known
         decoded = self._read(envelopes, met)
         if self.format.columns() is None:
-            decoded = self._reserved(self._pinned(envelopes, decoded, met))
+            decoded = self._pinned(envelopes, decoded, met)
+        decoded = self._reserved(decoded)
         rows, positions, failures = decoded.rows, decoded.positions, decoded.failures
         if self.key and not self.format.uses_keys:  # such a format looks after the keys itself
-            rows, positions, failures = self._keyed(rows, positions, failures)
+            rows, positions, failures = self._keyed(decoded, envelopes)
         columns = rows.schema
         whole = self._whole(columns)
         if len(positions) and all(pa.types.is_null(each.type) for each in whole):  # no sink would hold such rows
             failures = _joined(failures, positions, _NO_COLUMNS)
             rows, positions = rows.slice(0, 0), positions[:0]
-        kept = [each for each in whole if each.name not in self._own]
+        kept = list(whole)[: len(columns)]
         arrays = [_settled(rows.column(each.name), each.type) for each in kept]
         if self.metadata:
             taken = envelopes if len(positions) == envelopes.num_rows else envelopes.take(pa.array(positions))
@@ -109,22 +120,29 @@ class Decoder:
         return Decoded(pinning.narrowed(rows, wanted), good[again.positions[~late]], failures)
 
     def _reserved(self, decoded: Decoded) -> Decoded:
-        """Payloads whose fields happen to be called like those of a change do not make a topic a log of changes."""
-        rows = decoded.rows
-        if self.format.uses_keys or not is_changelog(rows.schema):
-            return decoded
-        used = rows.column("_position").is_valid().to_numpy(zero_copy_only=False)
-        failures = _joined(decoded.failures, decoded.positions[used], _RESERVED)
-        rows = rows.filter(pa.array(~used)).drop_columns(["_position"])
-        return Decoded(rows, decoded.positions[~used], failures)
+        """
+        A payload with a value in a field of such a name is a failure.
+
+        It would make the topic a log of changes, or its value would give way to what the message has.
+        """
+        rows, positions, failures = decoded.rows, decoded.positions, decoded.failures
+        for name in sorted(self.reserved.intersection(rows.schema.names)):
+            used = rows.column(name).is_valid().to_numpy(zero_copy_only=False)
+            why = _CHANGE if name not in self._own else f"the message's own {name[1:]} has that name, by `metadata`"
+            failures = _joined(
+                failures, positions[used], ("column.reserved", f"the payload has a field `{name}`: {why}")
+            )
+            rows, positions = rows.drop_columns([name]), positions[~used]
+            rows = rows.filter(pa.array(~used)) if used.any() else rows
+        return Decoded(rows, positions, failures)
 
     @property
     def _own(self) -> frozenset[str]:
         return frozenset(f"_{name}" for name in self.metadata)
 
     def _whole(self, columns: pa.Schema) -> pa.Schema:
-        """With the columns that are not the payload's. Where a payload has a field of that name, the message's own wins."""
-        fields = [each.with_type(settled(each.type)) for each in columns if each.name not in self._own]
+        """With the columns that are not the payload's."""
+        fields = [each.with_type(settled(each.type)) for each in columns]
         fields += [pa.field(f"_{name}", _METADATA[name]) for name in self.metadata]
         schema = pa.schema(fields, metadata=columns.metadata)
         if (wire := self.format.schema) is not None and wire.subject:
@@ -132,18 +150,21 @@ class Decoder:
             schema = schema.with_metadata({**(schema.metadata or {}), _SCHEMA: json.dumps(ref).encode()})
         return with_key(schema, self.key) if self.key else schema
 
-    def _keyed(
-        self, rows: pa.RecordBatch, positions: Positions, failures: Failures
-    ) -> tuple[pa.RecordBatch, Positions, Failures]:
+    def _keyed(self, decoded: Decoded, envelopes: pa.RecordBatch) -> tuple[pa.RecordBatch, Positions, Failures]:
         """A row whose key has no value cannot be found again: it is a failure."""
+        rows, positions = decoded.rows, decoded.positions
         missing = np.zeros(rows.num_rows, bool)
         for name in self.key:
-            at = rows.schema.get_field_index(name)
-            missing |= True if at < 0 else rows.column(at).is_null().to_numpy(zero_copy_only=False)
-        if not missing.any():
-            return rows, positions, failures
+            if name in self._own:
+                values = _metadata(envelopes, name[1:]).take(pa.array(positions))
+            elif name in rows.schema.names:
+                values = rows.column(name)
+            else:
+                values = pa.nulls(rows.num_rows)
+            missing |= values.is_null().to_numpy(zero_copy_only=False)
         why = ("key.missing", f"the key column {' or '.join(self.key)} has no value")
-        return rows.filter(pa.array(~missing)), positions[~missing], _joined(failures, positions[missing], why)
+        failures = _joined(decoded.failures, positions[missing], why) if missing.any() else decoded.failures
+        return rows.filter(pa.array(~missing)) if missing.any() else rows, positions[~missing], failures
 
 
 @dataclass(frozen=True)
@@ -181,9 +202,9 @@ class Decoders:
     def _decoder(self, found: TopicSchema, topic: Topic) -> Decoder:
         entry = found.entry
         format = make_format(found, self.wire, self.resolve.get(entry.expected_subject))
-        return Decoder(
-            format, entry.metadata, entry.key, self.columns.get(topic), frozenset(self.pinned.get(topic, ()))
-        )
+        made = Decoder(format, entry.metadata, entry.key, pinned=frozenset(self.pinned.get(topic, ())))
+        known = self.columns.get(topic)  # `metadata` may be newer than they are
+        return made if known is None else replace(made, known=_without(known, made.reserved))
 
 
 def make_format(found: TopicSchema, wire: Mapping[str, WireSchema], resolve: Resolver | None) -> Format[Any]:
@@ -208,13 +229,19 @@ def settled(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
+def _without(schema: pa.Schema, names: frozenset[str]) -> pa.Schema:
+    if names.isdisjoint(schema.names):
+        return schema
+    return pa.schema([each for each in schema if each.name not in names], metadata=schema.metadata)
+
+
 def _settled(values: pa.Array, kind: pa.DataType) -> pa.Array:
     if values.type == kind:
         return values
     return pa.nulls(len(values)) if pa.types.is_null(kind) else values.cast(kind)
 
 
-_RESERVED = ("column.reserved", "`_op` and `_position` together describe a change, which only change formats bring")
+_CHANGE = "it says what became of a row, which only change formats bring"
 
 NO_COLUMNS = "row.empty"
 _NO_COLUMNS = (NO_COLUMNS, "no payload of the topic had a value so far, so there is no column that a row could have")

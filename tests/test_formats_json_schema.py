@@ -166,6 +166,8 @@ class TestRows:
             (b'{"id": 1, "id": 2}', "json.duplicate_key", "an object in it has two members of one name"),
             (b'{"id": NaN}', "json.number", "NaN is no JSON number"),
             (b'{"id": 1, "more": NaN}', "json.number", "NaN is no JSON number"),
+            (b'{"id": 1e400}', "json.number", "it holds a number beyond the range of double"),
+            (b'{"id": 1, "more": [-%s]}' % (b"9" * 400), "json.number", "it holds a number beyond the range of double"),
             (b'{"id": 1', "json.syntax", "it is not JSON from byte 8 on"),
             (b"", "json.empty", "it is empty"),
             (b"[]", "json.not_object", "it is a JSON array, not an object"),
@@ -190,6 +192,24 @@ class TestRows:
     def test_values_that_are_written_in_a_rare_way_are_read(self, payload, name, found):
         (row,) = decode(made(ORDER), [b'{"id": 1}', payload]).rows.slice(1).to_pylist()
         assert (row[name].microsecond if name == "at" else row[name]) == found
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "0.1234567890123456789",
+            "[9007199254740993.5]",
+            "12345678901234567890123.10",
+            "1.10",
+            '{"a":[1E5,"1.50"]}',
+            "[1.0e+2,2]",
+        ],
+    )
+    def test_numbers_in_json_text_are_as_they_came(self, text):
+        numbers = {"type": "object", "additionalProperties": {"type": "number"}}
+        schema = {"type": "object", "properties": {"x": {}, "m": numbers}}
+        decoded = decode(made(schema), [b'{"x": %s, "m": {"a": 1.5}}' % text.encode(), b'{"x": "1.0"}'])
+        assert decoded.rows.column("x").to_pylist() == [text, '"1.0"']
+        assert decoded.rows.column("m").to_pylist() == [[("a", 1.5)], None]
 
     def test_what_the_schema_leaves_open_is_json_text(self):
         decoded = decode(column(True), [b'{"x": {"a": [1, 123456789012345678901234567890]}}', b'{"x": "a"}', b"{}"])

@@ -108,9 +108,10 @@ class RegistryContract:
             registry.fetch_schema(subject, 9)
         assert "it has 1:" in caught.value.hint
 
-    def test_an_unknown_id_is_wrong_in_the_data(self, registry):
+    @pytest.mark.parametrize("id", [987654, 2**31, 2**32 - 1])
+    def test_an_unknown_id_is_wrong_in_the_data(self, registry, id):
         with pytest.raises(DataError, match="PEN-3030"):
-            registry.fetch_schema_by_id(987654)
+            registry.fetch_schema_by_id(id)
 
     def test_an_incompatible_schema_is_refused_with_its_field(self, registry, subject):
         registry.set_compatibility(subject, Compatibility.BACKWARD)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
@@ -184,12 +185,22 @@ def value(body: bytes) -> dict[str, Any]:
     return found
 
 
+def _has_infinite(found: Any) -> bool:
+    """True if a number in a value is beyond what a double holds."""
+    if isinstance(found, dict | list):
+        return any(map(_has_infinite, found.values() if isinstance(found, dict) else found))
+    is_number = isinstance(found, int | float) and not isinstance(found, bool)
+    return is_number and abs(found) > sys.float_info.max
+
+
 def explain(body: bytes) -> tuple[str, str]:
     """The rule and the reason for a body that is certainly bad."""
     if not body:
         return "json.empty", "it is empty"
     try:
-        value(body)
+        found = value(body)
+        if _has_infinite(found):
+            raise Misfit("json.number", "it holds a number beyond the range of double")
         raise _too_deep()
     except Misfit as misfit:
         return misfit.rule, misfit.reason

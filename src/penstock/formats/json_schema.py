@@ -25,7 +25,8 @@ from penstock.formats.json_schema_types import ANY, Map, Node, Struct, fields_of
 from penstock.formats.json_text import entries, list_text, map_text, members, text_of, with_nulls_of
 
 _INT64 = range(-(1 << 63), 1 << 63)
-_LONG_NUMBER = r"[0-9]{19}"
+_NOT_EXACT = r"[0-9]{19}|[0-9][.eE]"
+"""Bodies whose numbers the fast parser may not give back as they came: of more than 64 bits, or with a fraction."""
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
@@ -164,10 +165,10 @@ class JsonSchema(Format[JsonSchemaConfig]):
         """The values of the valid bodies, if asked for; the others become failures."""
         bad, kept = _invalid(_validator(self._schema), screened.bodies, keep)
         screened.drop(bad)
-        if keep:  # the parser rounds numbers of more than 64 bits
-            long = pc.match_substring_regex(screened.bodies, _LONG_NUMBER).to_numpy(zero_copy_only=False)
-            for at in np.flatnonzero(long).tolist():
-                kept[at] = json.loads(screened.bodies[at].as_py())
+        if keep:
+            doubtful = pc.match_substring_regex(screened.bodies, _NOT_EXACT).to_numpy(zero_copy_only=False)
+            for at in np.flatnonzero(doubtful).tolist():
+                kept[at] = json.loads(screened.bodies[at].as_py(), parse_float=_Number)
         return kept
 
     def _from_values(self, screened: Bodies, names: list[str], kept: list[Any]) -> dict[str, list[Any]]:
@@ -312,12 +313,35 @@ def _cast(rows: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([rows.column(field.name).cast(field.type) for field in schema], schema=schema)
 
 
+class _Number(float):
+    """A number that knows its text."""
+
+    __slots__ = ("text",)
+    text: str
+
+    def __new__(cls, text: str) -> _Number:
+        made = super().__new__(cls, text)
+        made.text = text
+        return made
+
+
+def _json(found: Any) -> str:
+    """The JSON text of a value, its numbers as they came."""
+    if isinstance(found, _Number):
+        return found.text
+    if isinstance(found, dict):
+        return "{" + ",".join(f"{_json(name)}:{_json(each)}" for name, each in found.items()) + "}"
+    if isinstance(found, list):
+        return "[" + ",".join(map(_json, found)) + "]"
+    return json.dumps(found, ensure_ascii=False)
+
+
 def _plain(found: Any, node: Node, path: str) -> Any:
     """A value as pyarrow takes it for a node; `Misfit` for one that is valid and has no place in the type."""
     if found is None or node is None:
         return None
     if node == ANY:
-        return json.dumps(found, ensure_ascii=False, separators=(",", ":"))
+        return _json(found)
     if isinstance(node, Struct) and isinstance(found, dict):
         return {name: _plain(found.get(name), each, f"{path}/{name}") for name, each in node.items()}
     if isinstance(node, Map) and isinstance(found, dict):

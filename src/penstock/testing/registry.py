@@ -120,6 +120,8 @@ class Schemas:
         return {"id": id}
 
     def by_id(self, query: Query, body: Any, id: str) -> dict[str, Any]:
+        if int(id) >= 2**31:  # no number to a registry whose ids have 32 bits: no such page
+            raise Refused(404, "HTTP 404 Not Found")
         if int(id) not in self._by_id:
             raise Refused(40403, f"Schema {id} not found")
         shown = self._shown(self._by_id[int(id)])

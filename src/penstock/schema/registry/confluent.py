@@ -18,6 +18,8 @@ from penstock.schema.compatibility import Compatibility, Incompatibility, incomp
 from penstock.schema.registry.http import Answer, Http, HttpConfig, as_error
 
 TYPES = {"avro": "AVRO", "json_schema": "JSON", "protobuf": "PROTOBUF"}
+MAX_ID = 2**31 - 1
+"""Ids are signed numbers of 32 bits there; a larger one, as a frame can hold it, is answered like a wrong address."""
 NO_SUBJECT, NO_VERSION, NO_SCHEMA, NO_LEVEL = 40401, 40402, 40403, 40408
 
 
@@ -74,15 +76,17 @@ class Confluent:
     def fetch_schema_by_id(self, id: int) -> WireSchema:
         if id not in self._ids:
             try:
-                found = self._http.call("GET", f"/schemas/ids/{id}")
+                found = self._http.call("GET", f"/schemas/ids/{id}") if id <= MAX_ID else None
             except Answer as answer:
                 if answer.status != 404:
                     raise as_error(answer, f"the id {id}") from None
+                found = None
+            if found is None:
                 raise DataError(
                     f"the registry has no schema with the id {id}",
                     code="PEN-3030",
                     hint="the message was written with another registry, or has no schema id in front: check the framing",
-                ) from None
+                )
             schema = self._schema(found, id=id)
             places = self.places(id)
             self._ids[id] = replace(schema, subject=places[0][0], version=places[0][1]) if places else schema

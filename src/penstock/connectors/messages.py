@@ -145,12 +145,16 @@ class Window:
         self._failure: ConnectorError | None = None
         self._end: ConnectorError | None = None
 
-    def enter(self) -> None:
-        """One more message is sent; waits while the window is full."""
+    def enter(self, count: int = 1) -> None:
+        """
+        One more message is sent; waits while the window is full.
+
+        With `count` so many are handed over once there is room for one: who sends them keeps the window.
+        """
         with self._changed:
             if self._waiting >= self._most or self._failure or self._end:
                 self._wait(lambda: self._waiting < self._most and self._end is None)
-            self._waiting += 1
+            self._waiting += count
 
     def leave(self, error: ConnectorError | None = None) -> None:
         """A message was acknowledged, or failed."""

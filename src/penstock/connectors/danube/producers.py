@@ -7,9 +7,10 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.connectors.messages import Window
 from penstock.errors import ConfigError, ConnectorError, RetryableError
@@ -46,6 +47,15 @@ class _Producer:
     place: Place
 
 
+class Message(NamedTuple):
+    """A message on its way: `topic` is its partition, and `stream_message` lacks only what the producer knows."""
+
+    topic: str
+    key: str | None
+    binding: Binding | None
+    stream_message: Any
+
+
 class Producers:
     """Sends from a thread with a loop of its own; `send` blocks while the window is full, `settle` until it is empty."""
 
@@ -54,16 +64,22 @@ class Producers:
         self._partitions = partitions
         self._reliable = reliable
         self._name = name
+        self._most = window
         self._window = Window(window, TRIES * config.timeout)
         self._numbers = itertools.count(1)
         self._made: dict[str, asyncio.Future[_Producer]] = {}
         self._channels: dict[str, Any] = {}
-        self._last: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._waiting: deque[Message] = deque()
+        self._keys: dict[
+            tuple[str, str], deque[Message]
+        ] = {}  # keys of which one is under way, and those that wait for it
+        self._workers: set[asyncio.Task[None]] = set()
+        self._failed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="danube-producers", daemon=True)
         self._thread.start()
 
-    def send(
+    def message(
         self,
         topic: str,
         binding: Binding | None,
@@ -71,12 +87,12 @@ class Producers:
         key: str | None,
         number: int,
         attributes: Mapping[str, str],
-    ) -> None:
-        """Hand over one message; raises what an earlier one failed with."""
+    ) -> Message:
+        """A message as it is sent; `number` chooses the partition of one without a key."""
         if self._partitions:
             chosen = fnv1a(key) if key is not None else number
             topic = f"{topic}-part-{chosen % self._partitions}"
-        message = api.StreamMessage(
+        made = api.StreamMessage(
             request_id=next(self._numbers),
             payload=payload,
             publish_time=time.time_ns() // 1_000_000,
@@ -84,11 +100,15 @@ class Producers:
             attributes=attributes,
             routing_key=key,
         )
-        message.msg_id.topic_name = topic
+        made.msg_id.topic_name = topic
         if binding is not None:
-            message.schema_id, message.schema_version = binding.id, binding.version
-        self._window.enter()
-        self._loop.call_soon_threadsafe(self._begin, message, binding)
+            made.schema_id, made.schema_version = binding.id, binding.version
+        return Message(topic, key, binding, made)
+
+    def send(self, messages: Sequence[Message]) -> None:
+        """Hand over messages, in their order; raises what an earlier one failed with."""
+        self._window.enter(len(messages))
+        self._loop.call_soon_threadsafe(self._begin, messages)
 
     def settle(self) -> None:
         """Wait until every message is answered."""
@@ -104,50 +124,61 @@ class Producers:
 
     # -- in the loop's thread ------------------------------------------------------------------------------------
 
-    def _begin(self, message: Any, binding: Binding | None) -> None:
-        keyed = (message.msg_id.topic_name, message.routing_key) if message.HasField("routing_key") else None
-        before = self._last.get(keyed) if keyed is not None else None
-        task = self._loop.create_task(self._deliver(message, binding, before))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the window has it
-        if keyed is not None:
-            self._last[keyed] = task
-            task.add_done_callback(lambda done: self._last.pop(keyed) if self._last.get(keyed) is done else None)
+    def _begin(self, messages: Sequence[Message]) -> None:
+        """As many workers as the window allows: each sends one message at a time, so nothing is made for each message."""
+        self._waiting.extend(messages)
+        for _ in range(min(len(self._waiting), self._most - len(self._workers))):
+            worker = self._loop.create_task(self._work())
+            self._workers.add(worker)
+            worker.add_done_callback(self._workers.discard)
 
-    async def _deliver(self, message: Any, binding: Binding | None, before: asyncio.Task[None] | None) -> None:
-        """Send one message after the one before it with the same key; what fails is handed to the window."""
+    async def _work(self) -> None:
+        while self._waiting and not self._failed:
+            message = self._waiting.popleft()
+            if message.key is None:
+                await self._deliver(message)
+                continue
+            name = (message.topic, message.key)
+            if (others := self._keys.get(name)) is not None:
+                others.append(message)  # sent by who sends the one before it
+                continue
+            self._keys[name] = others = deque([message])
+            while others and not self._failed:
+                await self._deliver(others.popleft())
+            del self._keys[name]
+
+    async def _deliver(self, message: Message) -> None:
+        """Send one message. After one that fails none is sent: it could overtake it, and the epoch is sent again."""
         error: ConnectorError | None = None
         try:
-            if before is not None:
-                await before
-            await self._send(message, binding)
+            await self._send(message)
         except ConnectorError as broken:
-            error = broken
+            error, self._failed = broken, True
         except asyncio.CancelledError:
-            error = RetryableError("the sink was closed", code="PEN-2001")
+            self._failed = True
+            self._window.leave(RetryableError("the sink was closed", code="PEN-2001"))
+            raise
         self._window.leave(error)
-        if error is not None:
-            raise error  # those that wait for it are not sent: they would overtake it
 
-    async def _send(self, message: Any, binding: Binding | None) -> None:
-        topic = message.msg_id.topic_name
+    async def _send(self, message: Message) -> None:
+        topic, sent = message.topic, message.stream_message
         for left in range(TRIES, -1, -1):
+            made = self._made.get(topic)
+            if made is None:
+                made = self._made[topic] = asyncio.ensure_future(self._create(topic, message.binding))
             try:
-                producer = await self._producer(topic, binding)
-                message.msg_id.producer_id = producer.id
-                message.msg_id.broker_addr = producer.place.broker
-                await producer.stub.SendMessage(message, **self._with(producer.place))
+                producer = made.result() if made.done() else await asyncio.shield(made)
+                sent.msg_id.producer_id = producer.id
+                sent.msg_id.broker_addr = producer.place.broker
+                await producer.stub.SendMessage(sent, **self._with(producer.place))
                 return
             except grpc.RpcError as error:
                 broken = _failure(error, topic)
             if not left or not isinstance(broken, RetryableError):
                 raise broken
-            self._made.pop(topic, None)  # it may be another broker's by now, or one that was started again
+            if self._made.get(topic) is made:  # it may be another broker's by now, or one that was started again
+                del self._made[topic]
             await asyncio.sleep(min(2.0, 0.05 * 2 ** (TRIES - left)) * random.uniform(0.5, 1.0))
-
-    async def _producer(self, topic: str, binding: Binding | None) -> _Producer:
-        if topic not in self._made:
-            self._made[topic] = asyncio.ensure_future(self._create(topic, binding))
-        return await asyncio.shield(self._made[topic])
 
     async def _create(self, topic: str, binding: Binding | None) -> _Producer:
         place = await self._place(topic)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from penstock.errors import ConfigError, DataError
+from penstock.errors import DataError
 from penstock.formats.framing import index_bytes
 from penstock.schema.registry.danube import DanubeRegistry, packed
 from penstock.schema.registry.danube_client import DanubeConfig
@@ -24,29 +24,37 @@ class Schemas:
         self._frames = frames
         self._known: dict[tuple[int, int], tuple[str, bytes]] = {}
 
+    @property
+    def needed(self) -> bool:
+        """False where no message's schema matters."""
+        return self._subject is not None or self._frames
+
     def close(self) -> None:
         self._registry.close()
 
     async def frame(self, message: Any) -> bytes:
         """What goes in front of the payload; `Refused` if the schema is of another subject than the one expected."""
-        if self._subject is None and not self._frames:
-            return b""
         if not message.HasField("schema_id"):
             if self._subject is None:
                 return b""  # the format finds that there is no frame
             raise Refused(f"it names no schema, and {self._subject!r} is expected")
         key = (int(message.schema_id), int(message.schema_version))
         if key not in self._known:
-            self._known[key] = await asyncio.to_thread(self._look_up, *key)
+            found = await asyncio.to_thread(self._look_up, *key)
+            if found is None:  # asked for again with the next one: it may be registered by then
+                if self._subject is None:
+                    return b""
+                raise Refused(f"the registry does not know its schema {key[0]}, and {self._subject!r} is expected")
+            self._known[key] = found
         subject, frame = self._known[key]
         if self._subject is not None and subject != self._subject:
             raise Refused(f"its schema is of the subject {subject!r}, and {self._subject!r} is expected")
         return frame if self._frames else b""
 
-    def _look_up(self, id: int, version: int) -> tuple[str, bytes]:
+    def _look_up(self, id: int, version: int) -> tuple[str, bytes] | None:
         try:
             found = self._registry.by_version(id, version or None)
-        except (DataError, ConfigError):
-            return "", b""
+        except DataError:
+            return None
         prefix = b"\0" + packed(id, found.version).to_bytes(4, "big")
         return found.subject, prefix + index_bytes((0,)) if found.type == "protobuf" else prefix

@@ -8,7 +8,8 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ from penstock.schema.registry.danube_client import (
     grpc,
     services,
 )
-from penstock.source import ConnectorMetrics, HealthStatus, Sender, SourceEnvelope
+from penstock.source import ConnectorMetrics, HealthStatus, Sender
 
 logger = logging.getLogger("penstock.danube")
 
@@ -34,6 +35,10 @@ TRIES = 5
 LOOK_SECS = 15.0
 """How often new partitions are looked for, and the broker is asked if it still knows a consumer."""
 TICK_SECS = 0.05
+GATHER_SECS = 0.002
+"""How long messages gather before they go to the journal together: it takes a hundred as easily as one."""
+ACKS = 100
+"""Acknowledgements of one subscription that may wait for the broker's answer."""
 SETTLE_SECS = 2.0
 """How long a stop waits for the acknowledgements of what was handed over: the rest comes again, and is dropped."""
 
@@ -72,7 +77,7 @@ class Counts:
         return ConnectorMetrics(self.records, self.bytes, self.errors, None, custom)
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
     """One life of a subscription. What it delivered may be acknowledged only through it: see `_acknowledge`."""
 
@@ -82,6 +87,9 @@ class Session:
     place: Place
     consumer_id: int = 0
     alive: bool = True
+    acks: deque[Any] = field(default_factory=deque)
+    """Places of messages that are durable, and not yet acknowledged."""
+    acking: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 @dataclass
@@ -95,40 +103,48 @@ class Listener:
         self._states: dict[str, str] = {}  # per partition why it is not connected; empty: it is
         self._last_refusal = ""
         self._numbers = itertools.count(1)
-        self._waiting: list[tuple[Session, Any, SourceEnvelope]] = []
-        self._unsettled = 0
-        self._asking: set[asyncio.Future[None]] = set()
-        self._closing: set[asyncio.Future[Any]] = set()
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
     async def run(self, sender: Sender) -> None:
         """Until the sender stops, or a partition cannot be had."""
-        self._states, self._waiting, self._unsettled = {}, [], 0
-        self._asking, self._closing = set(), set()  # those of an earlier run belong to a loop that has ended
+        self._states, self._unsettled, self._no_room = {}, 0, False
+        self._waiting: list[tuple[Session, Any, bytes]] = []
+        self._sessions: set[Session] = set()
+        self._closing: set[asyncio.Future[Any]] = set()
         self._sender, self._loop = sender, asyncio.get_running_loop()
         self._schemas = Schemas(self.settings.config, self.settings.subject, self.settings.frames)
-        self._failed: asyncio.Future[ConnectorError] = self._loop.create_future()
-        tasks: dict[str, asyncio.Task[None]] = {}
-        looked = float("-inf")
+        self._failed: asyncio.Future[None] = self._loop.create_future()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._start(self._look())
         try:
             while not sender.stopped and not self._failed.done():
-                if time.monotonic() - looked > LOOK_SECS:
-                    for partition in await self._partitions():
-                        if partition not in tasks:
-                            self._states[partition] = "connecting"
-                            tasks[partition] = asyncio.create_task(self._keep_receiving(partition))
-                    looked = time.monotonic()
                 await asyncio.wait([self._failed], timeout=TICK_SECS)
             await self._settle()
         finally:
-            for task in tasks.values():
+            for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             await asyncio.gather(*self._closing, return_exceptions=True)
             self._schemas.close()
-        if self._failed.done() and not sender.stopped:
-            raise self._failed.result()
+        broken = self._failed.exception() if self._failed.done() else None
+        if broken is not None and not sender.stopped:
+            raise broken
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Whatever ends a task ends the run: a partition that nobody reads any more must not go unnoticed."""
+        broken = None if task.cancelled() else task.exception()
+        if broken is not None:
+            self._fail(broken)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failed.done():
+            self._failed.set_exception(error)
 
     def health(self) -> HealthStatus:
         """What is connected, and what was refused last."""
@@ -142,6 +158,15 @@ class Listener:
         if self._last_refusal:
             return HealthStatus.degraded(f"{self.counts.refused} messages were refused, the last: {self._last_refusal}")
         return HealthStatus.healthy()
+
+    async def _look(self) -> None:
+        """Receive from every partition, also from those that come later."""
+        while True:
+            for partition in await self._partitions():
+                if partition not in self._states:
+                    self._states[partition] = "connecting"
+                    self._start(self._keep_receiving(partition))
+            await asyncio.sleep(LOOK_SECS)
 
     async def _partitions(self) -> list[str]:
         """Every partition of every topic; a broker that cannot say leaves those that are known."""
@@ -178,15 +203,14 @@ class Listener:
             self.counts.reconnects += 1
             tries += 1
             if tries >= TRIES or not isinstance(broken, RetryableError):
-                if not self._failed.done():
-                    self._failed.set_result(broken)
-                return
+                raise broken
             await asyncio.sleep(min(5.0, 0.1 * 2**tries) * random.uniform(0.5, 1.0))
 
     async def _receive(self, partition: str) -> None:
         """One life of a subscription: look up, subscribe, receive until it breaks."""
         session = await self._subscribe(partition)
         watching = asyncio.create_task(self._watch(session))
+        self._sessions.add(session)
         try:
             request = api.ReceiveRequest(request_id=next(self._numbers), consumer_id=session.consumer_id)
             call = session.stub.ReceiveMessages(request, metadata=credentials(self.settings.config, session.place))
@@ -196,18 +220,20 @@ class Listener:
             async for message in call:
                 await self._take(session, message)
             code = await call.code()
-            why = "the broker asked for it" if watching.done() else "its stream ended; is there another of that name?"
+            why = "its stream ended; is there another of that name?"
             raise RetryableError(f"{partition}: the consumer was closed, {why} ({code.name})", code="PEN-2001")
         except asyncio.CancelledError:
             own = asyncio.current_task()
             if watching.done() and not watching.cancelled() and not (own and own.cancelling()):
-                raise RetryableError(f"{partition}: the broker no longer knows the consumer", code="PEN-2001") from None
+                raise RetryableError(f"{partition}: {watching.result()}", code="PEN-2001") from None
             raise
         finally:
             # From here on no acknowledgement of this life goes out: after a restart of the broker the same offset may be
             # another message, which nobody has written down.
             session.alive = False
-            watching.cancel()
+            self._sessions.discard(session)
+            for task in (watching, *session.acking):
+                task.cancel()
             self._closing.add(asyncio.ensure_future(session.channel.close()))
 
     async def _subscribe(self, partition: str) -> Session:
@@ -246,16 +272,19 @@ class Listener:
             raise RetryableError(f"{partition}: no broker serves it now", code="PEN-2001")
         return Place(answer.connect_url, answer.broker_url, answer.proxy)
 
-    async def _watch(self, session: Session) -> None:
-        """Ends when the broker says that it no longer knows the consumer: its stream would stay silent for ever."""
+    async def _watch(self, session: Session) -> str:
+        """Ends, with the reason, when the broker no longer knows the consumer: its stream would stay silent for ever."""
         health = services.HealthCheckStub(session.channel)
         kind = api.HealthCheckRequest.Consumer
         while True:
             await asyncio.sleep(LOOK_SECS)
             request = api.HealthCheckRequest(request_id=next(self._numbers), client=kind, id=session.consumer_id)
-            answer = await health.HealthCheck(request, **self._with(session.place))
+            try:
+                answer = await health.HealthCheck(request, **self._with(session.place))
+            except grpc.RpcError as error:
+                return failure(error, "the broker was asked for the consumer's health").message
             if answer.status == api.HealthCheckResponse.CLOSE:
-                return
+                return "the broker no longer knows the consumer"
 
     def _with(self, place: Place | None = None) -> dict[str, Any]:
         config = self.settings.config
@@ -264,55 +293,64 @@ class Listener:
     # -- messages ------------------------------------------------------------------------------------------------
 
     async def _take(self, session: Session, message: Any) -> None:
-        try:
-            frame = await self._schemas.frame(message)
-        except Refused as refused:
-            await self._refuse(session, message, str(refused))
-            return
-        while self._sender.full and not self._sender.stopped:
+        frame = b""
+        if self._schemas.needed:
+            try:
+                frame = await self._schemas.frame(message)
+            except Refused as refused:
+                await self._refuse(session, message, str(refused))
+                return
+        while (self._no_room or self._sender.full) and not self._sender.stopped:
             await asyncio.sleep(TICK_SECS)  # nothing is taken, and the connection stays
         if not self._waiting:
-            self._loop.call_soon(self._hand_over)
-        self._waiting.append((session, message.msg_id, envelope(message, frame)))
+            self._loop.call_later(GATHER_SECS, self._hand_over)
+        self._waiting.append((session, message, frame))
 
     def _hand_over(self) -> None:
-        """All that came in one turn of the loop, as one unit."""
+        """All that gathered, as one unit; what the journal has no room for is offered again."""
+        taken = self._waiting
         if self._sender.stopped:
-            self._waiting = []
             return
-        taken, self._waiting = self._waiting, []
-        self.counts.records += len(taken)
-        self.counts.bytes += sum(len(each.record.payload or b"") for _, _, each in taken)
-        places = [(session, place) for session, place, _ in taken]
-        self._unsettled += len(places)
+        places = [(session, message.msg_id) for session, message, _ in taken]
 
         def durable() -> None:  # in the journal's thread
             with contextlib.suppress(RuntimeError):  # the loop has ended: they come again
                 self._loop.call_soon_threadsafe(self._acknowledge, places)
 
         try:
-            self._sender.send_batch([each for _, _, each in taken], durable)
+            self._no_room = not self._sender.offer([envelope(message, frame) for _, message, frame in taken], durable)
         except ConnectorError as error:
-            if not self._failed.done():
-                self._failed.set_result(error)
+            self._fail(error)
+            return
+        if self._no_room:
+            self._loop.call_later(TICK_SECS, self._hand_over)
+            return
+        self._waiting = []
+        self._unsettled += len(places)
+        self.counts.records += len(taken)
+        self.counts.bytes += sum(len(message.payload) for _, message, _ in taken)
 
     def _acknowledge(self, places: Sequence[tuple[Session, Any]]) -> None:
         self._unsettled -= len(places)
-        own = self.settings
         for session, place in places:
-            if not session.alive:
-                continue
-            request = api.AckRequest(request_id=next(self._numbers), msg_id=place, subscription_name=own.subscription)
-            asking = asyncio.ensure_future(self._ask(session.stub.Ack(request, **self._with(session.place))))
-            self._asking.add(asking)
-            asking.add_done_callback(self._asking.discard)
+            if session.alive:
+                session.acks.append(place)
+        for session in self._sessions:
+            for _ in range(min(len(session.acks), ACKS - len(session.acking))):
+                task = asyncio.create_task(self._ask(session))
+                session.acking.add(task)
+                task.add_done_callback(session.acking.discard)
 
-    async def _ask(self, call: Any) -> None:
-        try:
-            await call
-            self.counts.acked += 1
-        except (grpc.RpcError, asyncio.CancelledError):
-            self.counts.errors += 1  # the message comes again, and is acknowledged then
+    async def _ask(self, session: Session) -> None:
+        """One acknowledgement after the other, as long as some wait."""
+        name, acks = self.settings.subscription, session.acks
+        while acks:
+            request = api.AckRequest(request_id=next(self._numbers), msg_id=acks.popleft(), subscription_name=name)
+            try:
+                await session.stub.Ack(request, **self._with(session.place))
+                self.counts.acked += 1
+            except grpc.RpcError:
+                self.counts.errors += 1  # the message comes again, and is acknowledged then
 
     async def _refuse(self, session: Session, message: Any, reason: str) -> None:
         """Hand it back with the reason: the broker's own policy says what becomes of it."""
@@ -329,5 +367,5 @@ class Listener:
 
     async def _settle(self) -> None:
         until = time.monotonic() + SETTLE_SECS
-        while (self._unsettled or self._asking) and time.monotonic() < until:
+        while (self._unsettled or any(each.acking for each in self._sessions)) and time.monotonic() < until:
             await asyncio.sleep(0.005)

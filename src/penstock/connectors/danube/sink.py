@@ -13,7 +13,7 @@ import pyarrow as pa
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from penstock.connectors.danube.message import EPOCH, INCARNATION, PIPELINE, SEQUENCE
-from penstock.connectors.danube.producers import Binding, Producers
+from penstock.connectors.danube.producers import Binding, Message, Producers
 from penstock.connectors.messages import Template, encode, refuse_rows
 from penstock.errors import ConfigError, RetryableError
 from penstock.schema.registry.danube import DanubeRegistry, unpacked
@@ -22,6 +22,8 @@ from penstock.schema.registry.versions import Pinned, VersionStrategy, choose
 from penstock.sink import Epoch, Receipt, SinkConnector, SinkContext, Task, Topic, TopicContext, WriteResult
 from penstock.source import Finding
 
+HANDED_OVER = 1000
+"""Messages that are made before they go to the thread that sends them: one waking for all."""
 NAME = re.compile(r"/[\w-]+/[\w-]+")
 
 
@@ -101,7 +103,7 @@ class DanubeSink(SinkConnector[DanubeSinkConfig, Receipt]):
         self._producers = Producers(
             own, own.partitions, own.reliable_dispatch, own.window, f"penstock-{epoch.pipeline}"
         )
-        self._named = [(PIPELINE, epoch.pipeline), (INCARNATION, epoch.incarnation), (EPOCH, str(epoch.number))]
+        self._named = {PIPELINE: epoch.pipeline, INCARNATION: epoch.incarnation, EPOCH: str(epoch.number)}
         self._task = task.partition
         self._sent: dict[Topic, int] = {}
         self._bindings: dict[str, Binding | None] = {}
@@ -115,10 +117,15 @@ class DanubeSink(SinkConnector[DanubeSinkConfig, Receipt]):
         keys = list(_texts(messages.keys))
         first_row = self._sent.get(topic, 0)
         rows = zip(names.to_pylist(), keys, messages.triples(), strict=True)
+        made = self._producers.message
+        waiting: list[Message] = []
         for number, (name, key, (_, payload, attributes)) in enumerate(rows, first_row):
-            binding = self._binding(name, context)
-            own = [*self._named, (SEQUENCE, f"{topic}@{self._task}.{number}")]
-            self._producers.send(name, binding, payload or b"", key, number, {**dict(attributes), **dict(own)})
+            named = {**dict(attributes), **self._named, SEQUENCE: f"{topic}@{self._task}.{number}"}
+            waiting.append(made(name, self._binding(name, context), payload or b"", key, number, named))
+            if len(waiting) >= HANDED_OVER:
+                self._producers.send(waiting)
+                waiting = []
+        self._producers.send(waiting)
         self._sent[topic] = first_row + len(messages)
         return WriteResult(len(messages), messages.nbytes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,13 +19,17 @@ PIPELINE, INCARNATION, EPOCH, SEQUENCE = (
 
 OWN = (PIPELINE, INCARNATION, EPOCH, SEQUENCE)
 
-PRODUCER, PARTITION, SCHEMA_ID, SCHEMA_VERSION = (
+PRODUCER, PARTITION, SCHEMA_ID, SCHEMA_VERSION, PUBLISHED = (
     "danube.producer",
     "danube.topic",
     "danube.schema_id",
     "danube.schema_version",
+    "danube.publish_time",
 )
 """What a message carries besides, as attributes of the envelope."""
+
+LAST_MS = 253_402_300_799_999
+"""The end of the year 9999: a later time is in another unit, which some clients send, and no table could hold it."""
 
 
 def stream_of(partition: str) -> str:
@@ -41,12 +46,15 @@ def envelope(message: Any, frame: bytes = b"") -> SourceEnvelope:
     if message.HasField("schema_id"):
         attributes[SCHEMA_ID] = str(message.schema_id)
         attributes[SCHEMA_VERSION] = str(message.schema_version)
+    published = message.publish_time
+    if published > LAST_MS:
+        attributes[PUBLISHED], published = str(published), time.time_ns() // 1_000_000
     record = SourceRecord(
         stream_of(place.topic_name),
         frame + message.payload,
         message.routing_key.encode() if message.HasField("routing_key") else None,
         attributes,
-        message.publish_time,
+        published,
     )
     return SourceEnvelope(record, Offset(place.topic_name, place.topic_offset), identity(message))
 

@@ -19,7 +19,7 @@ from penstock.schema.registry.danube_client import (
     Place,
     api,
     channel,
-    credentials,
+    current,
     failure,
     fnv1a,
     grpc,
@@ -173,7 +173,9 @@ class Producers:
                 await producer.stub.SendMessage(sent, **self._with(producer.place))
                 return
             except grpc.RpcError as error:
-                broken = _failure(error, topic)
+                broken: ConnectorError = _failure(error, topic, self._config)
+            except RetryableError as error:
+                broken = error
             if not left or not isinstance(broken, RetryableError):
                 raise broken
             if self._made.get(topic) is made:  # it may be another broker's by now, or one that was started again
@@ -213,7 +215,7 @@ class Producers:
         return self._channels[url]
 
     def _with(self, place: Place | None = None) -> dict[str, Any]:
-        return {"timeout": self._config.timeout, "metadata": credentials(self._config, place)}
+        return {"timeout": self._config.timeout, "metadata": current(self._config, place)}
 
     async def _close(self) -> None:
         own = asyncio.current_task()
@@ -225,10 +227,10 @@ class Producers:
             await each.close()
 
 
-def _failure(error: Any, topic: str) -> ConnectorError:
+def _failure(error: Any, topic: str, config: DanubeConfig) -> ConnectorError:
     """As for every call; but a message that the topic's policy refuses will be refused again."""
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.PERMISSION_DENIED and "publish" in details and "draining" not in details:
         hint = "the topic enforces a schema: set `schema_subject` to its subject, or change the topic's policy"
         return ConfigError(f"{topic}: the broker refuses a message: {details[:300]}", code="PEN-1016", hint=hint)
-    return failure(error, topic)
+    return failure(error, topic, config)

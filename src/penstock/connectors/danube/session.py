@@ -21,7 +21,7 @@ from penstock.schema.registry.danube_client import (
     Place,
     api,
     channel,
-    credentials,
+    current,
     failure,
     grpc,
     services,
@@ -178,7 +178,8 @@ class Listener:
                 answer = await services.DiscoveryStub(link).TopicPartitions(request, **self._with())
                 found += answer.partitions or [topic]
         except grpc.RpcError as error:
-            broken = failure(error, f"the partitions of {', '.join(self.settings.topics)} cannot be listed")
+            topics = ", ".join(self.settings.topics)
+            broken = failure(error, f"the partitions of {topics} cannot be listed", self.settings.config)
             if not self._states:
                 raise broken from error
         finally:
@@ -193,7 +194,7 @@ class Listener:
             try:
                 await self._receive(partition)
             except grpc.RpcError as error:
-                broken = failure(error, partition)
+                broken = failure(error, partition, self.settings.config)
             except ConnectorError as error:
                 broken = error
             if time.monotonic() - began > 10 or not self._states[partition]:
@@ -213,7 +214,7 @@ class Listener:
         self._sessions.add(session)
         try:
             request = api.ReceiveRequest(request_id=next(self._numbers), consumer_id=session.consumer_id)
-            call = session.stub.ReceiveMessages(request, metadata=credentials(self.settings.config, session.place))
+            call = session.stub.ReceiveMessages(request, metadata=current(self.settings.config, session.place))
             watching.add_done_callback(lambda done: call.cancel())
             await call.wait_for_connection()
             self._states[partition] = ""
@@ -283,12 +284,13 @@ class Listener:
                 answer = await health.HealthCheck(request, **self._with(session.place))
             except grpc.RpcError as error:
                 return failure(error, "the broker was asked for the consumer's health").message
+            except RetryableError as error:
+                return error.message
             if answer.status == api.HealthCheckResponse.CLOSE:
                 return "the broker no longer knows the consumer"
 
     def _with(self, place: Place | None = None) -> dict[str, Any]:
-        config = self.settings.config
-        return {"timeout": config.timeout, "metadata": credentials(config, place)}
+        return {"timeout": self.settings.config.timeout, "metadata": current(self.settings.config, place)}
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -349,7 +351,7 @@ class Listener:
             try:
                 await session.stub.Ack(request, **self._with(session.place))
                 self.counts.acked += 1
-            except grpc.RpcError:
+            except (grpc.RpcError, RetryableError):
                 self.counts.errors += 1  # the message comes again, and is acknowledged then
 
     async def _refuse(self, session: Session, message: Any, reason: str) -> None:

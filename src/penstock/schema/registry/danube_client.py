@@ -36,6 +36,7 @@ __all__ = [
     "api",
     "channel",
     "credentials",
+    "current",
     "failure",
     "first",
     "fnv1a",
@@ -123,29 +124,62 @@ def channel(config: DanubeConfig, url: str, make: Any = grpc) -> Any:
 
 def credentials(config: DanubeConfig, place: Place | None = None) -> list[tuple[str, str]]:
     """What goes with a call: the token as it is now, and the broker's name for a proxy."""
-    found = [] if config.token is None else [("authorization", f"Bearer {config.token.reveal()}")]
+    found = []
+    if config.token is not None:
+        token = config.token.reveal().strip()
+        if not token.isascii() or not token.isprintable():
+            hint = "a token is one line of letters, digits and a few signs: look for a line break or a wrong file"
+            raise ConfigError("`token` holds what no header of a call can hold", code="PEN-1016", hint=hint)
+        found.append(("authorization", f"Bearer {token}"))
     return [*found, ("x-danube-broker-url", place.broker)] if place is not None and place.is_proxy else found
 
 
-def failure(error: Any, what: str) -> ConnectorError:
+def current(config: DanubeConfig, place: Place | None = None) -> list[tuple[str, str]]:
+    """As `credentials`, while a pipeline runs: a file that is not there for a moment is being replaced."""
+    try:
+        return credentials(config, place)
+    except ConfigError as error:
+        raise RetryableError(error.message, code="PEN-2000", hint=error.hint) from error
+
+
+_TOKEN_HINT = "check `token` and the rights of its principal; a token in a file is read again for each call"
+_HINTS = {
+    "served by another broker": "a standalone broker does not serve its topics again after a restart: make them again, or run a "
+    "cluster of one",
+    "certificate_verify_failed": "no authority that is trusted signed the broker's certificate: set `ca_file` to one that did",
+    "hostname verification": "the broker's certificate is for another host: use a name in `url` that the certificate has",
+    "wrong_version_number": "the broker has no TLS at this port: write http:// in `url`",
+    "security handshaker": "`ca_file`, `certificate_file` or `key_file` holds no PEM, or the key is of another certificate",
+}
+"""What to do, by a piece of what gRPC or the broker says where no call was answered."""
+_CLOSED = ("socket closed", "connection reset", "broken pipe")
+
+
+def failure(error: Any, what: str, config: DanubeConfig | None = None) -> ConnectorError:
     """The error class of a failed call, by what should happen next."""
-    code, details = error.code(), (error.details() or "").partition("\n")[0][:300]
+    code, details = error.code(), (error.details() or "").partition("\n")[0][:400]
     message = f"{what}: {code.name}: {details}"
     if code in (Code.UNAUTHENTICATED, Code.PERMISSION_DENIED):
-        hint = "check `token` and the rights of its principal; a token in a file is read again for each call"
-        return RetryableError(message, code="PEN-2000", hint=hint)
+        return RetryableError(message, code="PEN-2000", hint=_TOKEN_HINT)
     if code in (Code.INVALID_ARGUMENT, Code.FAILED_PRECONDITION, Code.UNIMPLEMENTED):
         return ConfigError(
             message, code="PEN-1016", hint="the broker will not take this: correct the settings it names"
         )
-    if code is Code.UNAVAILABLE and any(word in details.lower() for word in ("handshake", "certificate", "ssl")):
-        hint = "check that `url` has https:// only if the broker has TLS, and check `ca_file` and `certificate_file`"
-        return RetryableError(message, code="PEN-2001", hint=hint)
-    if code is Code.UNAVAILABLE and "served by another broker" in details:
-        hint = "a standalone broker does not serve its topics again after a restart: make them again, or run a cluster of one"
-        return RetryableError(message, code="PEN-2001", hint=hint)
-    codes = {Code.DEADLINE_EXCEEDED: "PEN-2003", Code.RESOURCE_EXHAUSTED: "PEN-2002", Code.UNAVAILABLE: "PEN-2001"}
+    if code is Code.UNAVAILABLE:
+        return RetryableError(message, code="PEN-2001", hint=_unavailable(details.lower(), config))
+    codes = {Code.DEADLINE_EXCEEDED: "PEN-2003", Code.RESOURCE_EXHAUSTED: "PEN-2002"}
     return RetryableError(message, code=codes.get(code, "PEN-2000"))
+
+
+def _unavailable(details: str, config: DanubeConfig | None) -> str:
+    found = next((hint for words, hint in _HINTS.items() if words in details), "")
+    if found or config is None or not any(each in details for each in _CLOSED):
+        return found
+    if config.url.startswith("http://"):
+        return "the broker closed the connection: if it has TLS, write https:// in `url`"
+    if config.certificate_file is None:
+        return "the broker closed the connection: if it asks for a certificate, set `certificate_file` and `key_file`"
+    return "the broker closed the connection: check that it trusts who signed `certificate_file`"
 
 
 def _subjects_type() -> Any:
@@ -240,7 +274,7 @@ class Calls:
         except grpc.RpcError as error:
             if error.code() in own:
                 raise
-            raise failure(error, f"the Danube broker {self.config.url} refused {what}") from error
+            raise failure(error, f"the Danube broker {self.config.url} refused {what}", self.config) from error
 
 
 def first(call: Callable[[], T]) -> T:
@@ -249,7 +283,7 @@ def first(call: Callable[[], T]) -> T:
         return call()
     except RetryableError as error:
         text = error.message
-        if any(f"{code.name}:" in text for code in (Code.UNAUTHENTICATED, Code.PERMISSION_DENIED)):
+        if error.hint == _TOKEN_HINT:
             raise ConfigError(text, code="PEN-1016", hint=error.hint) from error
         raise FatalError(text, code="PEN-5001", hint=error.hint or "is the broker running, and `url` right?") from error
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
-from penstock.connectors.danube import Danube, session
+from penstock.connectors.danube import Danube, DanubeSink, session
+from penstock.connectors.danube.message import envelope
+from penstock.connectors.danube.sink import DanubeSinkConfig
 from penstock.connectors.danube.source import DanubeSourceConfig
 from penstock.errors import ConfigError, FatalError, RetryableError
 from penstock.formats import WireSchema
 from penstock.schema.registry.danube import DanubeRegistry, unpacked
-from penstock.schema.registry.danube_client import DanubeConfig
+from penstock.schema.registry.danube_client import DanubeConfig, api
+from penstock.sink import Epoch, Task
 from penstock.source import HealthState
 from penstock.testing import RecordingSender, SourceContract
 from penstock.testing.danube import DanubeBroker
@@ -139,6 +144,18 @@ def test_a_message_keeps_what_it_carries(shared: DanubeBroker, topic: str) -> No
     assert seen[0].offset.partition == topic
     sent = shared.messages(topic)[0]
     assert record.timestamp_ms == sent.publish_time
+
+
+def test_a_time_that_no_table_could_hold_stays_beside_the_message(shared: DanubeBroker, topic: str) -> None:
+    """Some clients send nanoseconds: as milliseconds they would stop every epoch that the message is in."""
+    wrong = time.time_ns()
+    before = wrong // 1_000_000
+    made = envelope(api.StreamMessage(msg_id=api.MsgID(topic_name=topic), publish_time=wrong, payload=b"x"))
+    assert before <= made.record.timestamp_ms <= time.time_ns() // 1_000_000
+    assert made.record.attributes["danube.publish_time"] == str(wrong)
+    right = envelope(api.StreamMessage(msg_id=api.MsgID(topic_name=topic), publish_time=before, payload=b"x"))
+    assert right.record.timestamp_ms == before
+    assert "danube.publish_time" not in right.record.attributes
 
 
 def test_all_partitions_of_several_topics_are_read(shared: DanubeBroker, topic: str) -> None:
@@ -348,6 +365,63 @@ def test_a_message_of_another_subject_is_handed_back_with_a_reason(own: DanubeBr
     reasons = {letter.payload: letter.attributes["x-failure-reason"] for letter in letters}
     assert "'others'" in reasons[b"bad"]
     assert "no schema" in reasons[b"none"]
+
+
+def test_a_schema_that_is_registered_later_is_known_then(own: DanubeBroker) -> None:
+    own.tell("create", topic=TOPIC)
+    with Streaming(own, source(own, expected_schema_subject="orders"), TOPIC) as run:
+        with PlainProducer(own.url, TOPIC) as producer:
+            producer.send(b"early", schema=(1, 1))
+        wait_until(lambda: own.subscription(TOPIC, "penstock")["nacks"], "the refusal")
+        assert "does not know its schema 1" in own.subscription(TOPIC, "penstock")["nacks"][0]
+        registry = DanubeRegistry(DanubeConfig(url=own.url))
+        registry.register_schema("orders", WireSchema("json_schema", '{"type": "object"}'))
+        registry.close()
+        assert run.wait(1) == [b"early"], "delivered again, it is known"
+
+
+def test_what_the_journal_has_no_room_for_is_offered_again(shared: DanubeBroker, topic: str) -> None:
+    with Streaming(shared, source(shared, topic), topic) as run, PlainProducer(shared.url, topic) as producer:
+        offers: list[int] = []
+        take = run.sender.offer
+
+        def offer(items: Any, on_durable: Any = None) -> bool:
+            offers.append(len(items))
+            return len(offers) > 3 and take(items, on_durable)
+
+        run.sender.offer = offer  # type: ignore[method-assign]
+        for number in range(5):
+            producer.send(str(number).encode())
+        assert run.wait(5) == [b"0", b"1", b"2", b"3", b"4"]
+        assert offers[0] == offers[1] == offers[2] == offers[3], "the same messages each time"
+
+
+def test_a_source_ends_beside_a_broker_that_answers_nothing(own: DanubeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "LOOK_SECS", 0.1)
+    own.tell("create", topic=TOPIC)
+    patient = source(own, timeout_ms=3_600_000)
+    with Streaming(own, patient, TOPIC) as run:
+        with PlainProducer(own.url, TOPIC) as producer:
+            producer.send(b"one")
+        run.wait(1)
+        own.freeze()
+        run.sender.make_durable()  # its acknowledgement, the next look for partitions and the health check hang
+        threading.Event().wait(0.5)
+
+
+def test_sources_that_come_and_go_beside_a_sink_leave_no_answer_without_a_loop(
+    shared: DanubeBroker, topic: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gRPC hands out the answers of all loops in one queue: one for a loop that was closed holds up the others."""
+    sink = DanubeSink(DanubeSinkConfig(url=shared.url, topic=topic))
+    sink.open()
+    sink.begin_epoch(Epoch("orders", "incarnation", 1), Task(0))
+    for number in range(10):
+        with Streaming(shared, source(shared, topic), topic):
+            sink.write_batch("/shop/orders", pa.record_batch({"id": [number] * 20}))
+    sink.flush()
+    sink.close()
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == []
 
 
 def test_a_topic_that_is_not_there_is_an_error_or_made(shared: DanubeBroker, topic: str) -> None:

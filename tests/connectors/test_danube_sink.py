@@ -239,6 +239,17 @@ def test_a_broker_that_stays_away_is_said(own: DanubeBroker) -> None:
         DanubeSink(DanubeSinkConfig(url=own.url)).open()
 
 
+def test_a_sink_closes_beside_a_broker_that_answers_nothing(own: DanubeBroker) -> None:
+    sink = DanubeSink(DanubeSinkConfig(url=own.url, timeout_ms=3_600_000))
+    sink.open()
+    sink.begin_epoch(Epoch("orders", "incarnation", 1), Task(0))
+    sink.write_batch(TOPIC, ROWS)
+    sink.flush()
+    own.freeze()
+    sink.write_batch(TOPIC, ROWS)
+    sink.close()
+
+
 def test_a_cluster_makes_the_topic_first(own: DanubeBroker) -> None:
     own.tell("set", is_cluster=True)
     send(own, ROWS)

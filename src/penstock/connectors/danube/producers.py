@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from penstock.connectors.danube.loop import shared, submit
 from penstock.connectors.messages import Window
 from penstock.errors import ConfigError, ConnectorError, RetryableError
 from penstock.schema.registry.danube_client import (
@@ -57,7 +57,7 @@ class Message(NamedTuple):
 
 
 class Producers:
-    """Sends from a thread with a loop of its own; `send` blocks while the window is full, `settle` until it is empty."""
+    """Sends from the loop's thread; `send` blocks while the window is full, `settle` until it is empty."""
 
     def __init__(self, config: DanubeConfig, partitions: int, reliable: bool, window: int, name: str) -> None:
         self._config = config
@@ -75,9 +75,7 @@ class Producers:
         ] = {}  # keys of which one is under way, and those that wait for it
         self._workers: set[asyncio.Task[None]] = set()
         self._failed = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="danube-producers", daemon=True)
-        self._thread.start()
+        self._loop = shared()
 
     def message(
         self,
@@ -115,12 +113,7 @@ class Producers:
         self._window.settle()
 
     def close(self) -> None:
-        if not self._thread.is_alive():
-            return
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(30)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30)
-        self._loop.close()
+        submit(self._close()).result(30)
 
     # -- in the loop's thread ------------------------------------------------------------------------------------
 
@@ -218,13 +211,12 @@ class Producers:
         return {"timeout": self._config.timeout, "metadata": current(self._config, place)}
 
     async def _close(self) -> None:
-        own = asyncio.current_task()
-        tasks = [each for each in asyncio.all_tasks() if each is not own]
-        for each in tasks:
+        under_way: list[asyncio.Future[Any]] = [*self._workers, *self._made.values()]
+        for each in under_way:
             each.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for each in self._channels.values():
-            await each.close()
+        await asyncio.gather(*under_way, return_exceptions=True)
+        for link in self._channels.values():
+            await link.close()
 
 
 def _failure(error: Any, topic: str, config: DanubeConfig) -> ConnectorError:

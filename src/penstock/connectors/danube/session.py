@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import random
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,7 +107,9 @@ class Listener:
 
     async def run(self, sender: Sender) -> None:
         """Until the sender stops, or a partition cannot be had."""
-        self._states, self._unsettled, self._no_room = {}, 0, False
+        self._states, self._no_room = {}, False
+        self._unsettled: set[int] = set()  # what was handed over and is not yet durable
+        self._arrived = asyncio.Event()
         self._waiting: list[tuple[Session, Any, bytes]] = []
         self._sessions: set[Session] = set()
         self._closing: set[asyncio.Future[Any]] = set()
@@ -117,6 +118,7 @@ class Listener:
         self._failed: asyncio.Future[None] = self._loop.create_future()
         self._tasks: set[asyncio.Task[None]] = set()
         self._start(self._look())
+        self._start(self._hand_over())
         try:
             while not sender.stopped and not self._failed.done():
                 await asyncio.wait([self._failed], timeout=TICK_SECS)
@@ -304,36 +306,33 @@ class Listener:
                 return
         while (self._no_room or self._sender.full) and not self._sender.stopped:
             await asyncio.sleep(TICK_SECS)  # nothing is taken, and the connection stays
-        if not self._waiting:
-            self._loop.call_later(GATHER_SECS, self._hand_over)
         self._waiting.append((session, message, frame))
+        self._arrived.set()
 
-    def _hand_over(self) -> None:
-        """All that gathered, as one unit; what the journal has no room for is offered again."""
-        taken = self._waiting
-        if self._sender.stopped:
-            return
-        places = [(session, message.msg_id) for session, message, _ in taken]
+    async def _hand_over(self) -> None:
+        """All that gathered goes to the journal as one unit; what it has no room for is offered again."""
+        while True:
+            await self._arrived.wait()
+            await asyncio.sleep(GATHER_SECS)
+            self._arrived.clear()
+            taken, self._waiting = self._waiting, []
+            envelopes = [envelope(message, frame) for _, message, frame in taken]
+            places = [(session, message.msg_id) for session, message, _ in taken]
+            unsettled = self._unsettled
+            unsettled.add(id(places))
 
-        def durable() -> None:  # in the journal's thread
-            with contextlib.suppress(RuntimeError):  # the loop has ended: they come again
-                self._loop.call_soon_threadsafe(self._acknowledge, places)
+            def durable(places: list[tuple[Session, Any]] = places, unsettled: set[int] = unsettled) -> None:
+                self._loop.call_soon_threadsafe(self._acknowledge, places, unsettled)  # from the journal's thread
 
-        try:
-            self._no_room = not self._sender.offer([envelope(message, frame) for _, message, frame in taken], durable)
-        except ConnectorError as error:
-            self._fail(error)
-            return
-        if self._no_room:
-            self._loop.call_later(TICK_SECS, self._hand_over)
-            return
-        self._waiting = []
-        self._unsettled += len(places)
-        self.counts.records += len(taken)
-        self.counts.bytes += sum(len(message.payload) for _, message, _ in taken)
+            while not self._sender.stopped and not self._sender.offer(envelopes, durable):
+                self._no_room = True
+                await asyncio.sleep(TICK_SECS)
+            self._no_room = False
+            self.counts.records += len(taken)
+            self.counts.bytes += sum(len(message.payload) for _, message, _ in taken)
 
-    def _acknowledge(self, places: Sequence[tuple[Session, Any]]) -> None:
-        self._unsettled -= len(places)
+    def _acknowledge(self, places: list[tuple[Session, Any]], unsettled: set[int]) -> None:
+        unsettled.discard(id(places))
         for session, place in places:
             if session.alive:
                 session.acks.append(place)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from penstock.connectors.danube.loop import submit
 from penstock.connectors.danube.session import Listener, Settings
 from penstock.errors import ConfigError
 from penstock.schema.registry.danube_client import Calls, DanubeConfig, first
@@ -118,7 +118,7 @@ class Danube(StreamingSource[DanubeSourceConfig]):
 
     def start_streaming(self, sender: Sender) -> None:
         assert self._listener is not None, "open it first"
-        asyncio.run(self._listener.run(sender))
+        submit(self._listener.run(sender)).result()
 
     def health_check(self) -> HealthStatus:
         return self._listener.health() if self._listener is not None else HealthStatus()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -72,6 +73,11 @@ class DanubeBroker:
     def kill(self) -> None:
         """SIGKILL: what was not written down is gone."""
         self._end(lambda process: process.kill())
+
+    def freeze(self) -> None:
+        """Its connections stay, and nothing is answered any more; `kill` still ends it."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
 
     def stop(self) -> None:
         """End it in an orderly way: cursors are written down."""

@@ -36,6 +36,9 @@ logger = logging.getLogger("penstock.delta")
 REWRITER = Task(99_999)
 """Task number in the names of files that the driver writes."""
 
+DRIVER_BUFFER_BYTES = 4 << 20
+"""Rows that the driver buffers: it holds other things as well, and is there for as long as the pipeline."""
+
 FAN = 8
 """Files of about one size that are joined: each row is rewritten once per eightfold growth of its file."""
 
@@ -102,7 +105,7 @@ class Upkeep:
 
     def begin(self, epoch: Epoch) -> Stage:
         """A stage for files that the driver writes itself."""
-        return Stage(epoch, REWRITER, self._target.sink.targets, self._target.sink.spec())
+        return Stage(epoch, REWRITER, self._target.sink.targets, self._target.sink.spec(), DRIVER_BUFFER_BYTES)
 
     def sweep(self, epoch: Epoch) -> None:
         """Remove files that the driver has written for this topic and that the table does not name."""
@@ -124,6 +127,7 @@ class Upkeep:
                 table.replace(files.adds, files.removes)
         finally:  # files that were begun and that the table has not taken
             self.sweep(epoch)
+            pa.default_memory_pool().release_unused()
 
 
 def join_small_files(topic: Topic, table: Table, schema: pa.Schema, begin: Callable[[], Stage]) -> Rewrite:

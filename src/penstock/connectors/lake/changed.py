@@ -17,7 +17,7 @@ from penstock.connectors.lake.targets import HIDDEN
 from penstock.errors import StagingLost
 from penstock.store import Place
 
-CHUNK_ROWS = 1 << 17
+CHUNK_ROWS, CHUNK_BYTES = 1 << 17, 32 << 20
 """Rows of a file that are held at once, if its row groups are not larger."""
 
 
@@ -82,15 +82,16 @@ def as_stored(rows: pa.Table, schema: pa.Schema, gone: Iterable[str]) -> pa.Tabl
 
 
 def runs(metadata: pq.FileMetaData) -> Iterator[list[int]]:
-    """Neighbouring row groups of at most `CHUNK_ROWS` together."""
+    """Neighbouring row groups of at most `CHUNK_ROWS` and `CHUNK_BYTES` together."""
     run: list[int] = []
-    rows = 0
-    for group in range(metadata.num_row_groups):
-        size = metadata.row_group(group).num_rows
-        if run and rows + size > CHUNK_ROWS:
+    rows = size = 0
+    for place in range(metadata.num_row_groups):
+        group = metadata.row_group(place)
+        if run and (rows + group.num_rows > CHUNK_ROWS or size + group.total_byte_size > CHUNK_BYTES):
             yield run
-            run, rows = [], 0
-        run.append(group)
-        rows += size
+            run, rows, size = [], 0, 0
+        run.append(place)
+        rows += group.num_rows
+        size += group.total_byte_size
     if run:
         yield run

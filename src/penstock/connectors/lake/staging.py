@@ -31,7 +31,7 @@ STAGED = ".staged"
 
 ROW_GROUP_ROWS = 1 << 17
 SAMPLE_ROWS = 4096
-BUFFER_BYTES = 64 << 20
+BUFFER_BYTES = 32 << 20
 """Rows that a task may buffer, over all its files, so that row groups get large."""
 
 
@@ -193,6 +193,7 @@ class Stage:
     task: Task
     targets: Targets
     spec: FileSpec
+    buffer_bytes: int = BUFFER_BYTES
 
     def __post_init__(self) -> None:
         self.stem = self.epoch.stem(self.task)
@@ -290,7 +291,7 @@ class Stage:
         self._open.move_to_end(key)
         each.take(rows)
         self._held_bytes += rows.nbytes
-        if self._held_bytes >= BUFFER_BYTES:
+        if self._held_bytes >= self.buffer_bytes:
             self.flush()
         elif each.held_rows >= ROW_GROUP_ROWS:
             self._held_bytes -= each.flush()

@@ -330,6 +330,54 @@ def test_avro_by_file_is_registered_and_an_incompatible_change_is_refused_before
     assert len(home.rows()) == 2
 
 
+LONGS = '[[schemas]]\ntopic = "/a"\nschema_type = "avro"\nsubject = "r"\n'
+
+
+def longs(home: Home, *names: str, file: str = "r.avsc") -> None:
+    fields = [{"name": name, "type": "long"} for name in names]
+    (home.path / file).write_text(json.dumps({"type": "record", "name": "R", "fields": fields}))
+
+
+def test_a_schema_file_that_goes_back_to_an_earlier_text_is_that_version_again(home: Home) -> None:
+    file = LONGS + 'schema_file = "r.avsc"\n'
+    for names in ("ab", "ba", "ab"):
+        longs(home, *names)
+        home.put("\x02\x04")
+        home.run(file)
+    assert home.rows() == [{"a": 1, "b": 2}, {"a": 1, "b": 2}, {"a": 2, "b": 1}]
+    home.put("\x02\x04", "\x02\x04")
+    home.run(file + 'version_strategy = "latest"\n')  # said, it counts for the file as well
+    assert home.rows().count({"a": 2, "b": 1}) == 3
+
+
+def test_two_entries_of_one_subject_use_the_versions_that_each_asks_for(home: Home) -> None:
+    for names in ("ab", "ba"):
+        longs(home, *names)
+        home.run(LONGS + 'schema_file = "r.avsc"\n')
+    both = LONGS + "version_strategy = { pinned = 1 }\n" + LONGS.replace("/a", "/b")
+    home.put("\x02\x04")
+    home.put("\x02\x04", stream="b")
+    home.run(both)
+    assert (home.rows("a"), home.rows("b")) == ([{"a": 1, "b": 2}], [{"a": 2, "b": 1}])
+
+
+@pytest.mark.parametrize("second", ['topic = "/b"', 'topic = "/a"\nfor = "sink"'])
+def test_two_different_files_for_one_subject_are_refused_with_both_names(home: Home, second: str) -> None:
+    longs(home, "a")
+    longs(home, "a", "b", file="other.avsc")
+    one = LONGS + 'schema_file = "r.avsc"\n' + ('for = "source"\n' if "for" in second else "")
+    two = f'[[schemas]]\n{second}\nschema_type = "avro"\nsubject = "r"\nschema_file = "other.avsc"\n'
+    home.put("\x02")
+    with pytest.raises(
+        ConfigError, match=r"PEN-1020(.|\n)*'r' has two schema files that differ(.|\n)*r.avsc(.|\n)*other.avsc"
+    ):
+        home.run(one + two)
+    assert not (home.path / "state" / "schemas").exists()
+    longs(home, "a", file="other.avsc")  # two names of one schema are fine
+    home.run(one + two)
+    assert home.rows() == [{"a": 1}]
+
+
 def test_most_of_a_topic_does_not_drain_into_the_dead_letters(home: Home) -> None:
     home.put(*({"id": n} for n in range(500)))
     home.put(*(["x"] for _ in range(600)))
@@ -557,7 +605,19 @@ def test_structs_that_gain_fields_are_followed_by_files(home: Home, kind: str, m
 
 
 @pytest.mark.parametrize(
-    "bad", [{"v": "a\0"}, {"v": "a", "w": ["b", "\0"]}, {"": 1}, {"ctid": 1}, {"x" * 64: 1}, {"a\0": 1}], ids=repr
+    "bad",
+    [
+        {"v": "a\0"},
+        {"v": "a", "w": ["b", "\0"]},
+        {"": 1},
+        {"ctid": 1},
+        {"x" * 64: 1},
+        {"a\0": 1},
+        {"s": {"a": 1}},
+        {"s": [[1]]},
+        {"s": [{"a": 1}]},
+    ],
+    ids=repr,
 )
 def test_what_no_table_of_postgres_can_hold_is_a_dead_letter_alone(
     home: Home, server: PostgresServer, bad: Any, monkeypatch: pytest.MonkeyPatch
@@ -567,11 +627,12 @@ def test_what_no_table_of_postgres_can_hold_is_a_dead_letter_alone(
     monkeypatch.setattr("test_messages.PIPELINE", sink)
     home.put({"id": 1, "v": "x"}, {"id": 2, **bad}, {"id": 3}, stream=table)
     home.run(JSON.replace("/a", f"/{table}"))
-    home.put({"id": 4}, stream=table)
+    home.put(*({"id": n} for n in range(4, 80)), stream=table)
     home.run(JSON.replace("/a", f"/{table}"))
     assert [(letter["rule"], json.loads(letter["payload"])["id"]) for letter in home.letters()] == [("sink", 2)]
     with psycopg.connect(server.dsn) as connection:
-        assert connection.execute(f"SELECT id FROM {table} ORDER BY id").fetchall() == [(1,), (3,), (4,)]
+        found = connection.execute(f"SELECT id FROM {table} ORDER BY id").fetchall()
+    assert found == [(n,) for n in (1, *range(3, 80))]
 
 
 def test_a_message_with_more_columns_than_a_table_of_postgres_has_is_a_dead_letter_alone(

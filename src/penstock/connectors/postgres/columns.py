@@ -54,9 +54,9 @@ def plain(topic: Topic, batch: pa.RecordBatch) -> pa.RecordBatch:
     for field, values in zip(batch.schema, batch.columns, strict=True):
         if types.is_null(field.type):
             continue
+        if values.null_count == len(values) and not can_hold(topic, field):
+            continue
         if not _is_name(field.name):
-            if values.null_count == len(values):
-                continue
             raise SchemaError(
                 f"no column of PostgreSQL can have the name {field.name!r}, as one of {topic} has",
                 code="PEN-4002",
@@ -74,6 +74,15 @@ def plain(topic: Topic, batch: pa.RecordBatch) -> pa.RecordBatch:
         fields.append(pa.field(field.name, values.type, metadata=metadata))
         columns.append(values)
     return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields, batch.schema.metadata))
+
+
+def can_hold(topic: Topic, field: pa.Field) -> bool:
+    """True if a table can have a column of this name and type."""
+    try:
+        _plain(topic, field.name, pa.nulls(0, field.type))
+    except SchemaError:
+        return False
+    return _is_name(field.name)
 
 
 def _is_name(name: str) -> bool:

@@ -33,7 +33,8 @@ class SchemaFile:
     file: Path | None = None
     """None: whatever the registry has."""
     auto_register: bool = True
-    strategy: VersionStrategy = "latest"
+    strategy: VersionStrategy | None = None
+    """None: the version that the file is, else the latest."""
     compatibility: Compatibility | None = None
 
     def read(self) -> WireSchema:
@@ -50,7 +51,7 @@ def entries_of(schemas: TopicSchemas) -> list[SchemaFile]:
             each.entry.schema_type,
             each.entry.schema_file,
             each.entry.auto_register,
-            each.entry.version_strategy,
+            None if each.uses_file else each.entry.version_strategy,
             each.entry.compatibility,
         )
         for each in schemas.entries
@@ -181,11 +182,13 @@ def _each(entries: Sequence[SchemaFile], console: Console, work: Callable[[Schem
 def checked(registry: Registry, entry: SchemaFile) -> str:
     """What a run would do with an entry; raises why it could not start."""
     if entry.file is None:
-        found = choose(registry, entry.subject, entry.strategy)
+        found = choose(registry, entry.subject, entry.strategy or "latest")
         return f"version {found.version}, id {found.id}"
     known = review(registry, entry.subject, entry.read(), entry.auto_register, entry.compatibility)
     if known is not None:
-        return f"the file is version {known.version}, id {known.id}"
+        used = known if entry.strategy is None else choose(registry, entry.subject, entry.strategy)
+        other = f"; version_strategy chooses version {used.version}" if used.version != known.version else ""
+        return f"the file is version {known.version}, id {known.id}{other}"
     return "the file is new, and fits" if registry.versions(entry.subject) else "the subject is new"
 
 

@@ -228,7 +228,7 @@ def notices(pipeline: Pipeline) -> Iterator[str]:
             yield f"sink {name!r} gets no rows: no route names it"
     if pipeline.delivery is DeliveryGuarantee.EXACTLY_ONCE:
         for each in pipeline.schemas.entries:
-            if each.subject is not None and each.file is None and not isinstance(each.entry.version_strategy, Pinned):
+            if each.subject is not None and not each.uses_file and not isinstance(each.entry.version_strategy, Pinned):
                 yield (
                     f"the schema of {each.entry.topic} is whatever version {each.subject!r} has when an epoch is planned: "
                     "pin it with version_strategy = { pinned = … } if others may register versions"

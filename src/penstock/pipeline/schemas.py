@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.config import Config
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, SchemaError
 from penstock.formats import Format, WireSchema, load
 from penstock.pipeline.options import SchemaEntry
 from penstock.pipeline.routing import matches
+from penstock.schema.compatibility import same
 from penstock.schema.registry import Registry, make
 from penstock.sink import Topic
 
@@ -34,6 +35,16 @@ class TopicSchema:
 
     def takes(self, topic: Topic) -> bool:
         return matches(self.entry.topic, topic)
+
+    @property
+    def place(self) -> str:
+        """What a manifest calls the entry; no two of a file have the same."""
+        return f"{self.entry.topic} for {self.entry.direction}" if self.entry.direction else self.entry.topic
+
+    @property
+    def uses_file(self) -> bool:
+        """True if the version that its file is counts, whatever else the registry has: there is no other word on it."""
+        return self.file is not None and "version_strategy" not in self.entry.model_fields_set
 
     @property
     def subject(self) -> str | None:
@@ -136,4 +147,21 @@ def problems(schemas: Sequence[TopicSchema]) -> list[tuple[int, str, str]]:
         if twins:
             what = f"two [[schemas]] entries are for the topic {entry.topic!r}"
             found.append((place, what, 'leave one out, or set for = "source" in one and for = "sink" in the other'))
+        found += [(place, *_two_files(other, each)) for other in schemas[:place] if _differ(other, each)]
     return found
+
+
+def _differ(one: TopicSchema, other: TopicSchema) -> bool:
+    """True for two files that would be versions of one subject: each run would add the one that is not the latest."""
+    if one.file is None or other.file is None or one.subject is None or one.subject != other.subject:
+        return False
+    try:
+        return one.file.type != other.file.type or not same(one.file, other.file)
+    except SchemaError:
+        return one.file.text != other.file.text  # what is wrong with one is said when it is used
+
+
+def _two_files(one: TopicSchema, other: TopicSchema) -> tuple[str, str]:
+    files = f"{one.entry.schema_file} (of {one.place}) and {other.entry.schema_file} (of {other.place})"
+    what = f"the subject {other.subject!r} has two schema files that differ: {files}"
+    return what, "give each a `subject` of its own, or name the same file in both"

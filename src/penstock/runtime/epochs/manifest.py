@@ -62,7 +62,7 @@ class Manifest(BaseModel):
     """Receipts of a sink that lost some topics: what they name of the other topics is committed and must not be swept."""
     notes: dict[str, list[Json]] = {}
     versions: dict[str, int] = {}
-    """The version of each schema by which messages of this epoch are decoded, per subject."""
+    """The version of the schema by which messages of this epoch are decoded, per `[[schemas]]` entry."""
     columns: dict[Topic, str] = {}
     """Columns of topics whose format infers them, as far as they are known with this epoch."""
     pinned: dict[Topic, list[str]] = {}

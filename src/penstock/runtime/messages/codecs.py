@@ -41,6 +41,8 @@ class Codecs:
         self.schemas = schemas
         self._registry = schemas.registry.make(state_dir) if schemas else None
         self._wire: dict[tuple[str, int], WireSchema] = {}
+        self._files: dict[str, int] = {}
+        """The version that each file is, by its entry."""
         self._last: tuple[dict[str, int], Decoders] = ({}, Decoders())
 
     def __bool__(self) -> bool:
@@ -51,21 +53,24 @@ class Codecs:
         for each in self._with_subject():
             if each.file is not None:
                 entry = each.entry
-                ensure_registered(self._known, str(each.subject), each.file, entry.auto_register, entry.compatibility)
+                found = ensure_registered(
+                    self._known, str(each.subject), each.file, entry.auto_register, entry.compatibility
+                )
+                self._files[each.place] = found.version
         self.decoders(self.choose(), {})  # refuse now what no task could use
 
     def choose(self) -> dict[str, int]:
-        """The version of each subject that the next epoch uses; it is written into the manifest."""
+        """The version that the next epoch uses for each entry; it is written into the manifest."""
         chosen = {}
         for each in self._with_subject():
-            found = choose(self._known, str(each.subject), each.entry.version_strategy)
+            found = self._now(each)
             if found.type != each.entry.schema_type and each.format_type.schema_use == "required":
                 raise ConfigError(
                     f"the subject {each.subject!r} is of type {found.type}, not {each.entry.schema_type}",
                     code="PEN-1020",
                     hint="correct schema_type or subject",
                 )
-            chosen[str(each.subject)] = found.version
+            chosen[each.place] = found.version
             self._wire[str(each.subject), found.version] = found
         if not self._last[1].schemas or chosen != self._last[0]:
             self._last = (chosen, self.decoders(chosen, {}))
@@ -110,10 +115,7 @@ class Codecs:
         """What a run would decode with, by the files as they are; registers nothing, for `penstock check --sample`."""
         if not self.schemas:
             return Decoders()
-        wire = {str(each.subject): each.file for each in self._with_subject() if each.file is not None}
-        for each in self._with_subject():
-            if each.file is None:
-                wire[str(each.subject)] = choose(self._known, str(each.subject), each.entry.version_strategy)
+        wire = {each.place: each.file or self._now(each) for each in self._with_subject()}
         expected = {each.entry.expected_subject for each in self.schemas.entries}
         return Decoders(self.schemas, wire, {subject: Resolve(self._known, subject) for subject in expected}, {})
 
@@ -122,13 +124,24 @@ class Codecs:
         assert self._registry is not None
         return self._registry
 
+    def _now(self, each: TopicSchema) -> WireSchema:
+        """The version that an entry asks for, as the registry has it now."""
+        if each.uses_file and each.place in self._files:
+            return self._fetched(str(each.subject), self._files[each.place])
+        return choose(self._known, str(each.subject), each.entry.version_strategy)
+
     def _chosen(self, versions: Mapping[str, int]) -> dict[str, WireSchema]:
+        """By entry; one that a manifest does not know is newer than it is."""
         chosen = {}
-        for subject, version in versions.items():
-            if (subject, version) not in self._wire:
-                self._wire[subject, version] = self._known.fetch_schema(subject, version)
-            chosen[subject] = self._wire[subject, version]
+        for each in self._with_subject():
+            version = versions.get(each.place)
+            chosen[each.place] = self._now(each) if version is None else self._fetched(str(each.subject), version)
         return chosen
+
+    def _fetched(self, subject: str, version: int) -> WireSchema:
+        if (subject, version) not in self._wire:
+            self._wire[subject, version] = self._known.fetch_schema(subject, version)
+        return self._wire[subject, version]
 
     def _with_subject(self) -> Sequence[TopicSchema]:
         return [each for each in self.schemas.entries if each.subject is not None]

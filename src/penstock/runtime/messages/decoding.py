@@ -173,7 +173,7 @@ class Decoders:
 
     schemas: TopicSchemas = field(default_factory=TopicSchemas)
     wire: Mapping[str, WireSchema] = field(default_factory=dict)
-    """The version of each subject that this epoch uses."""
+    """The version that this epoch uses for each entry."""
     resolve: Mapping[str | None, Resolver] = field(default_factory=dict)
     """How schemas that frames name are found, by the subject that is expected."""
     columns: Mapping[Topic, pa.Schema] = field(default_factory=dict)
@@ -209,8 +209,7 @@ class Decoders:
 
 def make_format(found: TopicSchema, wire: Mapping[str, WireSchema], resolve: Resolver | None) -> Format[Any]:
     """The format of an entry, with the version of its schema that an epoch uses."""
-    schema = wire.get(found.subject, found.file) if found.subject is not None else found.file
-    return found.format_type(found.options, schema, resolve)
+    return found.format_type(found.options, wire.get(found.place, found.file), resolve)
 
 
 def settled(kind: pa.DataType) -> pa.DataType:

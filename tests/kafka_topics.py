@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 from uuid import uuid4
 
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Producer, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from penstock.source import RangeSource, SourceBatch
@@ -23,15 +24,23 @@ def fresh(stem: str) -> str:
 def make_topic(address: str, name: str, partitions: int = 1, replication: int = 1, **config: Any) -> str:
     admin = AdminClient({"bootstrap.servers": address, **QUIET})
     settings = {key.replace("_", "."): str(value) for key, value in config.items()}
-    admin.create_topics([NewTopic(name, partitions, replication, config=settings)], operation_timeout=60)[name].result(
-        60
-    )
+    finish(admin.create_topics([NewTopic(name, partitions, replication, config=settings)], operation_timeout=60))
     return name
+
+
+def finish(asked: Mapping[Any, Future[Any]]) -> None:
+    """
+    Wait for answers. What `result()` raises is also kept by the future, with the caller's frame and so with the client,
+    which would be freed, and the process ended, by the client's own thread if that is the last to let the future go.
+    """
+    for future in asked.values():
+        if (error := future.exception(60)) is not None:
+            raise KafkaException(*error.args)
 
 
 def delete_topic(address: str, name: str) -> None:
     admin = AdminClient({"bootstrap.servers": address, **QUIET})
-    admin.delete_topics([name], operation_timeout=60)[name].result(60)
+    finish(admin.delete_topics([name], operation_timeout=60))
     wait_until(lambda: name not in admin.list_topics(timeout=10).topics, f"{name} to go")
 
 
@@ -51,8 +60,7 @@ def remake_topic(address: str, name: str, partitions: int = 1) -> None:
 def truncate(address: str, name: str, before: int, partition: int = 0) -> None:
     """Remove the records before an offset, as retention does."""
     admin = AdminClient({"bootstrap.servers": address, **QUIET})
-    for future in admin.delete_records([TopicPartition(name, partition, before)]).values():
-        future.result(60)
+    finish(admin.delete_records([TopicPartition(name, partition, before)]))
 
 
 def send(address: str, topic: str, values: Iterable[bytes | None], partition: int = 0, **more: Any) -> None:

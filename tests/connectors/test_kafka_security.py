@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from confluent_kafka import KafkaException, TopicCollection
 from confluent_kafka.admin import (
     AdminClient,
     ScramCredentialInfo,
@@ -17,11 +21,13 @@ from confluent_kafka.admin import (
 )
 
 from kafka_topics import batches, fresh, make_topic, records, send
+from penstock.connectors.kafka.client import Cluster
 from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
 from penstock.connectors.kafka.source import Kafka, KafkaConfig
 from penstock.errors import ConfigError, RetryableError
 from penstock.source import ReadLimit
 from penstock.testing.kafka import KafkaServer
+from penstock.testing.processes import elsewhere
 from penstock.testing.sinks.steps import commit, epoch_of, rows, stage
 from penstock.testing.sources.steps import opened_source
 
@@ -184,3 +190,26 @@ def test_a_cluster_that_is_away_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(RetryableError, match="PEN-2001 no broker"):
             connector.open()
         connector.close()
+
+
+def test_a_client_that_is_forgotten_before_its_last_answer_does_not_end_the_process() -> None:
+    """The garbage collector may run in the client's own thread, and there the library aborts when a client is freed."""
+    assert elsewhere(forget_a_client) == "alive"
+
+
+def forget_a_client() -> str:
+    gc.disable()
+    collected = threading.Event()
+
+    def ask() -> None:
+        cluster = Cluster(KafkaConfig(bootstrap_servers="127.0.0.1:1", topics=("t",)))
+        early, late = (
+            cluster.client.describe_topics(TopicCollection(["t"]), request_timeout=secs)["t"] for secs in (0.2, 1.5)
+        )
+        late.add_done_callback(lambda _: (gc.collect(), collected.set()))
+        early.result(60)  # what it raises refers to this frame, and `early` to what it raised
+
+    with contextlib.suppress(KafkaException):
+        ask()
+    assert collected.wait(60)
+    return "alive"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_size_t, c_ssize_t, c_void_p
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -55,7 +55,7 @@ def _library() -> Any:
             "rd_kafka_pause_partitions": (c_int, [c_void_p, c_void_p]),
             "rd_kafka_queue_get_consumer": (c_void_p, [c_void_p]),
             "rd_kafka_queue_destroy": (None, [c_void_p]),
-            "rd_kafka_consume_batch_queue": (c_size_t, [c_void_p, c_int, c_void_p, c_size_t]),
+            "rd_kafka_consume_batch_queue": (c_ssize_t, [c_void_p, c_int, c_void_p, c_size_t]),
             "rd_kafka_message_destroy": (None, [c_void_p]),
             "rd_kafka_message_timestamp": (c_int64, [c_void_p, POINTER(c_int)]),
             "rd_kafka_topic_name": (c_char_p, [c_void_p]),
@@ -142,7 +142,7 @@ class BulkConsumer:
         """Up to so many records, copied into Arrow, in the order in which they came."""
         pointers = np.zeros(count, np.int64)
         got = self._lib.rd_kafka_consume_batch_queue(self._queue, int(timeout_secs * 1000), pointers.ctypes.data, count)
-        if not got:
+        if got <= 0:  # nothing came, or the library could not ask
             return []
         pointers = pointers[:got]
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -170,17 +171,19 @@ class Cluster:
         with errors("the client cannot be made"):
             # By default the client believes for five minutes that a broker which is gone has the answers.
             fresh = {"topic.metadata.refresh.interval.ms": 2000}
-            self._client = AdminClient({**fresh, **config.settings(), "error_cb": self._told.append})
+            held = [AdminClient({**fresh, **config.settings(), "error_cb": self._told.append})]
+        self._held = held
+        weakref.finalize(self, _let_go, held).atexit = False
 
     def connect(self) -> None:
         """The first question: tells wrong credentials from a cluster that is not there."""
         until = time.monotonic() + ANSWER_SECS
         while True:
             try:
-                self._client.list_topics(timeout=1.0)
+                self.client.list_topics(timeout=1.0)
                 return
             except KafkaException as error:
-                self._client.poll(0)
+                self.client.poll(0)
                 for each in self._told:
                     if isinstance(found := failure(each, "cannot connect"), ConfigError):
                         raise found from None
@@ -195,14 +198,14 @@ class Cluster:
     def names(self) -> list[str]:
         """All topics."""
         with errors("cannot list the topics"):
-            return sorted(self._client.list_topics(timeout=ANSWER_SECS).topics)
+            return sorted(self.client.list_topics(timeout=ANSWER_SECS).topics)
 
     def describe(self, names: Sequence[str]) -> dict[str, TopicInfo]:
         """Id and partitions of the topics that exist. A topic that was made again has another id."""
         if not names:
             return {}
         with errors("cannot describe the topics"):
-            asked = self._client.describe_topics(TopicCollection(list(names)), request_timeout=ANSWER_SECS)
+            asked = self.client.describe_topics(TopicCollection(list(names)), request_timeout=ANSWER_SECS)
         found = {}
         for name, future in asked.items():
             try:
@@ -222,7 +225,7 @@ class Cluster:
         """Make a topic, unless somebody else just did, and wait until it has leaders."""
         new = NewTopic(name, partitions, replication, config=dict(settings))
         with errors(f"cannot create the topic {name!r}"):
-            asked = self._client.create_topics([new], operation_timeout=ANSWER_SECS, request_timeout=ANSWER_SECS)
+            asked = self.client.create_topics([new], operation_timeout=ANSWER_SECS, request_timeout=ANSWER_SECS)
             try:
                 asked[name].result()
             except KafkaException as error:
@@ -237,7 +240,7 @@ class Cluster:
 
     def setting(self, topic: str, name: str) -> str:
         """A setting of a topic as it is now."""
-        asked = self._client.describe_configs(
+        asked = self.client.describe_configs(
             [ConfigResource(ConfigResource.Type.TOPIC, topic)], request_timeout=ANSWER_SECS
         )
         with errors(f"cannot ask for the settings of the topic {topic!r}"):
@@ -280,7 +283,7 @@ class Cluster:
             return {}
         isolation = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
         with errors("cannot ask for offsets"):
-            asked = self._client.list_offsets(
+            asked = self.client.list_offsets(
                 {TopicPartition(*place): what for place in places},
                 isolation_level=isolation,
                 request_timeout=ANSWER_SECS,
@@ -289,7 +292,20 @@ class Cluster:
 
     @property
     def client(self) -> AdminClient:
-        return self._client
+        return self._held[0]
+
+
+def _let_go(held: list[AdminClient]) -> None:
+    """
+    Free a client, but never in one of its own threads: the library would end the process.
+
+    A failed answer refers to the frames that it passed, and so to the client. The last to hold it, or the one in which the
+    garbage collector runs, may be the client's own thread that delivers answers.
+    """
+    if isinstance(threading.current_thread(), threading._DummyThread):  # one that Python did not start
+        threading.Thread(target=held.clear, name="penstock-kafka-close", daemon=True).start()
+    else:
+        held.clear()
 
 
 _NO_LEADER = (

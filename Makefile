@@ -11,6 +11,9 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 
+# Images of containers set it, and then each of a thousand processes compiles all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: run test check bench soak docs clean java servers
 .NOTPARALLEL:
 
@@ -20,9 +23,7 @@ run: $(SET_UP) java  ## a live PostgreSQL mirrored into Delta, every row compare
 
 JOBS ?= 3
 
-# In so many short runs a third of the time goes into Java's second compiler, and a fifth into the file system of a disk.
-test: export SPARK_SUBMIT_OPTS := -XX:TieredStopAtLevel=1
-test: export SPARK_LAUNCHER_OPTS := -XX:TieredStopAtLevel=1
+# In so many short runs a fifth of the time would go into the file system of a disk.
 test: export TMPDIR := $(or $(TMPDIR),$(shell grep -qs ' /dev/shm .*noexec' /proc/mounts || \
 	df -P -k /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 8000000 { print $$6 }'))
 test: $(SET_UP_DEV) $(if $(FAST),,java servers)  ## all tests, JOBS at once; FAST=1: those without servers and Spark; ARGS= goes to pytest
@@ -103,3 +104,5 @@ servers:  # what single tests need; a test whose server is not there says so
 	@$(BIN)/python -m penstock.testing.oldest_spark --is-installed || { \
 		echo "fetching the oldest Spark that is supported (430 MB); only this once" && \
 		$(BIN)/python -m penstock.testing.oldest_spark; } || true
+	@$(BIN)/python -m penstock.testing.spark_classes --is-installed || { \
+		echo "making what lets Spark start soon (160 MB); only this once" && $(BIN)/python -m penstock.testing.spark_classes; } || true

@@ -14,12 +14,15 @@ from penstock import errors
 from penstock.spark.java import java_problem
 from penstock.testing import kafka as kafka_server
 from penstock.testing import s3 as s3_servers
+from penstock.testing import spark_classes
 from penstock.testing.postgres import PostgresServer, binaries
 from thorough import THOROUGH
 
 TESTS = Path(__file__).parent
 
-# Before anything starts a process that others are forked from: they would not have the keys of the S3 servers.
+# Before anything starts a process that others are forked from: they would not have what is set here.
+os.environ.setdefault("SPARK_SUBMIT_OPTS", spark_classes.options())
+os.environ.setdefault("SPARK_LAUNCHER_OPTS", "-XX:TieredStopAtLevel=1")
 os.environ["PENSTOCK_S3_KEY"], os.environ["PENSTOCK_S3_SECRET"] = s3_servers.KEY, s3_servers.SECRET
 
 FOLDERS = ("", "schema", "connectors", "faults", "integration", "spark")

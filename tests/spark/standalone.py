@@ -14,7 +14,12 @@ from typing import Any
 
 from pyspark.find_spark_home import _find_spark_home
 
+from penstock.testing import spark_classes
+
 CLASSES = "org.apache.spark.deploy"
+
+LIGHT_EXECUTORS = f'--conf "spark.executor.extraJavaOptions={spark_classes.options()}" pyspark-shell'
+"""For `PYSPARK_SUBMIT_ARGS`: executors that start as soon as the drivers of tests do."""
 
 
 class Cluster:
@@ -76,7 +81,7 @@ class Cluster:
             "SPARK_HOME": spark,
             "SPARK_WORKER_DIR": str(own),
             "SPARK_LOCAL_DIRS": str(own),
-            "SPARK_DAEMON_JAVA_OPTS": f"-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Djava.io.tmpdir={own}",
+            "SPARK_DAEMON_JAVA_OPTS": f"{spark_classes.options()} -Djava.io.tmpdir={own}",
             "SPARK_DAEMON_MEMORY": "256m",
             "TMPDIR": str(own),
             "HOME": str(own),

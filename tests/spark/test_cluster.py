@@ -9,6 +9,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from standalone import LIGHT_EXECUTORS
 
 from penstock.connectors.files.sink import read_published
 
@@ -98,6 +99,7 @@ def test_it_runs_on_executors_of_their_own_from_an_installed_wheel(installed: Pa
     (tmp_path / "my_squares.py").write_text(CONNECTOR)
     (tmp_path / "pipeline.toml").write_text(PIPELINE)
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "SPARK_LOCAL_IP")}
+    environment["PYSPARK_SUBMIT_ARGS"] = LIGHT_EXECUTORS
     done = subprocess.run(
         [
             installed,
@@ -163,7 +165,7 @@ def test_two_runs_in_one_session_ship_once_and_an_executor_that_starts_later_wor
         [sys.executable, "-c", TWICE, *files],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYSPARK_PYTHON": sys.executable},
+        env={**os.environ, "PYSPARK_PYTHON": sys.executable, "PYSPARK_SUBMIT_ARGS": LIGHT_EXECUTORS},
         cwd=tmp_path,
     )
     assert done.stdout.endswith("all tasks ran\n"), done.stderr[-3000:]

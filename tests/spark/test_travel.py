@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from standalone import LIGHT_EXECUTORS
 
 from penstock.connectors.files.sink import read_published
 
@@ -109,6 +110,7 @@ def test_rows_of_a_journal_reach_executors_that_cannot_read_it(
     worker.write_text(f'#!/bin/sh\nexec setpriv --bounding-set={without} --inh-caps={without} {sys.executable} "$@"\n')
     worker.chmod(0o755)
     environment = {**os.environ, "PYSPARK_PYTHON": str(worker), "PYSPARK_DRIVER_PYTHON": sys.executable}
+    environment["PYSPARK_SUBMIT_ARGS"] = LIGHT_EXECUTORS
     done = subprocess.run(
         [sys.executable, "-c", RUN, tmp_path / "pipeline.toml"],
         capture_output=True,

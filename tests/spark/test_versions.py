@@ -21,8 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def on_oldest() -> dict[str, str]:
     """The environment of a process that runs on the oldest Spark."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV"))}
-    path = os.pathsep.join(filter(None, (str(oldest_spark.home()), os.environ.get("PYTHONPATH"))))
-    return {**own, "PYTHONPATH": path}
+    return {**own, **oldest_spark.environment()}
 
 
 @pytest.fixture(scope="module")

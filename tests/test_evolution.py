@@ -357,3 +357,44 @@ def test_the_infinities_of_dates_stay_infinities_as_timestamps() -> None:
     rows, lost = fit("/t", pa.record_batch({"at": days}), target, Policy.EVOLVE)
     assert (rows["at"].cast(pa.int64()).to_pylist(), lost) == (times, 0)
     assert widened(pa.chunked_array([days, days]), pa.timestamp("us")).cast(pa.int64()).to_pylist() == times * 2
+
+
+WIDE = pa.struct([("a", pa.int64()), ("b", pa.int64())])
+NARROW = pa.struct([("a", pa.int64())])
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+@pytest.mark.parametrize("policy", [Policy.DISCARD_ROW, Policy.DISCARD_VALUE])
+def test_a_struct_loses_only_the_fields_that_the_target_lacks(policy: Policy, is_listed: bool) -> None:
+    given_, kept = (pa.list_(each) if is_listed else each for each in (WIDE, NARROW))
+    structs = [{"a": 1, "b": None}, {"a": 2, "b": 5}, None, {"a": None, "b": None}]
+    values = [each if not is_listed else [each, {"a": 9, "b": None}] for each in structs]
+    batch = pa.record_batch([[1, 2, 3, 4], pa.array(values, given_)], names=["id", "n"])
+    sliced = pa.concat_batches([batch, batch]).slice(2, 4)  # rows 3, 4, 1, 2: what comes before must not be looked at
+    target = pa.schema([("id", pa.int64()), ("n", kept)])
+    fitted, discarded = fit(TOPIC, sliced, target, policy)
+    assert discarded == 1
+    assert fitted.schema.field("n").type == kept
+    wanted = [None, {"a": None}, {"a": 1}, *([{"a": 2}] if policy is Policy.DISCARD_VALUE else [])]
+    assert fitted.column("n").to_pylist() == [each if not is_listed else [each, {"a": 9}] for each in wanted]
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(st.data())
+def test_a_value_in_a_struct_or_a_list_fits_as_it_does_by_itself(data: st.DataObject) -> None:
+    old, new = data.draw(kinds), data.draw(kinds)
+    values = pa.array(data.draw(st.lists(st.none() | values_of(old), min_size=1, max_size=5)), old)
+    plain, lost = fitted_alone(values, new)
+    struct = pa.StructArray.from_arrays([values], names=["x"])
+    found, gone = fitted_alone(struct, pa.struct([("x", new)]))
+    assert (found.field("x"), gone) == (plain, lost)
+    lists = pa.ListArray.from_arrays(pa.array(range(len(values) + 1), pa.int32()), values)
+    found, gone = fitted_alone(lists, pa.list_(new))
+    if widens(old, new) or fitted_alone(values, new)[0].null_count < len(values):
+        assert (found.flatten(), gone) == (plain, lost)
+
+
+def fitted_alone(values: pa.Array, kind: pa.DataType) -> tuple[pa.Array, int]:
+    batch = pa.record_batch([values], names=["n"])
+    fitted, discarded = fit(TOPIC, batch, pa.schema([("n", kind)]), Policy.DISCARD_VALUE)
+    return fitted.column("n"), discarded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -674,3 +675,32 @@ def test_a_payload_cannot_pass_for_a_change(home: Home) -> None:
     home.put({"id": 3})
     home.run()
     assert sorted(row["id"] for row in home.rows()) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("wrapped", [lambda each: each, lambda each: [each]])
+def test_fields_of_objects_that_differ_in_case_only_make_letters_of_their_own_rows(
+    home: Home, wrapped: Callable[[Any], Any]
+) -> None:
+    home.put({"id": 1, "n": wrapped({"a": 1})}, {"id": 2, "n": wrapped({"A": 2})}, {"id": 3})
+    home.run()
+    home.put(
+        {"id": 4, "n": wrapped({"a": 4, "A": 4})}, {"id": 5, "n": wrapped({"a": 5})}, {"id": 6, "n": wrapped({"A": 6})}
+    )
+    home.run()
+    assert [row["id"] for row in home.rows()] == [1, 3, 5]
+    assert [row["n"] for row in home.rows()] == [wrapped({"a": 1}), None, wrapped({"a": 5})]
+    assert sorted(json.loads(each["payload"])["id"] for each in home.letters()) == [2, 4, 6]
+    assert {each["code"] for each in home.letters()} == {"PEN-4001"}
+
+
+def test_a_new_member_of_an_object_is_followed_or_left_out_by_itself(home: Home) -> None:
+    for policy, wanted in (("evolve", 2), ("discard_value", None)):
+        home.path = home.path / policy
+        home.path.mkdir()
+        parts = {"sink": f'schema_evolution = "{policy}"'}
+        for n in ({"a": 1}, {"a": 2, "b": 2}, {"a": 3}):
+            home.put({"id": n["a"], "n": n})
+            home.run(**parts)
+        assert [row["n"]["a"] for row in home.rows()] == [1, 2, 3]
+        assert home.rows()[1]["n"].get("b") == wanted
+        assert home.letters() == []

@@ -486,6 +486,38 @@ def test_types_are_widened_and_older_files_stay_as_they_are(sink, read, table):
     assert [each.field_id for each in table().schema().fields] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_structs_get_new_fields_and_older_files_stay_as_they_are(sink, read, table, is_listed):
+    def batch(first, value):
+        return rows(first, n=pa.array([[value, None] if is_listed else value] * 10))
+
+    commit(sink, 1, batch(0, {"a": 1}))
+    with table().transaction() as transaction:
+        transaction.set_properties({"schema.name-mapping.default": table().schema().name_mapping.model_dump_json()})
+    files = staged_places(sink)
+    e = epoch(2)
+    older, newer = (
+        stage(sink, e, batch(10, {"a": 2}), task=0),
+        stage(sink, e, batch(20, {"a": 3, "b": {"c": "x"}}), task=1),
+    )
+    sink.commit_epoch(e, [older, newer], END)
+    commit(sink, 3, batch(30, {"a": 4}))
+    assert files <= staged_places(sink)
+    found = {row["id"]: row["n"][0] if is_listed else row["n"] for row in read().to_pylist()}
+    wanted = {0: {"a": 1, "b": None}, 10: {"a": 2, "b": None}, 20: {"a": 3, "b": {"c": "x"}}, 30: {"a": 4, "b": None}}
+    assert {first: found[first + 9] for first in wanted} == wanted
+    kept = table().schema().find_field("n.element.a" if is_listed else "n.a").field_id
+    assert kept == (4 if is_listed else 3)
+    assert table().schema().name_mapping == table().name_mapping()
+
+
+@pytest.mark.parametrize("value", [{"b": 1}, {"a": "text"}])
+def test_a_struct_that_loses_or_retypes_a_field_is_refused_by_its_name(sink, value):
+    commit(sink, 1, rows(0, n=pa.array([{"a": 1}] * 10)))
+    with pytest.raises(SchemaError, match=r"PEN-4001 .*'n' of /lake/orders is struct"):
+        commit(sink, 2, rows(10, n=pa.array([value] * 10)))
+
+
 DAYS = pa.array([0, 20_000, None, (1 << 31) - 1, -(1 << 31) + 1] * 2, pa.date32())
 TIMES = pa.array([0, 20_000 * 86_400_000_000, None, (1 << 63) - 1, -(1 << 63) + 1] * 2, pa.timestamp("us"))
 """The same; the ends are the infinities."""

@@ -241,6 +241,24 @@ def test_columns_come_and_get_wider_types(sink, table):
     assert rows == {**{id: (id, None) for id in range(10) if id != 4}, 3: (2**40, "x")}
 
 
+def test_structs_get_new_fields_and_rows_keep_what_is_unchanged_in_them(sink, table):
+    narrow, wide = (pa.struct([(name, pa.int64()) for name in names]) for names in ("a", "ab"))
+    schema = pa.schema([("id", pa.int64()), ("n", narrow), ("m", pa.int64())])
+    commit(sink, 1, changes(*({"_op": "c", "id": id, "n": {"a": id}, "m": 0} for id in range(4)), schema=schema))
+    schema = schema.set(1, pa.field("n", wide))
+    new = [
+        {"_op": "u", "id": 1, "n": {"a": 10, "b": 11}, "m": 1},
+        {"_op": "u", "id": 2, "n": None, "m": 2, "_unchanged": ["n"]},
+    ]
+    commit(sink, 2, changes(*new, schema=schema))
+    rows = {row["id"]: (row["n"], row["m"]) for row in table().scan().to_arrow().to_pylist()}
+    assert rows == {
+        **{id: ({"a": id, "b": None}, 0) for id in (0, 3)},
+        1: ({"a": 10, "b": 11}, 1),
+        2: ({"a": 2, "b": None}, 2),
+    }
+
+
 def test_others_may_append_and_delete_between_epochs_and_before_the_commit(sink, table, monkeypatch):
     state = fill(sink)
     commit(sink, 2, upserts({7: "new"}))

@@ -7,6 +7,7 @@ from decimal import Decimal
 from enum import StrEnum
 from typing import TypeAlias
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
@@ -271,12 +272,16 @@ def _widened(topic: str, name: str, values: pa.Array, kind: pa.DataType) -> pa.A
 
 
 def _narrowed(values: pa.Array, kind: pa.DataType) -> tuple[pa.Array, pa.Array]:
-    """The values that `kind` holds as such, null for the others; and which those are."""
+    """The values that `kind` holds as such, null for the others and for such parts of structs and lists; and which those are."""
     if types.is_dictionary(values.type):
         values = values.dictionary_decode()
     valid = values.is_valid()
     if not _is_testable(values.type, kind):
         return pa.nulls(len(values), kind), valid
+    if types.is_struct(kind):
+        return _narrowed_struct(values, kind)
+    if _is_list(kind):
+        return _narrowed_list(values, kind)
     if types.is_integer(kind) or types.is_decimal(kind) or types.is_integer(values.type):
         low, high = _bounds(kind, values.type)
         within = pc.and_(pc.greater_equal(values, low), pc.less_equal(values, high))
@@ -289,6 +294,38 @@ def _narrowed(values: pa.Array, kind: pa.DataType) -> tuple[pa.Array, pa.Array]:
     return _nulled(cast, pc.invert(same)), pc.and_not(valid, same)
 
 
+def _narrowed_struct(values: pa.StructArray, kind: pa.StructType) -> tuple[pa.Array, pa.Array]:
+    """Each field by itself; a field that only the values have is lost where it is not null."""
+    given = dict(zip((each.name for each in values.type), values.flatten(), strict=True))
+    lost = [("", pa.repeat(False, len(values)))]
+    columns = []
+    for each in kind:
+        column, gone = _part(given.pop(each.name, pa.nulls(len(values), each.type)), each.type)
+        columns.append(column)
+        lost.append((each.name, gone))
+    lost += [(name, column.is_valid()) for name, column in given.items()]
+    return pa.StructArray.from_arrays(columns, fields=list(kind), mask=values.is_null()), _any(lost)
+
+
+def _narrowed_list(values: pa.ListArray, kind: pa.ListType) -> tuple[pa.Array, pa.Array]:
+    """Each element by itself; a list that loses one, or a part of one, is among those that lost something."""
+    elements, gone = _part(pc.list_flatten(values), kind.value_type)
+    lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)
+    offsets = pa.array(
+        np.concatenate([[0], np.cumsum(lengths)]), pa.int64() if types.is_large_list(kind) else pa.int32()
+    )
+    of = pa.LargeListArray if types.is_large_list(kind) else pa.ListArray
+    lost = np.zeros(len(values), bool)
+    lost[pc.list_parent_indices(values).filter(gone).to_numpy(zero_copy_only=False)] = True
+    return of.from_arrays(offsets, elements, type=kind, mask=values.is_null()), pa.array(lost)
+
+
+def _part(values: pa.Array, kind: pa.DataType) -> tuple[pa.Array, pa.Array]:
+    if widens(values.type, kind):
+        return widened(values, kind), pa.repeat(False, len(values))
+    return _narrowed(values, kind)
+
+
 def _is_testable(old: pa.DataType, new: pa.DataType) -> bool:
     """True for types of one kind, of which some values may fit the other."""
     if types.is_dictionary(old):
@@ -296,8 +333,10 @@ def _is_testable(old: pa.DataType, new: pa.DataType) -> bool:
     for is_kind in (types.is_integer, types.is_floating, types.is_decimal):
         if is_kind(old) and is_kind(new):
             return True
-    if becomes_double(old, new):
+    if becomes_double(old, new) or (types.is_struct(old) and types.is_struct(new)):
         return True
+    if _is_list(old) and _is_list(new):
+        return widens(old.value_type, new.value_type) or _is_testable(old.value_type, new.value_type)
     if types.is_timestamp(old) and types.is_timestamp(new):
         return (old.tz is None) == (new.tz is None)
     return bool(types.is_timestamp(old) and old.tz is None and types.is_date(new))

@@ -11,6 +11,7 @@ from decimal import Decimal
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -80,21 +81,69 @@ def delta_schema(topic: Topic, schema: pa.Schema) -> pa.Schema:
 
 def without_twins(batch: pa.RecordBatch, stored: Callable[[], pa.Schema | None]) -> pa.RecordBatch:
     """
-    The rows without columns that the table lacks, that have no value in them, and whose name differs from another one's
-    in case only.
+    The rows without columns and fields that the table lacks, that have no value in them, and whose name differs from another
+    one's in case only.
 
     One message is enough to have such a column in all rows that follow; only those with a value in it are refused.
     """
+    nested = [each.name for each in batch.schema if _nests_twins(each.type)]
     gone = [name for name in _twins(batch.schema.names) if batch.column(name).null_count == batch.num_rows]
-    if gone and (known := stored()) is not None:
-        gone = [name for name in gone if name not in known.names]
-    return batch.drop_columns(gone) if gone else batch
+    if not gone and not nested:
+        return batch
+    known = stored() or pa.schema([])
+    for name in nested:
+        place, like = batch.schema.get_field_index(name), known.field(name).type if name in known.names else pa.null()
+        values = _without_nested_twins(batch.column(name), like)
+        batch = batch.set_column(place, batch.schema.field(name).with_type(values.type), values)
+    return batch.drop_columns([name for name in gone if name not in known.names])
+
+
+def _without_nested_twins(values: pa.Array, known: pa.DataType) -> pa.Array:
+    if types.is_list(values.type) or types.is_large_list(values.type):
+        inner = _without_nested_twins(pc.list_flatten(values), known.value_type if types.is_list(known) else pa.null())
+        ends = np.cumsum(pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False))
+        return pa.ListArray.from_arrays(pa.array([0, *ends], pa.int32()), inner, mask=values.is_null())
+    if not types.is_struct(values.type):
+        return values
+    names = [each.name for each in values.type]
+    stored = {each.name: each.type for each in known} if types.is_struct(known) else {}
+    fields = dict(zip(names, values.flatten(), strict=True))
+    for name in _twins(names).difference(stored):
+        if fields[name].null_count == len(values):
+            del fields[name]
+    fields = {name: _without_nested_twins(each, stored.get(name, pa.null())) for name, each in fields.items()}
+    return pa.StructArray.from_arrays(list(fields.values()), list(fields), mask=values.is_null())
 
 
 def new_columns(old: pa.Schema, new: pa.Schema) -> pa.Schema:
-    """The columns that rows come with, but for new ones whose name differs from another one's in case only."""
+    """What rows come with, but for new columns and fields whose name differs from another one's in case only."""
     twins = _twins([*dict.fromkeys([*old.names, *new.names])]).difference(old.names)
-    return pa.schema([each for each in new if each.name not in twins])
+    kept = [each for each in new if each.name not in twins]
+    return pa.schema(
+        [
+            each.with_type(_new_fields(old.field(each.name).type if each.name in old.names else None, each.type))
+            for each in kept
+        ]
+    )
+
+
+def _new_fields(old: pa.DataType | None, new: pa.DataType) -> pa.DataType:
+    if types.is_list(new):
+        return pa.list_(
+            new.value_field.with_type(
+                _new_fields(old.value_type if old and types.is_list(old) else None, new.value_type)
+            )
+        )
+    if not types.is_struct(new):
+        return new
+    before = pa.schema(list(old) if old is not None and types.is_struct(old) else [])
+    return pa.struct(list(new_columns(before, pa.schema(list(new)))))
+
+
+def _nests_twins(kind: pa.DataType) -> bool:
+    if types.is_struct(kind):
+        return bool(_twins([each.name for each in kind])) or any(_nests_twins(each.type) for each in kind)
+    return types.is_nested(kind) and any(_nests_twins(kind.field(place).type) for place in range(kind.num_fields))
 
 
 def _twins(names: Sequence[str]) -> set[str]:
@@ -125,15 +174,24 @@ def follow_rows(
         if name in columns.names and wider.field(name).type != columns.field(name).type:
             # Its values are in paths and in the log, as texts of the old type.
             raise refusal(topic, name, columns.field(name).type, wider.field(name).type, policy, is_wider=True)
+    refuse_twins(topic, list(wider))
+    return wider
+
+
+def refuse_twins(topic: Topic, fields: Sequence[pa.Field], above: str = "") -> None:
+    """Refuse columns, and fields of structs at any depth, whose names differ in case only."""
     folded: dict[str, str] = {}
-    for name in wider.names:
-        if folded.setdefault(name.lower(), name) != name:
+    for each in fields:
+        path = f"{above}{each.name}"
+        if folded.setdefault(path.lower(), path) != path:
             raise SchemaError(
-                f"the columns {folded[name.lower()]!r} and {name!r} of {topic} differ in case only",
+                f"the columns {folded[path.lower()]!r} and {path!r} of {topic} differ in case only",
                 code="PEN-4001",
                 hint="Delta does not tell them apart: rename one in the route's SQL",
             )
-    return wider
+        if types.is_nested(each.type):
+            inner = [each.type.field(place) for place in range(each.type.num_fields)]
+            refuse_twins(topic, inner, f"{path}.")
 
 
 def stored_columns(config: DeltaConfig, schema: pa.Schema) -> pa.Schema:

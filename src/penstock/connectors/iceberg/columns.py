@@ -22,7 +22,7 @@ from pyiceberg.schema import Schema
 
 from penstock import durable
 from penstock.connectors.lake.staging import ParquetPart, StagedFile
-from penstock.connectors.lake.types import COMMON, LakeTypes
+from penstock.connectors.lake.types import COMMON, LakeTypes, has_all
 from penstock.schema.codec import pack_schema, unpack_schema
 from penstock.schema.evolution import becomes_double
 from penstock.sink import Topic
@@ -55,7 +55,7 @@ class Columns:
 
     def with_types(self, schema: pa.Schema) -> Columns:
         """
-        These columns with the types of `schema`. Columns that it adds or replaces get ids that follow the last one.
+        These columns with the types of `schema`. Columns and fields that it adds or replaces get ids that follow the last one.
 
         The client gives the same ids to the columns of a new table, so that files fit it that were staged before it
         existed.
@@ -65,7 +65,10 @@ class Columns:
         stored = {name: self.schema.field(name) for name in self.renewed(schema)}
         new += [each.with_nullable(stored[each.name].nullable) for each in schema if each.name in stored]
         fresh = {each.name: each for each in _with_fresh_ids(new, lambda: next(ids))}
-        fields = [fresh.get(each.name) or _same_ids(self.schema.field(each.name), each.type) for each in schema]
+        fields = [
+            fresh.get(each.name) or _same_ids(self.schema.field(each.name), each.type, lambda: next(ids))
+            for each in schema
+        ]
         return Columns(pa.schema(fields), next(ids) - 1)
 
     def renewed(self, schema: pa.Schema) -> list[str]:
@@ -146,6 +149,8 @@ def widens(old: pa.DataType, new: pa.DataType) -> bool:
     """True when a column of type `old` can become one of `new`."""
     if types.is_decimal(old) and types.is_decimal(new):
         return bool(old.scale == new.scale and old.precision <= new.precision)
+    if types.is_nested(old):
+        return has_all(old, new)
     return old == new or (old, new) in _WIDER or is_renewal(old, new)
 
 
@@ -200,9 +205,17 @@ def _with_fresh_ids(fields: list[pa.Field], next_id: Callable[[], int]) -> list[
     return found
 
 
-def _same_ids(known: pa.Field, kind: pa.DataType) -> pa.Field:
-    """A field of the type `kind` with the ids of `known`, which has the same parts."""
+def _same_ids(known: pa.Field, kind: pa.DataType, next_id: Callable[[], int] | None = None) -> pa.Field:
+    """A field of the type `kind` with the ids of `known`, which has the same parts, but for fields of structs that are new."""
     if types.is_nested(kind):
-        inner = [_same_ids(*each) for each in zip(_fields(known.type), [f.type for f in _fields(kind)], strict=True)]
+        stored = {each.name: each for each in _fields(known.type)} if types.is_struct(kind) else {}
+        parts = [stored.get(each.name) for each in _fields(kind)] if stored else _fields(known.type)
+        inner = []
+        for part, field in zip(parts, _fields(kind), strict=True):
+            if part is not None:
+                inner.append(_same_ids(part, field.type, next_id))
+            else:
+                assert next_id is not None, f"{field.name} is new"
+                inner += _with_fresh_ids([field], next_id)
         kind = _with_fields(kind, inner)
     return known.with_type(kind).with_metadata({_ID: known.metadata[_ID]})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from pyiceberg.table.update import (
     SetDefaultSortOrderUpdate,
     SetPropertiesUpdate,
 )
-from pyiceberg.types import NestedField
+from pyiceberg.types import ListType, NestedField, StructType
 
 from penstock import durable, failpoints, store
 from penstock.connectors.iceberg.catalog import AnyCatalog, Rest, local, sync
@@ -256,7 +257,9 @@ class Table:
             schema_id=max(each.schema_id for each in self.metadata.schemas) + 1,
             identifier_field_ids=[ids.get(each, each) for each in stored.identifier_field_ids],
         )
-        added = [each for each in wider.fields if each.field_id not in ids]
+        added = defaultdict(list)
+        for parent, each in _added(wider.fields, stored.field_ids):
+            added[parent].append(each)
         return (
             AddSchemaUpdate(schema=wider),
             SetCurrentSchemaUpdate(),
@@ -299,12 +302,25 @@ class Table:
         return [each.data_file.file_path for each in entries if each.status == ManifestEntryStatus.DELETED]
 
 
-def _mapping(metadata: TableMetadata, added: list[NestedField]) -> tuple[Any, ...]:
+def _added(
+    fields: Iterable[NestedField], known: Collection[int], parent: int = -1
+) -> Iterator[tuple[int, NestedField]]:
+    """Fields whose id is not known, each with the id of the field that it is in; -1: of none."""
+    for each in fields:
+        if each.field_id not in known:
+            yield parent, each
+        elif isinstance(each.field_type, ListType):
+            yield from _added([each.field_type.element_field], known, each.field_id)
+        elif isinstance(each.field_type, StructType):
+            yield from _added(each.field_type.fields, known, each.field_id)
+
+
+def _mapping(metadata: TableMetadata, added: dict[int, list[NestedField]]) -> tuple[Any, ...]:
     """The name mapping, by which other engines find the columns of files without field ids."""
     mapping = metadata.name_mapping()
     if mapping is None or not added:
         return ()
-    text = update_mapping(mapping, {}, {-1: added}).model_dump_json()
+    text = update_mapping(mapping, {}, added).model_dump_json()
     return (SetPropertiesUpdate(updates={TableProperties.DEFAULT_NAME_MAPPING: text}),)
 
 

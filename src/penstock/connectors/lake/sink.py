@@ -181,8 +181,8 @@ class LakeSink(TopicSink[S, StagedFiles]):
         lists.sweep(self.targets.root, epoch, is_kept)
 
     def schema(self, topic: Topic) -> pa.Schema | None:
-        """The columns of the target; more may come."""
-        return self.target(topic).schema()
+        """The columns of the target; more may come. In a task, as the task saw them."""
+        return self._task.stored(topic) if self._task is not None else self.target(topic).schema()
 
     takes_nested: ClassVar[bool] = True
 

@@ -47,4 +47,4 @@ class LakeTask:
 
     def stored(self, topic: Topic) -> pa.Schema | None:
         """The columns of the target, as a task can see them; None if there is none yet."""
-        return self.sink.schema(topic)
+        return self.sink.target(topic).schema()

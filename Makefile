@@ -22,12 +22,14 @@ run: $(SET_UP) java  ## a live PostgreSQL mirrored into Delta, every row compare
 	@$(BIN)/python examples/$(NAME).py
 
 JOBS ?= 3
+# In the order of tests/conftest.py, the longest groups first, and not the groups with the most tests.
+WORKERS := --numprocesses=$(JOBS) --dist=loadgroup --no-loadscope-reorder
 
 # In so many short runs a fifth of the time would go into the file system of a disk.
 test: export TMPDIR := $(or $(TMPDIR),$(shell grep -qs ' /dev/shm .*noexec' /proc/mounts || \
 	df -P -k /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 8000000 { print $$6 }'))
 test: $(SET_UP_DEV) $(if $(FAST),,java servers)  ## all tests, JOBS at once; FAST=1: those without servers and Spark; ARGS= goes to pytest
-	@$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadgroup $(if $(FAST),$(wildcard tests/test_*.py)) $(ARGS)
+	@$(BIN)/python -m pytest $(WORKERS) $(if $(FAST),$(wildcard tests/test_*.py)) $(ARGS)
 
 check: $(SET_UP_DEV)  ## style, types, and generated pages that match the code
 	@$(BIN)/ruff check .
@@ -41,7 +43,7 @@ bench: $(SET_UP_DEV) java  ## all benches, or NAME= one
 
 soak: $(SET_UP_DEV) java  ## all soaks, or NAME= one; NAME=tests: the tests, with all that `make test` leaves out
 ifeq ($(NAME),tests)
-	@PENSTOCK_THOROUGH=1 $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadgroup -m 'soak or not soak' $(ARGS)
+	@PENSTOCK_THOROUGH=1 $(BIN)/python -m pytest $(WORKERS) -m 'soak or not soak' $(ARGS)
 else
 	@set -e; for script in $(if $(NAME),bench/soak/$(NAME).py,$(sort $(wildcard bench/soak/[a-z]*.py))); do $(BIN)/python $$script; done
 endif

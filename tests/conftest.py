@@ -45,9 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
         items[:] = left
     items.sort(key=place)
     if hasattr(config, "workerinput"):
-        items.sort(
-            key=lambda item: (place(item) != FOLDERS.index("spark"), not shares_spark(item))
-        )  # the longest first
+        # The longest first: what shares the session of Spark, then what starts JVMs or servers of its own.
+        items.sort(key=lambda item: (-place(item), not shares_spark(item)))
         for item in items:
             # One process has the session of Spark; what shares a server or other slow fixtures stays together as well.
             group = "spark" if shares_spark(item) else item.nodeid.rpartition("::")[0]

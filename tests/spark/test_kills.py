@@ -17,8 +17,9 @@ import pytest
 from penstock.connectors.files.sink import read_published
 from thorough import THOROUGH
 
-ROWS = 20_000
 KILLS = 3 if THOROUGH else 2
+ROWS = 5_000 * KILLS
+"""A kill comes after at most four more epochs of a thousand."""
 
 PIPELINE = """
 connector_name = "killed"

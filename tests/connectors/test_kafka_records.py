@@ -58,7 +58,7 @@ def test_both_ways_of_sending_write_the_same_records(kafka: KafkaServer, monkeyp
     for way in ("bulk", "rows"):
         stem = fresh(way)
         if way == "rows":
-            monkeypatch.setattr(send, "_library", lambda: None)
+            monkeypatch.setattr(send, "library", lambda: None)
         calls: list[str] = []
         monkeypatch.setattr(send._Bulk, "send", _counted(send._Bulk.send, calls))
         write(make_sink(kafka, stem), envelopes(keys, payloads).slice(1))

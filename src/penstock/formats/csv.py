@@ -16,7 +16,7 @@ from penstock.errors import SchemaError
 from penstock.formats import Decoded, Failed, Format
 from penstock.formats.exact import ROUNDED, rounded_texts
 from penstock.formats.inference import Misfit
-from penstock.formats.json_parse import invalid_text
+from penstock.formats.json_parse import failing, invalid_text
 from penstock.schema.typenames import arrow_type
 
 _MAX_VALUES = 10_000
@@ -218,18 +218,8 @@ def _typed(records: pa.ListArray, schema: pa.Schema, bad: Failed) -> tuple[pa.Re
 
 
 def _misfits(texts: pa.Array, kind: pa.DataType) -> list[int]:
-    """Where texts cannot be cast: halving finds each in few steps."""
-    pieces, found = ([] if types.is_string(kind) else [(0, len(texts))]), []
-    while pieces:
-        lo, hi = pieces.pop()
-        try:
-            texts.slice(lo, hi - lo).cast(kind)
-        except pa.ArrowInvalid:
-            if hi - lo == 1:
-                found.append(lo)
-            else:
-                pieces += [((lo + hi) // 2, hi), (lo, (lo + hi) // 2)]
-    return found
+    """Where texts cannot be cast."""
+    return [] if types.is_string(kind) else failing(texts, lambda some: some.cast(kind))
 
 
 def _rounded(texts: pa.Array, bad: Failed, kind: pa.DataType) -> list[int]:

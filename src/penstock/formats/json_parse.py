@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
@@ -275,12 +276,16 @@ def _is_rounded(found: Any, kind: pa.DataType) -> bool:
 
 def invalid_text(bodies: pa.Array) -> list[int]:
     """Where bytes are not UTF-8, ascending."""
-    pieces, found = [(0, len(bodies))], []
-    text = bodies.view(pa.string())
+    return failing(bodies.view(pa.string()), lambda some: some.validate(full=True))
+
+
+def failing(values: pa.Array, attempt: Callable[[pa.Array], object]) -> list[int]:
+    """Which values Arrow refuses, ascending: halving finds each in few steps."""
+    pieces, found = [(0, len(values))], []
     while pieces:
         lo, hi = pieces.pop()
         try:
-            text.slice(lo, hi - lo).validate(full=True)
+            attempt(values.slice(lo, hi - lo))
         except pa.ArrowInvalid:
             if hi - lo == 1:
                 found.append(lo)

@@ -9,9 +9,8 @@ as expected, `available` is false and records are read one by one.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Iterator, Mapping, Sequence
-from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_size_t, c_ssize_t, c_void_p
+from ctypes import c_int
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,9 +18,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from confluent_kafka import KafkaError, cimpl
+from confluent_kafka import KafkaError
 
 from penstock.connectors.kafka.client import Place
+from penstock.connectors.kafka.library import library
 
 Ints = npt.NDArray[np.int64]
 
@@ -35,47 +35,12 @@ _VIEW, _INLINE, _WINDOW = 16, 12, 30
 """Arrow's views: bytes of one, the longest value inside it, and the size of the buffers that others point into (as a power)."""
 
 
-@functools.cache
-def _library() -> Any:
-    """The client library with the signatures of what is called here; None if something is missing."""
-    if ctypes.sizeof(c_void_p) != 8 or np.little_endian is False:
-        return None
-    try:
-        library = ctypes.CDLL(cimpl.__file__)
-        signatures: dict[str, tuple[Any, list[Any]]] = {
-            "rd_kafka_conf_new": (c_void_p, []),
-            "rd_kafka_conf_set": (c_int, [c_void_p, c_char_p, c_char_p, c_char_p, c_size_t]),
-            "rd_kafka_new": (c_void_p, [c_int, c_void_p, c_char_p, c_size_t]),
-            "rd_kafka_poll_set_consumer": (c_int, [c_void_p]),
-            "rd_kafka_topic_partition_list_new": (c_void_p, [c_int]),
-            "rd_kafka_topic_partition_list_add": (c_void_p, [c_void_p, c_char_p, c_int32]),
-            "rd_kafka_topic_partition_list_set_offset": (c_int, [c_void_p, c_char_p, c_int32, c_int64]),
-            "rd_kafka_topic_partition_list_destroy": (None, [c_void_p]),
-            "rd_kafka_assign": (c_int, [c_void_p, c_void_p]),
-            "rd_kafka_pause_partitions": (c_int, [c_void_p, c_void_p]),
-            "rd_kafka_queue_get_consumer": (c_void_p, [c_void_p]),
-            "rd_kafka_queue_destroy": (None, [c_void_p]),
-            "rd_kafka_consume_batch_queue": (c_ssize_t, [c_void_p, c_int, c_void_p, c_size_t]),
-            "rd_kafka_message_destroy": (None, [c_void_p]),
-            "rd_kafka_message_timestamp": (c_int64, [c_void_p, POINTER(c_int)]),
-            "rd_kafka_topic_name": (c_char_p, [c_void_p]),
-            "rd_kafka_consumer_close": (c_int, [c_void_p]),
-            "rd_kafka_destroy": (None, [c_void_p]),
-        }
-        for name, (result, arguments) in signatures.items():
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
-    except (AttributeError, OSError):
-        return None
-    return library
-
-
 _off = False
 
 
 def available() -> bool:
     """Whether this process can read in bulk."""
-    return not _off and _library() is not None
+    return not _off and library() is not None
 
 
 def switch_off() -> None:
@@ -109,20 +74,20 @@ class BulkConsumer:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._client: int | None = None
         self._queue: int | None = None
-        library = _library()
-        assert library is not None
-        self._lib = library
+        found = library()
+        assert found is not None
+        self._lib = found
         text = ctypes.create_string_buffer(_ERROR_TEXT)
-        conf = library.rd_kafka_conf_new()
+        conf = found.rd_kafka_conf_new()
         for name, value in settings.items():
             shown = str(value).lower() if isinstance(value, bool) else str(value)
-            if library.rd_kafka_conf_set(conf, name.encode(), shown.encode(), text, _ERROR_TEXT):
+            if found.rd_kafka_conf_set(conf, name.encode(), shown.encode(), text, _ERROR_TEXT):
                 raise LayoutError(text.value.decode(errors="replace"))
-        self._client = library.rd_kafka_new(_CONSUMER, conf, text, _ERROR_TEXT)
+        self._client = found.rd_kafka_new(_CONSUMER, conf, text, _ERROR_TEXT)
         if not self._client:
             raise LayoutError(text.value.decode(errors="replace"))
-        library.rd_kafka_poll_set_consumer(self._client)
-        self._queue = library.rd_kafka_queue_get_consumer(self._client)
+        found.rd_kafka_poll_set_consumer(self._client)
+        self._queue = found.rd_kafka_queue_get_consumer(self._client)
         self._names: dict[int, str] = {}
         self._memory64, self._memory32, self._memory8 = (_memory(kind) for kind in (np.int64, np.int32, np.uint8))
 

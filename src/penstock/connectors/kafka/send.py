@@ -9,18 +9,16 @@ library's handle inside the producer; whether it really is one is found out with
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
-import struct
-from ctypes import c_char_p, c_int, c_int32, c_void_p
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from confluent_kafka import KafkaError, KafkaException, Producer, cimpl
+from confluent_kafka import KafkaError, KafkaException, Producer
 
 from penstock.connectors.kafka.client import ANSWER_SECS
+from penstock.connectors.kafka.library import library
 from penstock.durable import canonical
 from penstock.errors import RetryableError
 from penstock.sink import Epoch
@@ -105,9 +103,9 @@ class _Bulk:
     @classmethod
     def of(cls, producer: Producer) -> _Bulk | None:
         """None: rows are sent one by one here."""
-        library = _library()
-        handle = _handle(producer) if library is not None else None
-        return cls(producer, library, handle) if handle else None
+        found = library()
+        handle = _handle(producer) if found is not None else None
+        return cls(producer, found, handle) if handle else None
 
     def send(self, topic: str, batch: pa.RecordBatch) -> None:
         messages = np.zeros(batch.num_rows, _MESSAGE)
@@ -179,23 +177,3 @@ def _handle(producer: Producer) -> int | None:
     finally:
         os.close(file)
     return handle if b"#producer-" in found else None
-
-
-@functools.cache
-def _library() -> Any:
-    """The client library with the signatures of what is called here; None if something is missing."""
-    if struct.calcsize("P") != 8 or np.little_endian is False:
-        return None
-    try:
-        library = ctypes.CDLL(cimpl.__file__)
-        signatures: dict[str, tuple[Any, list[Any]]] = {
-            "rd_kafka_produce_batch": (c_int, [c_void_p, c_int32, c_int, c_void_p, c_int]),
-            "rd_kafka_topic_new": (c_void_p, [c_void_p, c_char_p, c_void_p]),
-            "rd_kafka_topic_destroy": (None, [c_void_p]),
-        }
-        for name, (result, arguments) in signatures.items():
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
-    except (AttributeError, OSError):
-        return None
-    return library

@@ -10,9 +10,10 @@ import pytest
 
 from penstock.runtime.epochs.commit import has_second_stage, publishes_in_parts
 from penstock.sink import SinkConnector
+from penstock.testing.crash.scenarios import outlive
 from penstock.testing.crash.stage import Run, Stage, kill_at
 from penstock.testing.engine import Killed
-from penstock.testing.processes import children_of, is_stopped, stopped_children, wait_until, wake_tasks
+from penstock.testing.processes import children_of, is_stopped, stopped_children, wait_until
 
 APPLY_STEPS = [
     "plan_apply.before", "plan_apply.before@4", "plan_apply.after", "apply.begin", "apply.middle", "apply.middle@2",
@@ -86,15 +87,4 @@ def _zombie_work(stage: Stage) -> None:
     wait_until(lambda: stopped_children(driver.pid, 2) or is_stopped(driver.pid), "work to begin")
     tasks = list(children_of(driver.pid))  # none if the driver does it: little work has no tasks that could outlive it
     driver.kill()
-    try:
-        if tasks:
-            stage.unlock()
-        stage.run(Run(epochs=1))
-        stage.check_all(epochs=2)
-    finally:
-        woken = wake_tasks(tasks)
-    assert woken == tasks, "a stopped task did not outlive its driver: somebody else has killed it"
-    wait_until(lambda: not any(Path(f"/proc/{task}").exists() for task in tasks), "the tasks to end")
-    stage.check_all(epochs=2)
-    stage.run()
-    stage.check_all()
+    outlive(stage, tasks)

@@ -103,12 +103,33 @@ OF_A_SINK = {
 """What is asked of every sink, of tests with many cases; the memory sinks take them all."""
 
 
+OF_NO_MODE = {
+    "test_a_lost_state_directory_stops_the_run_until_it_is_told_to_resume",
+    "test_a_lost_state_directory_can_be_started_over_with_empty_targets",
+    "test_a_state_directory_that_is_lost_twice_can_be_resumed_twice",
+    "test_a_zombie_of_a_lost_incarnation_is_fenced",
+    "test_a_recovery_that_is_killed_loses_and_doubles_nothing",
+    "test_staged_data_that_is_deleted_is_staged_again",
+}
+"""What depends on markers and on staging, which all modes of a sink share: its first class takes them."""
+
+
+def _is_mode(item: pytest.Item) -> bool:
+    """Whether the test's class is derived from one that takes all tests of the same sink."""
+    made = getattr(item, "cls", None)
+    return made is not None and any(base.__name__.startswith("Test") for base in made.__mro__[1:])
+
+
 def _differs_from_sink_to_sink(item: pytest.Item) -> bool:
     """False for crashes whose outcome does not depend on the sink; the memory sinks go through all of them."""
-    if not item.path.name.startswith("test_crash_") or item.path.name == "test_crash_memory.py":
+    if not item.path.name.startswith("test_crash_"):
+        return True
+    if item.path.name == "test_crash_memory.py" and not _is_mode(item):
         return True
     given = item.callspec.params if hasattr(item, "callspec") else {}
     name = getattr(item, "originalname", item.name)
+    if _is_mode(item) and name in OF_NO_MODE:
+        return False
     if item.path.name == "test_crash_s3.py" and not _differs_from_store_to_store(name, given):
         return False
     if name == "test_a_run_that_is_killed_loses_and_doubles_nothing":

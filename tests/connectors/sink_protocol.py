@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,25 +14,18 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from penstock import durable, failpoints
+from penstock.connectors.delta import table
+from penstock.connectors.files import sink as files_sink
+from penstock.connectors.lake import lists
 from penstock.connectors.lake.staging import StagedFiles
 from penstock.errors import ConfigError, SchemaError, StagingLost
 from penstock.sink import Epoch, SinkConnector, Task, Topic
+from penstock.testing.engine import Killed
+from penstock.testing.processes import elsewhere
 
 ORDERS = "/lake/orders"
 END = {"source": {"offset": 7}}
-
-_COMMIT = """
-import json, os, pickle, signal, sys
-from penstock import durable
-from penstock.connectors.files import sink as files_sink
-from penstock.connectors.lake import lists
-from penstock.connectors.delta import table
-from penstock.connectors.lake.staging import StagedFiles
-sink, epoch, receipts, end = pickle.loads(bytes.fromhex(sys.stdin.read()))
-exec(sys.argv[1])
-sink.open()
-sink.commit_epoch(epoch, [StagedFiles.model_validate(receipt) for receipt in receipts], end)
-"""
 
 
 def epoch(number: int, incarnation: str = "one", **more: Any) -> Epoch:
@@ -63,13 +54,20 @@ def commit_in_a_process(
     sink: SinkConnector[Any, Any], epoch: Epoch, receipts: list[StagedFiles], failpoint: str = "", hook: str = ""
 ) -> int:
     """Commit in a process of its own that a failpoint or a hook kills; gives its exit code."""
-    value = pickle.dumps((sink, epoch, [receipt.model_dump(mode="json") for receipt in receipts], END))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    if failpoint:
-        environment["PENSTOCK_FAILPOINT"] = failpoint
-    return subprocess.run(
-        [sys.executable, "-c", _COMMIT, hook], input=value.hex(), text=True, env=environment, timeout=60
-    ).returncode
+    given = [receipt.model_dump(mode="json") for receipt in receipts]
+    try:
+        elsewhere(_commit, sink, epoch, given, failpoint, hook)
+    except Killed as killed:
+        return -killed.signal
+    return 0
+
+
+def _commit(sink: SinkConnector[Any, Any], epoch: Epoch, receipts: list[Any], failpoint: str, hook: str) -> None:
+    failpoints.arm(failpoint or None)
+    known = {"os": os, "signal": signal, "durable": durable, "files_sink": files_sink, "lists": lists, "table": table}
+    exec(hook, known)
+    sink.open()
+    sink.commit_epoch(epoch, [StagedFiles.model_validate(receipt) for receipt in receipts], END)
 
 
 def staged_places(sink: SinkConnector[Any, Any]) -> set[Path]:

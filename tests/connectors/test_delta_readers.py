@@ -51,7 +51,7 @@ _DEATHS = [
 """Before the entry is made, after it, after the epoch is done, and while files are joined."""
 
 
-@pytest.mark.parametrize("mode", ["append", "upsert"])
+@pytest.mark.parametrize("mode", [pytest.param("append", marks=pytest.mark.soak), "upsert"])
 def test_readers_see_whole_epochs_while_the_writer_is_killed(tmp_path, mode):
     options = {"mode": mode, "key": ["id"] if mode == "upsert" else [], "target_file_rows": 10}
     sink = Delta(DeltaConfig(path=f"{tmp_path}/{{topic}}", optimize_every_epochs=1, **options))

@@ -52,6 +52,9 @@ class Killed(Exception):
         super().__init__(f"killed by {signal.Signals(number).name}" if number > 0 else "ended without a result")
         self.signal = number
 
+    def __reduce__(self) -> tuple[type[Killed], tuple[int]]:
+        return type(self), (self.signal,)
+
 
 class Forked(Generic[T]):
     """A forked process that runs one function and sends back what it returned or raised."""

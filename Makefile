@@ -28,8 +28,8 @@ WORKERS := --numprocesses=$(JOBS) --dist=loadgroup --no-loadscope-reorder
 # In so many short runs a fifth of the time would go into the file system of a disk.
 test: export TMPDIR := $(or $(TMPDIR),$(shell grep -qs ' /dev/shm .*noexec' /proc/mounts || \
 	df -P -k /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 8000000 { print $$6 }'))
-test: $(SET_UP_DEV) $(if $(FAST),,java servers)  ## all tests, JOBS at once; FAST=1: those without servers and Spark; ARGS= goes to pytest
-	@$(BIN)/python -m pytest $(WORKERS) $(if $(FAST),$(wildcard tests/test_*.py)) $(ARGS)
+test: $(SET_UP_DEV) $(if $(FAST),,java servers)  ## all tests, JOBS at once; FAST=1: those without servers, Spark and many processes; ARGS= goes to pytest
+	@$(BIN)/python -m pytest $(WORKERS) $(if $(FAST),-m 'not soak and not processes' $(wildcard tests/test_*.py)) $(ARGS)
 
 check: $(SET_UP_DEV)  ## style, types, and generated pages that match the code
 	@$(BIN)/ruff check .

@@ -228,6 +228,7 @@ def read_until(stream, text: bytes) -> bytes:
     return seen
 
 
+@pytest.mark.processes
 class TestSignals:
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
     def test_the_first_one_finishes_and_exits_with_0(self, file, number):
@@ -281,6 +282,7 @@ class Terminal:
         return self.process.wait(30)
 
 
+@pytest.mark.processes
 class TestLiveView:
     def test_a_terminal_shows_the_pipeline_and_gets_its_cursor_back(self, file):
         terminal = Terminal(file)
@@ -781,6 +783,7 @@ class TestDoctor:
         assert "→" in out
 
 
+@pytest.mark.processes
 class TestNew:
     @pytest.mark.parametrize(
         "words",

@@ -16,7 +16,7 @@ from console_pipeline import TOKEN, Running, until
 from penstock.runtime.commands import read_audit
 from penstock.runtime.telemetry import history
 
-pytestmark = pytest.mark.xdist_group("browser")
+pytestmark = [pytest.mark.xdist_group("browser"), pytest.mark.processes]
 
 PANELS = [
     "flow", "totals", "rates", "bytes", "lag", "latency", "epochs", "journal", "retries", "parts", "slots", "tables",

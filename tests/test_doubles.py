@@ -22,6 +22,8 @@ from penstock.runtime import supervisor
 from penstock.testing import ForkEngine
 from penstock.testing.postgres import PostgresServer
 
+pytestmark = pytest.mark.processes
+
 PIPELINE = """
 connector_name = "doubles"
 delivery = "exactly-once"

@@ -25,6 +25,8 @@ from penstock.testing import (
 from penstock.testing.database import Progress
 from penstock.testing.tables import RequestLaws, TableMirror
 
+pytestmark = pytest.mark.processes
+
 TABLES = ("shop.items", "shop.orders")
 
 

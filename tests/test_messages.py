@@ -29,6 +29,8 @@ from penstock.source import Offset, PollingSource, SourceCheckpoint, SourceEnvel
 from penstock.testing import ForkEngine
 from penstock.testing.postgres import PostgresServer
 
+pytestmark = pytest.mark.processes
+
 
 class ListedConfig(Config):
     path: Path

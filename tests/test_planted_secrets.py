@@ -19,6 +19,8 @@ from penstock.cli import main
 from penstock.config import Secret
 from penstock.pipeline import registry
 
+pytestmark = pytest.mark.processes
+
 PLANTED = "planted-Narwhal-77"
 REF = '{ env = "PLANTED_SECRET" }'
 

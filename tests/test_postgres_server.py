@@ -17,6 +17,8 @@ import pytest
 
 from penstock.testing.postgres import PostgresServer, binaries
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(autouse=True)
 def installed(need):

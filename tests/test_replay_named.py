@@ -16,6 +16,8 @@ from penstock.pipeline import Pipeline, checks
 from penstock.runtime import supervisor
 from penstock.testing import ForkEngine
 
+pytestmark = pytest.mark.processes
+
 STORES = {
     "delta": 'connector = "delta"\npath = "letters/{topic}"\n',
     "iceberg": 'connector = "iceberg"\npath = "letters/{topic}"\n',

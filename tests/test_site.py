@@ -15,6 +15,8 @@ import yaml
 
 from penstock.runtime.telemetry import boards
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parent.parent
 
 

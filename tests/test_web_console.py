@@ -25,6 +25,8 @@ from penstock.tables import Requests
 from penstock.web import serve_all, server
 from penstock.web.watched import hidden
 
+pytestmark = pytest.mark.processes
+
 AUTH = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
 
 

@@ -114,6 +114,14 @@ OF_NO_MODE = {
 """What depends on markers and on staging, which all modes of a sink share: its first class takes them."""
 
 
+OF_A_MODE_IN_A_STORE = {
+    "test_a_run_that_is_killed_loses_and_doubles_nothing",
+    "test_a_call_that_fails_once_is_made_good",
+    "test_a_zombie_that_commits_after_its_successor_is_fenced",
+}
+"""What a store makes different for the work of another mode: its commit, and who is first there."""
+
+
 def _is_mode(item: pytest.Item) -> bool:
     """Whether the test's class is derived from one that takes all tests of the same sink."""
     made = getattr(item, "cls", None)
@@ -130,8 +138,11 @@ def _differs_from_sink_to_sink(item: pytest.Item) -> bool:
     name = getattr(item, "originalname", item.name)
     if _is_mode(item) and name in OF_NO_MODE:
         return False
-    if item.path.name == "test_crash_s3.py" and not _differs_from_store_to_store(name, given):
-        return False
+    if item.path.name == "test_crash_s3.py":
+        if not _differs_from_store_to_store(name, given):
+            return False
+        if _is_mode(item) and name not in OF_A_MODE_IN_A_STORE:
+            return False
     if name == "test_a_run_that_is_killed_loses_and_doubles_nothing":
         step, _, nth = given["step"].partition("@")
         if nth and given["step"] != "commit.before@2":  # between two topics; later passes are of the other sink

@@ -32,6 +32,7 @@ from penstock.connectors.lake import changed, index
 from penstock.errors import ConfigError, DataError, Fenced, PlanStale, RetryableError, SchemaError, StagingLost
 from penstock.schema import ChangeKind, SchemaChange, with_key
 from penstock.sink import Epoch, SinkContext, Task, TopicContext
+from thorough import THOROUGH
 
 PLAIN = pa.schema([("id", pa.int64()), ("name", pa.string()), ("doc", pa.string())])
 
@@ -343,7 +344,7 @@ def test_random_changes_leave_what_a_dict_of_them_holds(make, target, monkeypatc
     monkeypatch.setattr("penstock.connectors.lake.staging.ROW_GROUP_ROWS", 3)
     monkeypatch.setattr(rewriting, "ROW_GROUP_ROWS", 5)
     dice, model, sink, place = random.Random(7), {}, make(target_file_rows=25), 0
-    for number in range(1, 40):
+    for number in range(1, 40 if THOROUGH else 24):
         events = []
         for _ in range(dice.randrange(1, 30)):
             place += 1

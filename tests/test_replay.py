@@ -34,6 +34,8 @@ from penstock.testing import ForkEngine
 from penstock.testing.database import MemoryDatabase, MemoryTables, MemoryTablesConfig
 from test_messages import JSON, Home
 
+pytestmark = pytest.mark.processes
+
 NUMBERS = '[[schemas]]\ntopic = "/a"\nschema_type = "json"\nkey = ["id"]\n'
 
 

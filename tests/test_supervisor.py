@@ -50,6 +50,8 @@ from penstock.spark import engine_for
 from penstock.tables import TableSource, TableState
 from penstock.testing import ForkEngine
 
+pytestmark = pytest.mark.processes
+
 
 class NoOptions(Config):
     pass

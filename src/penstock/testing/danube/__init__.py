@@ -49,6 +49,12 @@ class DanubeBroker:
     def url(self) -> str:
         return f"{'https' if self.options.certificate else 'http'}://127.0.0.1:{self.port}"
 
+    @property
+    def pid(self) -> int:
+        """Its process, while it runs."""
+        assert self._process is not None
+        return self._process.pid
+
     def start(self, **changes: Any) -> None:
         """Start it, or start it again, on the same port and directory."""
         self.options = replace(self.options, **changes)

@@ -74,6 +74,7 @@ class Subscription:
     """For tests: how often each offset was handed out."""
     acknowledged: int = 0
     nacks: list[str] = field(default_factory=list)
+    _poisoned: set[int] = field(default_factory=set)
     _saved_at: float = field(default_factory=time.monotonic)
     _turn: int = 0
 
@@ -96,7 +97,7 @@ class Subscription:
         if delivery is not None and delivery.state == "sent":
             self.acknowledged += 1
             self._done(offset)
-        self.pump()
+        self.advance()
 
     def nack(self, offset: int, delay_ms: int, reason: str) -> None:
         delivery = self.in_flight.get(offset)
@@ -114,18 +115,21 @@ class Subscription:
         self.pump()
 
     def pump(self) -> None:
-        """Hand out what may be handed out now."""
-        for offset, delivery in list(self.in_flight.items()):
-            if delivery.state == "poisoned" and self.options.poison_policy != "block":
+        """Hand out what may be handed out now: what is due again, and what is new."""
+        if self.options.poison_policy != "block":
+            for offset in sorted(self._poisoned):
                 if self.options.poison_policy == "dead_letter":
-                    self.dead_letter(delivery)
+                    self.dead_letter(self.in_flight[offset])
                 self._done(offset)
         now = time.monotonic()
         for delivery in list(self.in_flight.values()):
             if delivery.state in ("ready", "waiting") and now >= delivery.until:
                 self._send(delivery)
-        blocked = any(each.state == "poisoned" for each in self.in_flight.values())
-        while not blocked and self.next < len(self.log) and len(self.in_flight) < self.options.max_unacked:
+        self.advance()
+
+    def advance(self) -> None:
+        """Hand out what is new, as far as the window allows."""
+        while not self._poisoned and self.next < len(self.log) and len(self.in_flight) < self.options.max_unacked:
             message = self.log[self.next]
             key = _key(message)
             if self.kind == KEY_SHARED and self.consumers and not any(each.wants(key) for each in self.consumers):
@@ -169,6 +173,7 @@ class Subscription:
         delivery.reason, delivery.consumer = reason, 0
         if delivery.attempt > self.options.max_redelivery_count:
             delivery.state = "poisoned"
+            self._poisoned.add(delivery.message.msg_id.topic_offset)
             return
         own = self.options.base_redelivery_delay_ms << min(30, max(1, delivery.attempt) - 1)
         delay = min(max(own, delay_ms), self.options.max_redelivery_delay_ms)
@@ -176,6 +181,7 @@ class Subscription:
 
     def _done(self, offset: int) -> None:
         self.in_flight.pop(offset, None)
+        self._poisoned.discard(offset)
         self.acked.add(offset)
         while self.cursor + 1 in self.acked:
             self.cursor += 1

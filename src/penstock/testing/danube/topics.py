@@ -39,7 +39,7 @@ class Topic:
                 file.write(struct.pack("<I", len(data)) + data)
         for subscription in self.subscriptions.values():
             if self.reliable:
-                subscription.pump()
+                subscription.advance()
                 continue
             for consumer in subscription.consumers:  # no window, no acknowledgement: who is there gets it
                 if consumer.active:

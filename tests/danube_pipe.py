@@ -7,6 +7,7 @@ gRPC does not outlive a fork: the driver and its tasks come from processes that 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import pickle
 import signal
@@ -16,6 +17,8 @@ from collections.abc import Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from penstock import failpoints
 from penstock.pipeline import Pipeline
@@ -116,7 +119,10 @@ class Pipe:
         assert self.process is not None
         self.process.join(120)
         ended = self.process.exitcode
-        assert ended is not None, "it did not end"
+        if ended is None:
+            os.kill(self.process.pid, signal.SIGUSR1)  # it writes down where its threads are
+            self.process.join(2)
+            pytest.fail(f"it did not end: {self.log(20_000)}")
         self.process = None
         return int(ended)
 
@@ -133,14 +139,15 @@ class Pipe:
         """What the memory sink at `target` shows."""
         return MemorySink(MemorySinkConfig(path=self.directory / sink)).visible(topic)
 
-    def log(self) -> str:
-        return (self.directory / "log").read_text()[-4000:]
+    def log(self, most: int = 4000) -> str:
+        return (self.directory / "log").read_text()[-most:]
 
 
 def _drive(directory: Path, failpoint: str) -> None:
     log = os.open(directory / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     (directory / "started").touch()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+PIECE_SECS = 1.0
+
 
 class Waker:
     """One wait for many events: a source's signal, a request for an epoch, the stop."""
@@ -20,7 +22,16 @@ class Waker:
         threading.Thread(target=self._relay, args=(event, clear), name="penstock-waker", daemon=True).start()
 
     def wait(self, seconds: float | None) -> None:
-        self._wake.wait(seconds)
+        """
+        Until something happens, or for so long.
+
+        In pieces: a signal that arrives just before a thread blocks does not interrupt it, and its handler, which sets the
+        stop, runs only once the thread goes on.
+        """
+        until = None if seconds is None else time.monotonic() + seconds
+        while not self._wake.wait(PIECE_SECS if until is None else min(PIECE_SECS, max(0.0, until - time.monotonic()))):
+            if until is not None and time.monotonic() >= until:
+                break
         self._wake.clear()
 
     def cut(self) -> None:

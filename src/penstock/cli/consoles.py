@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.config import Secret
 from penstock.errors import ConfigError
+from penstock.runtime.waker import PIECE_SECS
 from penstock.web import serve_all
 
 
@@ -27,4 +28,5 @@ def serve(directories: list[Path], host: str, port: int, token_env: str | None) 
     with serve_all(directories, host, port, Secret(env=token_env) if token_env else None) as server:
         can = "actions need the token" if token_env else "it only shows; --token-env NAME allows actions"
         print(f"console on {server.url} ({can})", flush=True)
-        stop.wait()
+        while not stop.wait(PIECE_SECS):
+            pass  # in pieces: see `Waker.wait`

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from penstock.cli.view import LiveView, closing
 from penstock.runtime.telemetry import Telemetry
+from penstock.runtime.waker import PIECE_SECS
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
@@ -86,7 +87,8 @@ def aside(work: Callable[[], T]) -> T:
             done.set()
 
     threading.Thread(target=target, name="penstock-pipeline", daemon=True).start()
-    done.wait()
+    while not done.wait(PIECE_SECS):
+        pass  # in pieces, so that the handler of a signal that did not interrupt the wait still runs
     result, error = outcome
     if error is not None:
         raise error

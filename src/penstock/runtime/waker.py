@@ -23,7 +23,7 @@ class Waker:
 
     def wait(self, seconds: float | None) -> None:
         """
-        Until something happens, or for so long.
+        Until something happens, or for this long.
 
         In pieces: a signal that arrives just before a thread blocks does not interrupt it, and its handler, which sets the
         stop, runs only once the thread goes on.

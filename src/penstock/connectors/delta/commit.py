@@ -20,7 +20,7 @@ from penstock.connectors.delta.entries import wants_vectors
 from penstock.connectors.delta.evolve import Evolution
 from penstock.connectors.delta.files import Log
 from penstock.connectors.delta.hint import Hint
-from penstock.connectors.delta.table import Table, claim, enable_vectors
+from penstock.connectors.delta.table import Table, claim, enable_vectors, refuse_unsupported
 from penstock.connectors.delta.upkeep import Upkeep
 from penstock.connectors.lake import lists
 from penstock.connectors.lake.changed import changes_of
@@ -70,10 +70,21 @@ class DeltaTarget(LakeTarget[Table]):
         elif not store.is_local(self.path) or (self.path / "_delta_log").exists():
             with contextlib.suppress(TableNotFoundError), delta_errors(self.path):
                 table = Table(self.path, DeltaTable(self.evolution.uri, storage_options=options))
-                table.refuse_unsupported(rewrites=self.config.upserts)
+                refuse_unsupported(table, rewrites=self.config.upserts)
                 self._table = table
         self._hint.leave(self._table and self._table.delta)
         return self._table
+
+    def look(self, commit: Commit) -> Table | None:
+        """While rows with the same columns are added and nobody else writes, the client need not read the log."""
+        known = self._table
+        if known is not None and self._takes(known, commit) and known.is_newest():
+            return known
+        return self.load()
+
+    def _takes(self, table: Table, commit: Commit) -> bool:
+        """True if the last version added rows with the same columns, so that nothing must be altered for these."""
+        return not self.config.upserts and bool(table.took) and table.took == _columns(commit)
 
     def forget(self) -> None:
         self._table = None
@@ -97,6 +108,9 @@ class DeltaTarget(LakeTarget[Table]):
             if loaded is None:
                 self.evolution.create(commit.schemas())
                 return False
+            if self._takes(loaded, commit):
+                self._append(commit, loaded)
+                return True
             renewed = self.evolution.renewed(loaded, commit)
             is_ready = loaded.may_hold(commit.schemas()) if renewed else self.evolution.evolve(loaded, commit.schemas())
             if is_ready and self._lacks_vectors(loaded):
@@ -107,8 +121,13 @@ class DeltaTarget(LakeTarget[Table]):
             elif is_ready and self.config.upserts:
                 self._upsert(commit, loaded, renewed)
             elif is_ready:
-                loaded.commit(commit.epoch, commit.end, commit.files)
+                self._append(commit, loaded)
             return is_ready
+
+    def _append(self, commit: Commit, table: Table) -> None:
+        version = table.version + 1
+        table.commit(commit.epoch, commit.end, commit.files)
+        table.took = _columns(commit) if table.version == version else None
 
     def tidy(self, commit: Commit) -> None:
         if self.config.upserts:  # the changes are applied
@@ -218,3 +237,10 @@ class DeltaTarget(LakeTarget[Table]):
             return set()
         vectors = table.entries.vector_files() if self.config.upserts and table.has_vectors() else ()
         return {os.path.basename(name) for name in (*table.delta.file_uris(), *vectors)}
+
+
+def _columns(commit: Commit) -> frozenset[str]:
+    """The packed columns of the staged rows; empty if they have others than the table can follow."""
+    return (
+        frozenset() if any(part.renews for part in commit.parts) else frozenset(part.columns for part in commit.parts)
+    )

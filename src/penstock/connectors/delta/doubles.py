@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from penstock.connectors.delta.columns import delta_schema
 from penstock.connectors.delta.files import Log
 from penstock.connectors.delta.rewrite import Rewrite, write
-from penstock.connectors.delta.table import Table, recast
+from penstock.connectors.delta.table import Table, recast, refuse_unsupported
 from penstock.connectors.lake import lists
 from penstock.connectors.lake.staging import Stage
 from penstock.schema.evolution import EXACT
@@ -46,7 +46,7 @@ def holds_beyond(table: Table, schema: pa.Schema, column: str) -> bool:
 
 def rewrite_as_doubles(sink: Delta, topic: Topic, table: Table, columns: pa.Schema) -> None:
     """Make the next version of the same rows with these columns as doubles, or raise what a lost race raises."""
-    table.refuse_unsupported(rewrites=True)
+    refuse_unsupported(table, rewrites=True)
     root, known = sink.targets.root, delta_schema(topic, table.columns())
     schema = pa.schema([columns.field(each.name) if each.name in columns.names else each for each in known])
     _sweep(sink, topic)

@@ -63,20 +63,31 @@ class Table:
     markers: dict[str, tuple[int, Sidecar]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._synced = self.delta.version() - 1
+        self.version = self.delta.version()
+        """The loaded version. The client may be at an earlier one: it does not read plain rows that we add."""
+        self.took: frozenset[str] | None = None
+        """If the version is one of ours that added rows: the columns of those, packed. None: it is not known to be."""
+        self._synced = self.version - 1
         self._seen = self._newest()
         # Checkpoints at the table's interval. On a disk old entries stay until the checkpoint is known to be there.
         self.hooks = PostCommitHookProperties(
             create_checkpoint=True, cleanup_expired_logs=not store.is_local(self.path)
         )
         self._entries = Entries(self.path / "_delta_log")
+        configured = self.delta.metadata().configuration
+        self._checkpoint_every = int(configured.get("delta.checkpointInterval", _CHECKPOINT_EVERY))
 
     def is_the_same(self) -> bool:
         """False if the table was dropped, or dropped and created again: the client would go on with the old one."""
         return bool(self._seen) and self._newest() == self._seen
 
+    def is_newest(self) -> bool:
+        """True if nobody has made a version after the loaded one. In this order: a log is cleaned up from its old end on."""
+        return not identity_of(self._entry(self.version + 1)) and self.is_the_same()
+
     def refresh(self) -> None:
         self.delta.update_incremental()
+        self.version, self.took = self.delta.version(), None
         self._seen = self._newest()
 
     def columns(self) -> pa.Schema:
@@ -128,13 +139,14 @@ class Table:
         marked: Sequence[Marked] = (),
     ) -> None:
         """Make the version after the one that is loaded, or raise `CommitFailedError`; a new `schema` drops all old files."""
-        version = self.delta.version() + 1
+        version = self.version + 1
         sequence = (_sequence(self, epoch.pipeline) or 0) + 1
         sidecar = Sidecar(
             incarnation=epoch.incarnation, number=epoch.number, end=dict(end), version=version, columns=tuple(columns)
         )
         hidden = self._hidden(epoch.pipeline)
-        store.make_directory(hidden)
+        if not self.markers:
+            store.make_directory(hidden)
         store.put(
             hidden / _sidecar_name(sequence, _try_number(epoch)),
             durable.canonical(sidecar.model_dump(mode="json")).encode(),
@@ -144,8 +156,10 @@ class Table:
         info = {"penstock": {"pipeline": epoch.pipeline, "epoch": epoch.number}}
         failpoints.hit("commit.before")
         markers = transactions(epoch, sequence)
-        if self.has_vectors() and (removed or marked or schema is not None):
-            actions = [{"txn": {"appId": name, "version": number}} for name, number in markers]
+        actions: list[Action] = [{"txn": {"appId": name, "version": number}} for name, number in markers]
+        if not removed and not marked and schema is None:
+            self._append([*actions, *self._entries.changes(files, (), ())], info)
+        elif self.has_vectors():
             if schema is not None:
                 renewed = DeltaSchema.from_arrow(schema).to_json()
                 actions.append({"metaData": {**described(self.delta), "schemaString": renewed}})
@@ -171,15 +185,33 @@ class Table:
             _write(self.delta, self.hooks, files, removed, (), info, data_change=False)
         self.sync(version)
 
+    def _append(self, actions: Iterable[Action], info: Action) -> None:
+        """Make the next version by an entry that only adds files, or raise `FileExistsError`; the client need not read it."""
+        version = self.version + 1
+        said = {"operation": "WRITE", "operationParameters": {"mode": "Append"}, **info}
+        self._entries.publish(version, actions, said)
+        self.version = version
+        self._seen = self._newest()
+        if self._synced == version - 1 and version % self._checkpoint_every:
+            self._synced = version  # a published entry is on disk
+        self._make_checkpoint(version)
+
     def publish(self, actions: Iterable[Action], info: Action) -> None:
         """Make the next version by an entry of our own, or raise `FileExistsError`."""
         version = self.delta.version() + 1
         self._entries.publish(version, actions, info)
         self.refresh()
-        every = int(self.delta.metadata().configuration.get("delta.checkpointInterval", _CHECKPOINT_EVERY))
-        if version % every == 0:
-            with contextlib.suppress(DeltaError):  # a later one does it
-                self.delta.create_checkpoint()
+        self._make_checkpoint(version)
+
+    def _make_checkpoint(self, version: int) -> None:
+        """After an entry of our own, if it is time for one; after its own entries the client does it."""
+        if version % self._checkpoint_every:
+            return
+        self.refresh()
+        with contextlib.suppress(DeltaError):  # a later one does it
+            self.delta.create_checkpoint()
+            if not store.is_local(self.path):  # on a disk once the checkpoint is synced
+                self._drop_old_entries()
 
     @property
     def entries(self) -> Entries:
@@ -232,7 +264,9 @@ class Table:
         """Sync every entry of the log up to `version` that is not known to be, and the checkpoint made with it."""
         if not isinstance(self.path, Path):
             return  # an answer of the store means durable, and the client drops old entries itself
-        versions = range(min(self._synced + 1, version), max(self.delta.version(), version) + 1)
+        versions = range(min(self._synced + 1, version), max(self.version, version) + 1)
+        if not versions or versions[-1] <= self._synced:
+            return
         names = [f"{v:020d}.json" for v in versions] + [f"{v:020d}.checkpoint.parquet" for v in versions]
         log = self.path / "_delta_log"
         found = [path for name in names if (path := log / name).exists()]
@@ -249,29 +283,6 @@ class Table:
             with contextlib.suppress(DeltaError):  # a later checkpoint does it
                 self.delta.cleanup_metadata()
 
-    def refuse_unsupported(self, rewrites: bool) -> None:
-        """Refuse tables with rules that only a full Delta writer applies: rows could break them unnoticed."""
-        metadata, columns = self.delta.metadata(), self.delta.schema().fields
-        rules = [feature for feature in self.delta.protocol().writer_features or () if feature not in _FEATURES]
-        rules += [key for key in metadata.configuration if key.startswith("delta.constraints.")]
-        rules += [key for key in ("delta.setTransactionRetentionDuration",) if key in metadata.configuration]
-        if metadata.configuration.get("delta.columnMapping.mode", "none") != "none":
-            rules.append("delta.columnMapping.mode")
-        rules += [
-            f"{key} of {column.name}" for column in columns for key in column.metadata if key.startswith("delta.")
-        ]
-        if rewrites:
-            rules += [key for key in _NO_REWRITE if metadata.configuration.get(key, "false") == "true"]
-            v2 = self.has_vectors() and metadata.configuration.get("delta.checkpointPolicy", "classic") != "classic"
-            rules += ["delta.checkpointPolicy"] if v2 else []
-        if rules:
-            raise SchemaError(
-                f"the Delta table {self.path} uses features that this sink cannot honour: {', '.join(rules)}",
-                code="PEN-4002",
-                hint="remove them from the table with the engine that added them (DROP FEATURE, DROP CONSTRAINT, "
-                "UNSET TBLPROPERTIES), or write to another table",
-            )
-
     def _sidecars(self, pipeline: str) -> dict[int, list[str]]:
         found: dict[int, list[str]] = {}
         for name in store.names(self._hidden(pipeline)):
@@ -282,8 +293,33 @@ class Table:
     def _hidden(self, pipeline: str) -> Place:
         return self.path / HIDDEN / quote(pipeline, safe="")
 
+    def _entry(self, version: int) -> Place:
+        return self.path / "_delta_log" / f"{version:020d}.json"
+
     def _newest(self) -> str:
-        return identity_of(self.path / "_delta_log" / f"{self.delta.version():020d}.json")
+        return identity_of(self._entry(self.version))
+
+
+def refuse_unsupported(table: Table, rewrites: bool) -> None:
+    """Refuse tables with rules that only a full Delta writer applies: rows could break them unnoticed."""
+    metadata, columns = table.delta.metadata(), table.delta.schema().fields
+    rules = [feature for feature in table.delta.protocol().writer_features or () if feature not in _FEATURES]
+    rules += [key for key in metadata.configuration if key.startswith("delta.constraints.")]
+    rules += [key for key in ("delta.setTransactionRetentionDuration",) if key in metadata.configuration]
+    if metadata.configuration.get("delta.columnMapping.mode", "none") != "none":
+        rules.append("delta.columnMapping.mode")
+    rules += [f"{key} of {column.name}" for column in columns for key in column.metadata if key.startswith("delta.")]
+    if rewrites:
+        rules += [key for key in _NO_REWRITE if metadata.configuration.get(key, "false") == "true"]
+        v2 = table.has_vectors() and metadata.configuration.get("delta.checkpointPolicy", "classic") != "classic"
+        rules += ["delta.checkpointPolicy"] if v2 else []
+    if rules:
+        raise SchemaError(
+            f"the Delta table {table.path} uses features that this sink cannot honour: {', '.join(rules)}",
+            code="PEN-4002",
+            hint="remove them from the table with the engine that added them (DROP FEATURE, DROP CONSTRAINT, "
+            "UNSET TBLPROPERTIES), or write to another table",
+        )
 
 
 def retyped(delta: DeltaTable, columns: pa.Schema) -> str:
@@ -364,7 +400,7 @@ def claim(targets: Targets, topic: Topic) -> Place:
 def _sequence(table: Table, pipeline: str) -> int | None:
     """The number of the pipeline's newest commit. The client reads the log again for it, unless we made its last entry."""
     known = table.markers.get(pipeline)
-    if known is not None and known[1].version == table.delta.version():
+    if known is not None and known[1].version == table.version:
         return known[0]
     found: int | None = table.delta.transaction_version(_app(pipeline))
     return found

@@ -115,6 +115,10 @@ class LakeTarget(ABC, Generic[T]):
     def saw(self, loaded: T | None) -> None:
         """The target as it is at the start of a run: a chance to note something for tasks."""
 
+    def look(self, commit: Commit) -> T | None:
+        """The target as it is now, as far as this commit needs to know it."""
+        return self.load()
+
     def forget(self) -> None:
         """Drop what is cached of the target, after a conflict."""
 
@@ -126,7 +130,7 @@ class LakeTarget(ABC, Generic[T]):
         conflict: Exception | None = None
         for _ in range(TRIES):
             try:
-                loaded = self.load()
+                loaded = self.look(commit)
                 if self.is_done(commit.epoch, loaded) or self._was_faster_twin(commit):
                     break
                 with durable.disk_errors():

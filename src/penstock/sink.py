@@ -254,6 +254,12 @@ class SinkConnector(Connector[C], Generic[C, R]):
     context: SinkContext = SinkContext()
     """What the last `open` was given."""
 
+    evolves_with_rows: ClassVar[bool] = False
+    """
+    True if the commit gives the target the columns that its rows have. The runtime then alters nothing before, except where
+    files must be written again: an epoch that fails leaves no column.
+    """
+
     concurrent: ClassVar[bool] = False
     """True if the sink may commit in a thread of its own beside other sinks, and its topics beside one another."""
 

@@ -15,14 +15,18 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
+from deltalake import DeltaTable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.files import Files, FilesConfig, Inventoried, json_lines, readers, splits
+from penstock.connectors.files.json_lines import misfit
 from penstock.connectors.files.sink import FilesSink, FilesSinkConfig, read_published
 from penstock.connectors.files.types import csv_misfits
 from penstock.errors import ConfigError, DataError, FatalError, RangeGone, RetryableError, SchemaError
+from penstock.formats.exact import ROUNDED
 from penstock.pipeline import Pipeline, Processing
 from penstock.pipeline.routing import Router
 from penstock.runtime import supervisor
@@ -939,3 +943,31 @@ def test_a_task_that_needs_few_columns_reads_few(tmp_path, format):
     source.open(SourceContext(in_task=True, columns=frozenset({"id", "extra"})))
     items = [item.records for split in splits for item in source.read(split)]
     assert pa.Table.from_batches(items).to_pydict() == {"id": [1, 2], "extra": [1.5, 2.5]}
+
+
+def test_an_epoch_that_fails_leaves_no_column_in_a_lake(landing, tmp_path):
+    def run():
+        pipeline = Pipeline(
+            "fails",
+            sources={"landing": Files(FilesConfig(path=landing, settle_ms=0, scan_interval_ms=0))},
+            sinks={"lake": Delta(DeltaConfig(path=str(tmp_path / "lake/{topic}")))},
+            router=Router((), ("lake",)),
+            processing=Processing(state_dir=tmp_path / "state"),
+        )
+        supervisor.run(pipeline, ForkEngine(1), drain=True)
+        return DeltaTable(str(tmp_path / "lake/files")).to_pyarrow_table()
+
+    put(landing / "a.jsonl", [{"id": 1}], 30)
+    run()
+    put(landing / "b.jsonl", [{"id": 2, "n": {"x": 1}}, {"id": "bad"}], 20)
+    with pytest.raises(DataError, match="PEN-3001"):
+        run()
+    assert DeltaTable(str(tmp_path / "lake/files")).to_pyarrow_table().column_names == ["id"]
+    put(landing / "b.jsonl", [{"id": 2, "n": "text"}], 10)
+    assert run().sort_by("id").to_pydict() == {"id": [1, 2], "n": [None, "text"]}
+
+
+def test_a_number_that_a_double_cannot_hold_is_named_as_that():
+    said = misfit(b'{"v": 9007199254740993}', pa.schema([("v", pa.float64())]))
+    assert said == f"column 'v' holds {ROUNDED}"
+    assert misfit(b'{"v": "x"}', pa.schema([("v", pa.float64())])) == "column 'v' is a str, not double"

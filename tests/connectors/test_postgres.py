@@ -374,6 +374,16 @@ def test_an_upsert_into_a_table_without_its_key_is_refused_with_the_index_to_mak
         stage(make(mode="upsert", key=["id"]), epoch(1), batch(id=[1], name=["a"]))
 
 
+def test_a_key_that_was_renamed_or_replaced_is_refused_with_what_works(make, connection):
+    connection.execute("CREATE SCHEMA lake; CREATE TABLE lake.orders (id int8 PRIMARY KEY, name text)")
+    with pytest.raises(SchemaError, match='has no column "code"') as renamed:
+        stage(make(mode="upsert", key=["code"]), epoch(1), batch(code=[1], name=["a"]))
+    assert 'ALTER TABLE "lake"."orders" RENAME COLUMN … TO "code"' in renamed.value.hint
+    with pytest.raises(SchemaError, match='no unique index on \\("name"\\)') as replaced:
+        stage(make(mode="upsert", key=["name"]), epoch(1), batch(id=[1], name=["a"]))
+    assert 'first drop the unique index on ("id")' in replaced.value.hint
+
+
 def test_a_table_that_is_dropped_while_the_pipeline_runs_is_said(make, connection):
     sink = make()
     commit(sink, 1, batch(id=[1]))

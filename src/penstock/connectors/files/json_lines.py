@@ -76,6 +76,8 @@ def misfit(line: bytes, schema: pa.Schema | None) -> str:
     for field in schema or ():
         value = row.get(field.name)
         if value is not None and not fits(value, field.type):
+            if type(value) is int and pa.types.is_floating(field.type):
+                return f"column {field.name!r} holds {ROUNDED}"
             return f"column {field.name!r} is a {type(value).__name__}, not {field.type}"
     return ""
 

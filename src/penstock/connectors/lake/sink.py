@@ -73,6 +73,7 @@ class LakeSink(TopicSink[S, StagedFiles]):
     """
 
     concurrent = True
+    evolves_with_rows = True
 
     capabilities = (
         SinkConnectorCapabilities()

@@ -209,6 +209,7 @@ def _findings(connection: psycopg.Connection[Any]) -> Iterator[Finding]:
     fix = "point `dsn` at the primary" if standby else ""
     yield Finding(not standby, f"the server is a {'standby' if standby else 'primary'}", fix)
     fix = "ALTER SYSTEM SET fsync = on; SELECT pg_reload_conf()" if fsync == "off" else ""
-    yield Finding(fsync == "on", f"fsync is {fsync}", fix)
+    risk = ": a crash of the server may lose epochs that it has committed" if fsync == "off" else ""
+    yield Finding(True, f"fsync is {fsync}{risk}", fix)
     fix = "" if may_create else "create the schemas yourself, or GRANT CREATE ON DATABASE … TO CURRENT_USER"
     yield Finding(True, f"the user {'may' if may_create else 'may not'} create schemas", fix)

@@ -167,12 +167,22 @@ class Catalog:
 def refuse_unfit(topic: Topic, target: Target, key: Sequence[str], soft_delete: bool) -> None:
     """Refuse a table in which rows cannot be found by their key."""
     missing = [name for name in key if name not in target.columns]
-    if key and (missing or frozenset(key) not in target.unique):
-        columns = ", ".join(map(quoted, key))
+    columns = ", ".join(map(quoted, key))
+    if missing:
+        table, absent = target.name.sql, ", ".join(map(quoted, missing))
+        raise SchemaError(
+            f"the table {table} of {topic} has no column {absent}, which the key of its rows needs",
+            code="PEN-4002",
+            hint=f"if it was renamed in the source: ALTER TABLE {table} RENAME COLUMN … TO {quoted(missing[0])}; "
+            f"else add it, fill it, and CREATE UNIQUE INDEX ON {table} ({columns})",
+        )
+    if key and frozenset(key) not in target.unique:
+        others = " and ".join(f"({', '.join(map(quoted, sorted(each)))})" for each in sorted(target.unique, key=sorted))
         raise SchemaError(
             f"the table {target.name.sql} of {topic} has no unique index on ({columns}), which upserts need",
             code="PEN-4002",
-            hint=f"CREATE UNIQUE INDEX ON {target.name.sql} ({columns}), or set `key`",
+            hint=f"CREATE UNIQUE INDEX ON {target.name.sql} ({columns}), or set `key`"
+            + (f"; if the table has another key now, first drop the unique index on {others}" if others else ""),
         )
     marker = target.columns.get(DELETED)
     if soft_delete and marker is not None and marker.arrow != pa.bool_():

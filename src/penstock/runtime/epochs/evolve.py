@@ -145,6 +145,7 @@ def _evolve_one(sink: Any, topic: Topic, policy: Policy, new: pa.Schema, cleared
             wider and not (sink.evaluate_evolution([change]) and _keeps_key(change, new))
         ):
             raise refusal(topic, change.column, change.old, change.new, policy)
-    if changes:
-        sink.apply_evolution(topic, changes)
+    early = [change for change in changes if not sink.evolves_with_rows or is_doubling(change)]
+    if early:
+        sink.apply_evolution(topic, early)
     return False

@@ -592,6 +592,17 @@ class TestStatus:
         assert code == 0
         assert "● stopped" in out
 
+    def test_a_pipeline_that_ended_with_failed_tables_is_not_well(self, cli, file):
+        telemetry = Telemetry("orders", sources=["shop"])
+        (file.parent / "state").mkdir()
+        telemetry.publish(file.parent / "state")
+        telemetry.tables("shop", {"public.t": TableState("failed", code="PEN-4002", error="no key")})
+        telemetry.epoch(report(1))
+        telemetry.close()
+        code, out, _ = cli("status", file)
+        assert code == 1
+        assert "public.t failed: PEN-4002 no key" in out
+
     def test_a_run_that_failed_at_its_start_does_not_hide_earlier_epochs(self, cli, file):
         state = State(file.parent / "state", "orders")
         state.open()

@@ -41,6 +41,8 @@ def make_directory(path: Path, *, private: bool = False) -> None:
             path.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
         except FileExistsError as error:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename) from error
+        except FileNotFoundError as error:  # such as in /proc, which looks like a directory that can be written
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), error.filename) from error
         for made in reversed(missing):
             _sync(made.parent)
 

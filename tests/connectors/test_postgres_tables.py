@@ -524,6 +524,14 @@ class TestCommandLine:
             ("public.orders", "paused", []),
         ]
 
+    def test_a_name_cannot_break_the_list_or_reach_the_terminal(self, database, file, cli):
+        drain(file)
+        database.run('CREATE TABLE "a\nb\x1b[31m" (id int8 PRIMARY KEY)')
+        drain(file)
+        out = cli("tables", "show", file)[1]
+        assert "public.a\\nb" in out
+        assert "\x1b[31m" not in out
+
     def test_a_run_goes_on_when_every_table_is_gone(self, database, file, cli):
         drain(file)
         database.run("DROP TABLE items", "ALTER TABLE orders RENAME TO aside", "CREATE SCHEMA elsewhere")

@@ -214,7 +214,7 @@ def status(
     import json as codec
 
     from penstock.cli.view import panel
-    from penstock.runtime.telemetry import ENDED, judge, read_status
+    from penstock.runtime.telemetry import ENDED, failed_tables, judge, read_status
 
     pipeline = load(file)
     port = pipeline.processing.metrics_port
@@ -238,7 +238,10 @@ def status(
             console.print(Text(earlier, style="dim"), soft_wrap=True)
         for notice in found["notices"]:
             console.print(Text(f"! {notice}", style="yellow"), soft_wrap=True)
-    if not verdict.ok and found["state"] != "stopped":
+        for name, why in failed_tables(found).items():
+            console.print(Text(f"! {name} failed: {why['code']} {why['error']}", style="yellow"), soft_wrap=True)
+    ended_badly = found["state"] in ENDED and failed_tables(found)
+    if ended_badly or (not verdict.ok and found["state"] != "stopped"):
         raise typer.Exit(1)
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.looking import printable
 from penstock.cli.view import duration
 from penstock.pipeline import Pipeline
 from penstock.runtime.commands import chosen_tables, table_sources, tables_asked
@@ -52,7 +53,9 @@ def show(pipeline: Pipeline, names: Sequence[str], console: Console, json: bool)
     for known, stream, each, asked in shown:
         state = Text(each.state.replace("_", " "), style=_COLOURS.get(each.state, ""))
         state.append("".join(f" → {verb}" for verb in asked), style="yellow")
-        table.add_row(*([known.name] if many else []), stream, state, _rows(each), _error(each), _next(each))
+        table.add_row(
+            *([known.name] if many else []), Text(printable(stream)), state, _rows(each), _error(each), _next(each)
+        )
     console.print(table)
 
 
@@ -69,9 +72,9 @@ def _rows(each: TableState) -> str:
 def _error(each: TableState) -> Text:
     if not each.code:
         return Text(each.note)
-    text = Text.assemble((each.code, "red"), f" {each.error}")
+    text = Text.assemble((each.code, "red"), f" {printable(each.error)}")
     if each.hint:
-        text.append(f"\n→ {each.hint}")
+        text.append(f"\n→ {printable(each.hint)}")
     return text.append(f"\n{each.note}") if each.note else text
 
 

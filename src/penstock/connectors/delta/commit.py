@@ -16,6 +16,7 @@ from penstock import durable, store
 from penstock.connectors.delta.apply import NO_TABLE, Applying, DeltaWork, Known, sent_columns
 from penstock.connectors.delta.client import client_options, delta_errors, store_errors
 from penstock.connectors.delta.columns import delta_schema
+from penstock.connectors.delta.config import DeltaConfig
 from penstock.connectors.delta.entries import wants_vectors
 from penstock.connectors.delta.evolve import Evolution
 from penstock.connectors.delta.files import Log
@@ -78,13 +79,9 @@ class DeltaTarget(LakeTarget[Table]):
     def look(self, commit: Commit) -> Table | None:
         """While rows with the same columns are added and nobody else writes, the client need not read the log."""
         known = self._table
-        if known is not None and self._takes(known, commit) and known.is_newest():
+        if known is not None and _takes(self.config, known, commit) and known.is_newest():
             return known
         return self.load()
-
-    def _takes(self, table: Table, commit: Commit) -> bool:
-        """True if the last version added rows with the same columns, so that nothing must be altered for these."""
-        return not self.config.upserts and bool(table.took) and table.took == _columns(commit)
 
     def forget(self) -> None:
         self._table = None
@@ -108,12 +105,12 @@ class DeltaTarget(LakeTarget[Table]):
             if loaded is None:
                 self.evolution.create(commit.schemas())
                 return False
-            if self._takes(loaded, commit):
-                self._append(commit, loaded)
+            if _takes(self.config, loaded, commit):
+                _append(commit, loaded)
                 return True
             renewed = self.evolution.renewed(loaded, commit)
             is_ready = loaded.may_hold(commit.schemas()) if renewed else self.evolution.evolve(loaded, commit.schemas())
-            if is_ready and self._lacks_vectors(loaded):
+            if is_ready and _lacks_vectors(self.config, loaded):
                 enable_vectors(loaded)
                 return False
             if is_ready and commit.applied:
@@ -121,13 +118,8 @@ class DeltaTarget(LakeTarget[Table]):
             elif is_ready and self.config.upserts:
                 self._upsert(commit, loaded, renewed)
             elif is_ready:
-                self._append(commit, loaded)
+                _append(commit, loaded)
             return is_ready
-
-    def _append(self, commit: Commit, table: Table) -> None:
-        version = table.version + 1
-        table.commit(commit.epoch, commit.end, commit.files)
-        table.took = _columns(commit) if table.version == version else None
 
     def tidy(self, commit: Commit) -> None:
         if self.config.upserts:  # the changes are applied
@@ -150,7 +142,7 @@ class DeltaTarget(LakeTarget[Table]):
         table = self.load()
         if self.is_done(commit.epoch, table) or self.lost(commit) is not None or any(p.renews for p in commit.parts):
             return []
-        if table is not None and self._lacks_vectors(table):
+        if table is not None and _lacks_vectors(self.config, table):
             with contextlib.suppress(*self.conflicts):  # the commit looks again
                 enable_vectors(table)
             table = self.load()
@@ -166,10 +158,6 @@ class DeltaTarget(LakeTarget[Table]):
     def _applying(self, commit: Commit, table: Table | None, schema: pa.Schema) -> Applying:
         now = self.sink.context.topic(self.topic).source_schema
         return Applying.of(self.config, self.topic, self.path, commit, table, schema, now, self._known)
-
-    def _lacks_vectors(self, table: Table) -> bool:
-        """True if the table lacks deletion vectors and the options ask for them."""
-        return self.config.upserts and self.config.apply == "vectors" and not wants_vectors(table.delta)
 
     def _upsert(self, commit: Commit, table: Table, renewed: pa.Schema | None) -> None:
         """Do all the work here, and commit; `renewed` are the new columns of a cleared table."""
@@ -244,3 +232,19 @@ def _columns(commit: Commit) -> frozenset[str]:
     return (
         frozenset() if any(part.renews for part in commit.parts) else frozenset(part.columns for part in commit.parts)
     )
+
+
+def _takes(config: DeltaConfig, table: Table, commit: Commit) -> bool:
+    """True if the last version added rows with the same columns, so that nothing must be altered for these."""
+    return not config.upserts and bool(table.took) and table.took == _columns(commit)
+
+
+def _append(commit: Commit, table: Table) -> None:
+    version = table.version + 1
+    table.commit(commit.epoch, commit.end, commit.files)
+    table.took = _columns(commit) if table.version == version else None
+
+
+def _lacks_vectors(config: DeltaConfig, table: Table) -> bool:
+    """True if the table lacks deletion vectors and the options ask for them."""
+    return config.upserts and config.apply == "vectors" and not wants_vectors(table.delta)

@@ -83,7 +83,7 @@ class Table:
 
     def is_newest(self) -> bool:
         """True if nobody has made a version after the loaded one. In this order: a log is cleaned up from its old end on."""
-        return not identity_of(self._entry(self.version + 1)) and self.is_the_same()
+        return not identity_of(_entry(self.path, self.version + 1)) and self.is_the_same()
 
     def refresh(self) -> None:
         self.delta.update_incremental()
@@ -103,7 +103,7 @@ class Table:
         if known is not None and known[0] == sequence:
             return known[1]
         if sequence is None:
-            if max(self._sidecars(pipeline), default=1) > 1:
+            if max(_sidecars(self._hidden(pipeline)), default=1) > 1:
                 raise FatalError(
                     f"the log of {self.path} no longer holds the transactions of {pipeline}, but epochs were committed",
                     code="PEN-5020",
@@ -111,7 +111,7 @@ class Table:
                 )
             return None
         tried = self.delta.transaction_version(_app_of_try(pipeline))
-        for name in self._sidecars(pipeline).get(sequence, ()):
+        for name in _sidecars(self._hidden(pipeline)).get(sequence, ()):
             if tried is not None and name != _sidecar_name(sequence, tried):
                 continue  # of a try that lost the race for this commit, or died before it
             with contextlib.suppress(FileNotFoundError):
@@ -170,7 +170,7 @@ class Table:
             _write(self.delta, self.hooks, files, removed, markers, info, schema)
         self.sync(version)
         self.markers[epoch.pipeline] = (sequence, sidecar)
-        sidecars = self._sidecars(epoch.pipeline).items()
+        sidecars = _sidecars(hidden).items()
         # One more is kept for readers of the previous version.
         store.delete(hidden / name for old, names in sidecars if old < sequence - 1 for name in names)
 
@@ -211,7 +211,7 @@ class Table:
         with contextlib.suppress(DeltaError):  # a later one does it
             self.delta.create_checkpoint()
             if not store.is_local(self.path):  # on a disk once the checkpoint is synced
-                self._drop_old_entries()
+                _drop_old_entries(self.delta)
 
     @property
     def entries(self) -> Entries:
@@ -272,32 +272,35 @@ class Table:
         found = [path for name in names if (path := log / name).exists()]
         if any(path.suffix == ".parquet" for path in found):
             durable.fsync(*found, log / "_last_checkpoint")
-            self._drop_old_entries()
+            _drop_old_entries(self.delta)
         else:
             durable.fsync(*found)
         self._synced = versions[-1]
 
-    def _drop_old_entries(self) -> None:
-        """Drop entries older than the table's retention. The checkpoint that replaces them is on disk now."""
-        if self.delta.metadata().configuration.get("delta.enableExpiredLogCleanup", "true") == "true":
-            with contextlib.suppress(DeltaError):  # a later checkpoint does it
-                self.delta.cleanup_metadata()
-
-    def _sidecars(self, pipeline: str) -> dict[int, list[str]]:
-        found: dict[int, list[str]] = {}
-        for name in store.names(self._hidden(pipeline)):
-            if name[:1].isdigit():
-                found.setdefault(int(name[:12]), []).append(name)
-        return found
-
     def _hidden(self, pipeline: str) -> Place:
         return self.path / HIDDEN / quote(pipeline, safe="")
 
-    def _entry(self, version: int) -> Place:
-        return self.path / "_delta_log" / f"{version:020d}.json"
-
     def _newest(self) -> str:
-        return identity_of(self._entry(self.version))
+        return identity_of(_entry(self.path, self.version))
+
+
+def _drop_old_entries(delta: DeltaTable) -> None:
+    """Drop entries older than the table's retention. The checkpoint that replaces them is on disk now."""
+    if delta.metadata().configuration.get("delta.enableExpiredLogCleanup", "true") == "true":
+        with contextlib.suppress(DeltaError):  # a later checkpoint does it
+            delta.cleanup_metadata()
+
+
+def _sidecars(hidden: Place) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for name in store.names(hidden):
+        if name[:1].isdigit():
+            found.setdefault(int(name[:12]), []).append(name)
+    return found
+
+
+def _entry(table: Place, version: int) -> Place:
+    return table / "_delta_log" / f"{version:020d}.json"
 
 
 def refuse_unsupported(table: Table, rewrites: bool) -> None:

@@ -367,6 +367,19 @@ def test_a_message_of_another_subject_is_handed_back_with_a_reason(own: DanubeBr
     assert "no schema" in reasons[b"none"]
 
 
+def test_a_frame_with_the_id_of_the_schema_goes_in_front_of_a_payload(own: DanubeBroker) -> None:
+    own.tell("create", topic=TOPIC)
+    registry = DanubeRegistry(DanubeConfig(url=own.url))
+    written = registry.register_schema("orders", WireSchema("json_schema", '{"type": "object"}'))
+    registry.close()
+    with Streaming(own, source(own, schema_frame=True), TOPIC) as run:
+        with PlainProducer(own.url, TOPIC) as producer:
+            producer.send(b"{}", schema=unpacked(written.id))
+            producer.send(b"none")
+            producer.send(b"unknown", schema=(999, 1))
+        assert run.wait(3) == [b"\0" + written.id.to_bytes(4, "big") + b"{}", b"none", b"unknown"]
+
+
 def test_a_schema_that_is_registered_later_is_known_then(own: DanubeBroker) -> None:
     own.tell("create", topic=TOPIC)
     with Streaming(own, source(own, expected_schema_subject="orders"), TOPIC) as run:

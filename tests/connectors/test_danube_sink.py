@@ -13,6 +13,7 @@ import pytest
 
 from penstock.connectors.danube import DanubeSink
 from penstock.connectors.danube.message import identity
+from penstock.connectors.danube.producers import Message, Producers
 from penstock.connectors.danube.sink import DanubeSinkConfig
 from penstock.errors import ConfigError, ConnectorError, DataError, RetryableError
 from penstock.formats import Format, WireSchema
@@ -118,6 +119,24 @@ def test_a_key_keeps_its_order_while_many_are_sent_at_once(broker: DanubeBroker)
         seen.setdefault(row["key"], []).append(row["id"])
     assert sum(map(len, seen.values())) == count
     assert all(ids == sorted(ids) for ids in seen.values())
+
+
+def test_no_more_than_the_window_wait_for_an_answer(broker: DanubeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way, most, sent = 0, 0, Producers._send
+
+    async def counted(self: Producers, message: Message) -> None:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        try:
+            await sent(self, message)
+        finally:
+            under_way -= 1
+
+    monkeypatch.setattr(Producers, "_send", counted)
+    send(broker, pa.record_batch({"id": list(range(100))}), window=7)
+    assert most == 7
+    assert len(payloads(broker)) == 100
 
 
 def test_a_key_keeps_its_order_when_answers_fail(broker: DanubeBroker) -> None:

@@ -381,6 +381,68 @@ def test_two_different_files_for_one_subject_are_refused_with_both_names(home: H
     assert home.rows() == [{"a": 1}]
 
 
+def test_fields_of_an_object_that_differ_in_case_only_make_a_letter_of_their_message_alone(home: Home) -> None:
+    home.put({"id": 1, "n": {"a": 1}}, {"id": 2, "n": {"A": 1}}, {"id": 3, "l": [{"b": 1, "B": 2}]}, {"id": 4})
+    home.run()
+    home.put({"id": 5, "n": {"A": 2}}, {"id": 6}, {"id": 7, "n": {"a": 7}}, {"id": 8, "new": 1})
+    home.run()
+    assert sorted(row["id"] for row in home.rows()) == [1, 4, 6, 7, 8]
+    assert sorted(json.loads(letter["payload"])["id"] for letter in home.letters()) == [2, 3, 5]
+
+
+def test_only_messages_with_a_new_field_become_letters_of_a_frozen_table(home: Home) -> None:
+    frozen = {"sink": 'schema_evolution = "freeze"'}
+    home.put({"id": 1, "n": {"a": 1}})
+    home.run(**frozen)
+    home.put({"id": 2, "z": 1}, {"id": 3}, {"id": 4, "n": {"a": 1, "b": 2}}, {"id": 5, "n": {"a": 2}})
+    home.run(**frozen)
+    home.put(*({"id": n} for n in range(6, 80)))
+    home.run(**frozen)
+    assert sorted(row["id"] for row in home.rows()) == [1, 3, *range(5, 80)]
+    assert sorted(json.loads(letter["payload"])["id"] for letter in home.letters()) == [2, 4]
+    home.put({"id": 80, "z": 1})
+    with pytest.raises(ConnectorError, match="PEN-4001"):
+        home.run(on_error="stop", **frozen)
+
+
+def test_only_messages_with_a_new_field_in_an_object_become_letters_of_iceberg(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("test_messages.PIPELINE", PIPELINE.replace('connector = "delta"', 'connector = "iceberg"'))
+    home.put({"id": 1, "n": {"a": 1}, "l": [{"p": 1}]})
+    home.run()
+    home.put({"id": 2, "n": {"a": 1, "b": 2}}, {"id": 3}, {"id": 4, "l": [{"p": 1, "q": 2}]}, {"id": 5, "new": 7})
+    home.run()
+    home.put({"id": 6, "n": {"a": 6}, "l": [{"p": 6}]}, *({"id": n} for n in range(7, 80)))
+    home.run()
+    assert sorted(json.loads(letter["payload"])["id"] for letter in home.letters()) == [2, 4]
+    pipeline = home.pipeline()
+    (sink,) = pipeline.sinks.values()
+    sink.open()
+    found = {row["id"]: row for row in sink.read_topic("/a").to_pylist()}  # type: ignore[attr-defined]
+    assert sorted(found) == [1, 3, *range(5, 80)]
+    assert (found[5]["new"], found[6]["n"], found[6]["l"]) == (7, {"a": 6}, [{"p": 6}])
+
+
+@pytest.mark.parametrize("policy", ["discard_row", "discard_value"])
+def test_what_fits_is_not_discarded_for_a_field_that_another_message_had(home: Home, policy: str) -> None:
+    discards = {"sink": f'schema_evolution = "{policy}"'}
+    home.put({"id": 1, "n": {"a": 1}, "l": [{"p": 1}]})
+    home.run(**discards)
+    home.put({"id": 2, "n": {"a": 2, "b": 1}, "l": [{"p": 2, "q": 3}, {"p": 4}]})
+    home.run(**discards)
+    home.put({"id": 3, "n": {"a": 3}}, {"id": 4, "n": None, "l": [{"p": 5}, None]}, {"id": 5, "l": []})
+    home.run(**discards)
+    kept = {"id": 2, "n": {"a": 2}, "l": [{"p": 2}, {"p": 4}]}
+    assert home.rows() == [
+        {"id": 1, "n": {"a": 1}, "l": [{"p": 1}]},
+        *([kept] if policy == "discard_value" else []),
+        {"id": 3, "n": {"a": 3}, "l": None},
+        {"id": 4, "n": None, "l": [{"p": 5}, None]},
+        {"id": 5, "n": None, "l": []},
+    ]
+
+
 def test_most_of_a_topic_does_not_drain_into_the_dead_letters(home: Home) -> None:
     home.put(*({"id": n} for n in range(500)))
     home.put(*(["x"] for _ in range(600)))

@@ -190,6 +190,53 @@ def fit(
     return _without(rows, without_place, key)
 
 
+def slimmed(rows: pa.RecordBatch, known: pa.Schema | None) -> pa.RecordBatch:
+    """
+    The rows without what a target lacks and no row has a value in: columns, and fields of structs at any depth.
+
+    One message is enough to have a column in all rows that follow it; a target that cannot follow refuses only those with
+    a value there. `known`: the columns of the target; None: it has none yet.
+    """
+    own, fields, columns = set(own_columns(rows.schema)), [], []
+    for field, values in zip(rows.schema, rows.columns, strict=True):
+        there = known.field(field.name).type if known is not None and field.name in known.names else None
+        if field.name in own and (there is not None or values.null_count < len(values)):
+            values = _slim(values, there)
+        elif field.name in own:
+            continue
+        fields.append(field.with_type(values.type))
+        columns.append(values)
+    return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields, rows.schema.metadata)) if fields else rows
+
+
+def _slim(values: pa.Array, there: pa.DataType | None) -> pa.Array:
+    kind = values.type
+    if there is not None and values.null_count == len(values):
+        return pa.nulls(len(values), there)
+    if types.is_list(kind):
+        inner = _slim(values.flatten(), there.value_type if there is not None and types.is_list(there) else None)
+        return values if inner.type == kind.value_type else _relisted(values, inner)
+    if not types.is_struct(kind):
+        return values
+    known = {each.name: each.type for each in there} if there is not None and types.is_struct(there) else {}
+    parts = zip(kind, values.flatten(), strict=True)
+    kept = [
+        (f.name, _slim(part, known.get(f.name))) for f, part in parts if f.name in known or part.is_valid().true_count
+    ]
+    slim = pa.struct([(name, part.type) for name, part in kept])
+    if not kept or slim == kind:
+        return values
+    return pa.StructArray.from_arrays([part for _, part in kept], fields=list(slim), mask=values.is_null())
+
+
+def _relisted(values: pa.Array, inner: pa.Array) -> pa.Array:
+    """The lists with other values, as `flatten` gave them."""
+    lengths = pc.fill_null(pc.list_value_length(values), 0)
+    offsets = pa.concat_arrays([pa.array([0], pa.int32()), pc.cumulative_sum(lengths.cast(pa.int32()))])
+    kind = pa.list_(values.type.value_field.with_type(inner.type))
+    return pa.ListArray.from_arrays(offsets, inner, type=kind, mask=values.is_null())
+
+
 def refusal(
     topic: str,
     column: str,

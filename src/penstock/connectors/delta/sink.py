@@ -138,6 +138,9 @@ class Delta(LakeSink[DeltaConfig]):
 
     # -- schemas ---------------------------------------------------------------------------------------------------
 
+    def schema(self, topic: Topic) -> pa.Schema | None:
+        return super().schema(topic) if self._task is None else self._task.known(topic)
+
     def diff_schemas(self, old: pa.Schema, new: pa.Schema) -> Sequence[SchemaChange]:
         before, after = (delta_schema("the topic", stored_columns(self.config, schema)) for schema in (old, new))
         return diff(before, new_columns(before, after))

@@ -84,6 +84,10 @@ class IcebergTask(LakeTask):
         self._columns[topic] = wider_columns(topic, self.sink.layout, known, own, policy)
         return iceberg_schema(topic, self._columns[topic].schema)
 
+    def known(self, topic: Topic) -> pa.Schema | None:
+        columns = (self._columns.get(topic) or self._stored_columns(topic)).schema
+        return iceberg_schema(topic, columns) if len(columns) else None
+
     def _stored_columns(self, topic: Topic) -> Columns:
         """The table's columns as the driver last saw them; the commit looks again."""
         with contextlib.suppress(FileNotFoundError):

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from penstock.connectors.lake.staging import Stage, StagedFiles
-from penstock.schema.evolution import Policy, fit, follow
+from penstock.errors import SchemaError
+from penstock.schema.evolution import Policy, fit, follow, slimmed
 from penstock.sink import Topic, WriteResult
 
 if TYPE_CHECKING:
@@ -33,7 +34,13 @@ class LakeTask:
         """The rows as the target takes them by the topic's policy, and how many lost something."""
         policy, given = self.sink.policy(topic), (topic, rows.schema)
         if given not in self._accepted:
-            self._accepted[given] = self.accept(topic, rows.schema, policy)
+            try:
+                self._accepted[given] = self.accept(topic, rows.schema, policy)
+            except SchemaError:
+                slim = slimmed(rows, self.known(topic))
+                if slim.schema == rows.schema:
+                    raise
+                return self.fit(topic, slim, key)
         return fit(topic, rows, self._accepted[given], policy, key)
 
     def accept(self, topic: Topic, rows: pa.Schema, policy: Policy) -> pa.Schema:
@@ -44,6 +51,10 @@ class LakeTask:
         if stored is not None and staged is not None:
             columns = follow(topic, stored, staged, sink_widens=widens)
         return follow(topic, columns, rows, policy, widens)
+
+    def known(self, topic: Topic) -> pa.Schema | None:
+        """The columns of the target, or those of the rows so far that will be its first."""
+        return self.stored(topic) or self.stage.schema(topic)
 
     def stored(self, topic: Topic) -> pa.Schema | None:
         """The columns of the target, as a task can see them; None if there is none yet."""

@@ -19,8 +19,8 @@ from penstock.connectors.postgres.session import Session
 from penstock.connectors.postgres.stage import Known, Open, Stage, exact
 from penstock.connectors.postgres.target import refuse_unfit
 from penstock.connectors.postgresql import failures
-from penstock.errors import DataError
-from penstock.schema.evolution import Policy, fit
+from penstock.errors import DataError, SchemaError
+from penstock.schema.evolution import Policy, fit, slimmed
 from penstock.sink import Topic, WriteResult
 
 MOST_COLUMNS = 1590
@@ -50,7 +50,13 @@ class TaskSide:
         rows, discarded = self._narrowed(topic, columns.plain(topic, rows), known), 0
         upsert.refuse_own_mark(self.config, topic, rows.schema.names)
         if known.target is not None:
-            rows, discarded = self._fitted(topic, rows, known, key)
+            try:
+                rows, discarded = self._fitted(topic, rows, known, key)
+            except SchemaError:
+                slim = slimmed(rows, known.target.schema())
+                if slim.schema == rows.schema:
+                    raise
+                rows, discarded = self._fitted(topic, slim, known, key)
         if self._upserts:
             check_changes(pa.Table.from_batches([rows]), key)
         if rows.num_rows:

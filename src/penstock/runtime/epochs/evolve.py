@@ -13,9 +13,9 @@ from penstock.errors import ConfigError, ConnectorError, is_of_stream
 from penstock.runtime.epochs.contexts import Contexts
 from penstock.runtime.epochs.manifest import Manifest
 from penstock.runtime.epochs.wiring import Pair, followed
-from penstock.runtime.job import is_plain
+from penstock.runtime.job import OnErrors, is_plain
 from penstock.runtime.messages.decoding import Decoders
-from penstock.schema import ChangeKind, Doubling, SchemaChange, SchemaEvolvable, key_of
+from penstock.schema import ChangeKind, Doubling, SchemaChange, SchemaEvolvable, is_envelope, key_of
 from penstock.schema.evolution import Policy, becomes_double, is_doubling, refusal, widens_or_doubles
 from penstock.sink import Topic
 from penstock.source import Schemas
@@ -41,6 +41,7 @@ class Followers:
         self._evolved: dict[Pair, pa.Schema] = {}
         self._is_plain: dict[Pair, bool] = {}
         self._keys: dict[Topic, set[str]] = {}
+        self._on_error = OnErrors()
 
     def follow(
         self,
@@ -48,8 +49,10 @@ class Followers:
         manifest: Manifest,
         cleared: Collection[tuple[str, str]],
         decoders: Decoders,
+        on_error: OnErrors,
     ) -> Following:
         """`cleared`: sources and streams whose rows in this epoch follow a clear of their target."""
+        self._on_error = on_error
         following = Following()
         owners = self._owners(manifest)
         for name, streams in schemas.items():
@@ -106,10 +109,15 @@ class Followers:
                 # Of SQL only the tasks know the schema, and what is discarded is known there row by row.
                 if not is_plain(target.route) or policy.discards or self._evolved.get(pair) == new:
                     continue
-                if isinstance(sink, SchemaEvolvable) and _evolve_one(sink, target.topic, policy, new, cleared):
-                    yield pair
-                else:
-                    self._evolved[pair] = new
+                try:
+                    if isinstance(sink, SchemaEvolvable) and _evolve_one(sink, target.topic, policy, new, cleared):
+                        yield pair
+                    else:
+                        self._evolved[pair] = new
+                except ConnectorError as error:
+                    is_kept = is_envelope(schema) and self._on_error.of(source, target.route) != "stop"
+                    if not is_kept or not is_of_stream(error):
+                        raise  # of messages that are kept, tasks refuse only those with a value that has no place
 
     def can_be_double(self, topic: Topic, known: pa.Schema, wider: pa.Schema, column: str) -> bool:
         """True if every target of a topic lets whole numbers in a column become doubles, as the wider columns want it."""

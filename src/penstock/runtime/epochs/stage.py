@@ -166,7 +166,7 @@ class Stager:
         if REPLAY in schemas:  # letters are of any stream
             schemas |= {name: source.schema() for name, source in self._wiring.sources.items() if name not in schemas}
         decoders = self._messages.decoders(manifest)
-        following = self._followers.follow(schemas, manifest, cleared, decoders)
+        following = self._followers.follow(schemas, manifest, cleared, decoders, self._messages.on_error)
         skipped = {**wanted.left_out, **following.skipped}
         job = Job(
             epoch=epoch,

@@ -353,6 +353,27 @@ def test_a_schema_file_that_goes_back_to_an_earlier_text_is_that_version_again(h
     assert home.rows().count({"a": 2, "b": 1}) == 3
 
 
+def test_an_epoch_that_was_planned_with_a_version_nobody_can_use_takes_another_on_request(
+    home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = LONGS + 'schema_file = "r.avsc"\n'
+    longs(home, "a")
+    home.put("\x02")
+    home.run(file)
+    text = (home.path / "r.avsc").read_text()
+    (home.path / "r.avsc").write_text(text.replace("long", "float"))  # compatible, and Delta cannot follow it
+    home.put("\x02")
+    for _ in range(2):
+        with pytest.raises(ConnectorError, match="PEN-4001"):
+            home.run(file, on_error="stop")
+        (home.path / "r.avsc").write_text(text)  # alone it does not help: the epoch is bound to its version
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["offsets", "restage", str(home.path / "pipeline.toml")])
+    assert "by the schemas that the file asks for then" in capsys.readouterr().out
+    home.run(file)
+    assert home.rows() == [{"a": 1}, {"a": 1}]
+
+
 def test_two_entries_of_one_subject_use_the_versions_that_each_asks_for(home: Home) -> None:
     for names in ("ab", "ba"):
         longs(home, *names)
@@ -559,6 +580,28 @@ def test_a_topic_of_debezium_changes_is_applied_to_an_upsert_table(home: Home) -
     home.put(('{"id": 3}', None), (key, change("u", after={"id": 1, "name": "y", "size": 1.5}, lsn=7)))
     home.run(entry, **upsert)
     assert home.rows() == [{"id": 1, "name": "y", "size": 1.5}]
+
+
+@pytest.mark.parametrize("is_one_epoch", [True, False])
+@pytest.mark.parametrize("tombstone", [None, {"schema": None, "payload": None}])
+def test_a_tombstone_after_a_delete_brings_neither_a_row_nor_a_letter(
+    home: Home, is_one_epoch: bool, tombstone: Any
+) -> None:
+    def dressed(value: Any) -> Any:
+        return {"schema": {"type": "struct", "fields": [{"field": "id"}]}, "payload": value}
+
+    messages = [
+        (json.dumps(dressed({"id": 1})), dressed(change("c", after={"id": 1, "name": "a"}, lsn=1))),
+        (json.dumps(dressed({"id": 2})), dressed(change("c", after={"id": 2, "name": "b"}, lsn=2))),
+        (json.dumps(dressed({"id": 1})), dressed(change("d", before={"id": 1, "name": "a"}, lsn=3))),
+        (json.dumps(dressed({"id": 1})), tombstone),
+        (json.dumps(dressed({"id": 2})), {"payload": change("u", after={"id": 2, "name": "c"}, lsn=4), "schema": {}}),
+    ]
+    for some in [messages] if is_one_epoch else [[each] for each in messages]:
+        home.put(*some)
+        home.run('[[schemas]]\ntopic = "/a"\nschema_type = "debezium"\n', sink='mode = "upsert"')
+    assert home.rows() == [{"id": 2, "name": "c"}]
+    assert home.letters() == []
 
 
 class TestSchemaCommands:

@@ -106,7 +106,7 @@ def _restage(
         list[str] | None, typer.Option("--without", metavar="TOPIC", help="Leave this topic out; may be repeated.")
     ] = None,
 ) -> None:
-    """Have the next run stage its epoch again. For a prepared epoch that a target refuses."""
+    """Have the next run stage its epoch again. For one that a target refuses, or whose schema is gone or was wrong."""
     from penstock.cli import load
     from penstock.runtime.epochs import State
 
@@ -160,6 +160,9 @@ def restage(state: State, without: Sequence[str], yes: bool) -> None:
         if rows and not yes and not typer.confirm(question):
             raise typer.Exit(1)
     manifest = epochs.restage(state.directory, state.pipeline, without)
+    if manifest.state == "planned":
+        print(f"the next run reads epoch {manifest.number} by the schemas that the file asks for then")
+        return
     print(
         f"the next run stages again what the targets do not hold of epoch {manifest.number}, by the file as it is now"
     )

@@ -90,6 +90,8 @@ class Debezium(Format[DebeziumConfig]):
         return self.decode_with_keys(payloads, pa.nulls(len(payloads), pa.binary()), known)
 
     def decode_with_keys(self, payloads: pa.Array, keys: pa.Array, known: pa.Schema | None = None) -> Decoded:
+        if isinstance(self._inner, Json):
+            payloads = bare(payloads)
         found = self._envelopes(payloads, known)
         is_null = payloads.is_null().to_numpy(zero_copy_only=False)
         envelopes = Envelopes(found.rows, is_null[found.positions], None if known is None else _own_known(known))
@@ -108,12 +110,11 @@ class Debezium(Format[DebeziumConfig]):
     def _envelopes(self, payloads: pa.Array, known: pa.Schema | None) -> Decoded:
         if not isinstance(self._inner, Json):
             return self._inner.decode(payloads)
-        texts = bare(payloads)
-        found = self._inner.decode(texts, _inner_known(known))
+        found = self._inner.decode(payloads, _inner_known(known))
         if can_meet(found.rows):
             return found
         # What is new before and after the change has two types: the row after it decides.
-        return self._inner.decode(texts, _inner_known(pa.schema(list(found.rows.schema.field("after").type))))
+        return self._inner.decode(payloads, _inner_known(pa.schema(list(found.rows.schema.field("after").type))))
 
     def encode(self, rows: pa.RecordBatch) -> pa.Array:
         if not is_changelog(rows.schema):

@@ -39,11 +39,22 @@ _POSITIONS = (
 
 
 def bare(payloads: pa.Array) -> pa.Array:
-    """The envelopes without their schema part: `{"schema": …, "payload": {…}}` is its payload; others stay as they are."""
+    """
+    The envelopes without their schema part: `{"schema": …, "payload": {…}}` is its payload; others stay as they are.
+
+    One whose payload is `null` is a tombstone, like a message without a payload.
+    """
     payloads = payloads.cast(pa.large_binary()).cast(pa.binary())
+    waiting = pc.fill_null(pc.match_substring_regex(payloads, r'^\s*\{\s*"(schema|payload)"'), False)
+    if not waiting.true_count:
+        return payloads
+    texts = _without_schemas(payloads, np.flatnonzero(waiting.to_numpy(zero_copy_only=False)))
+    is_gone = pc.and_(waiting, pc.fill_null(pc.match_substring_regex(texts, r"^\s*null\s*$"), False))
+    return pc.if_else(is_gone, pa.scalar(None, texts.type), texts) if is_gone.true_count else texts
+
+
+def _without_schemas(payloads: pa.Array, left: npt.NDArray[np.int64]) -> pa.Array:
     texts = payloads
-    waiting = pc.fill_null(pc.match_substring_regex(payloads, r'^\s*\{\s*"schema"'), False)
-    left = np.flatnonzero(waiting.to_numpy(zero_copy_only=False))
     for _ in range(MAX_SCHEMAS):
         if not len(left):
             return texts
@@ -81,7 +92,7 @@ def _alone(payload: bytes) -> bytes:
         found = json.loads(payload)
     except (ValueError, RecursionError):
         return payload
-    if not isinstance(found, dict) or "payload" not in found:
+    if not isinstance(found, dict) or not {"schema", "payload"} <= found.keys():
         return payload
     return json.dumps(found["payload"], ensure_ascii=False).encode("utf-8", "surrogatepass")
 

@@ -136,7 +136,7 @@ class EpochLoop:
         if manifest.state == "planned":
             try:
                 with _timed(seconds, "stage"):
-                    manifest = self._prepare(*self._stage(manifest, again=recovered))
+                    manifest = self._prepare(*self._stage(self._bound(manifest), again=recovered))
             except RangeGone:
                 if manifest.only is not None:
                     raise
@@ -199,6 +199,11 @@ class EpochLoop:
         self.state.save(manifest)
         failpoints.hit("plan.after")
         return manifest
+
+    def _bound(self, manifest: Manifest) -> Manifest:
+        """Bind an epoch to versions of schemas that has none: its state was lost, or somebody asked for other ones."""
+        versions = {} if manifest.versions else self._messages.plan(None).get("versions", {})
+        return self.state.save(manifest.model_copy(update={"versions": versions})) if versions else manifest
 
     def _stage(self, manifest: Manifest, again: bool) -> tuple[Manifest, Staged]:
         if again:

@@ -173,11 +173,17 @@ def reset(directory: Path, pipeline: str) -> None:
 
 
 def restage(directory: Path, pipeline: str, without: Sequence[Topic] = ()) -> Manifest:
-    """`offsets restage`: the next run stages again what the epoch in hand has not committed; gives that epoch."""
+    """
+    `offsets restage`: the next run stages again what the epoch in hand has not committed; gives that epoch.
+
+    One that is only planned is bound to versions of schemas: it takes those that the file asks for then.
+    """
     state = State(directory, pipeline)
     state.open()
     try:
         newest = state.newest
+        if newest is not None and newest.state == "planned" and newest.versions and not without:
+            return state.save(newest.model_copy(update={"versions": {}}))
         if newest is None or newest.state != "prepared":
             raise ConfigError(
                 f"no epoch of {pipeline} is prepared, so there is nothing to stage again",

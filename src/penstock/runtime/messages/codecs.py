@@ -135,7 +135,16 @@ class Codecs:
         chosen = {}
         for each in self._with_subject():
             version = versions.get(each.place)
-            chosen[each.place] = self._now(each) if version is None else self._fetched(str(each.subject), version)
+            try:
+                chosen[each.place] = self._now(each) if version is None else self._fetched(str(each.subject), version)
+            except ConfigError as error:
+                if version is None or error.code != "PEN-1031":
+                    raise
+                raise ConfigError(
+                    f"{error.message}, and the epoch in hand was planned with it",
+                    code=error.code,
+                    hint="`penstock offsets restage FILE` has it take the version that the file asks for now",
+                ) from error
         return chosen
 
     def _fetched(self, subject: str, version: int) -> WireSchema:

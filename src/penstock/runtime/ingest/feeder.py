@@ -87,6 +87,8 @@ class Ingest:
         """
         if self._line is None:
             self._recover(committed, planned)
+        assert self._range_source is not None
+        self._range_source.open(context)  # an epoch in hand is split as it was planned
         once(self.name, lambda: self.source.open(context))
         self.feeder = self._make(self.line)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +18,13 @@ from deltalake import DeltaTable
 from penstock import cli
 from penstock.config import Config
 from penstock.connectors.files.sink import read_published
-from penstock.errors import ConfigError, ConnectorError
+from penstock.errors import ConfigError, ConnectorError, FatalError
 from penstock.pipeline import Pipeline
 from penstock.runtime import supervisor
-from penstock.runtime.epochs import Manifest
+from penstock.runtime.epochs import Manifest, State
 from penstock.runtime.epochs.messages import Messages
 from penstock.runtime.epochs.stage import Staged
+from penstock.runtime.journal.source import JournalSource
 from penstock.runtime.telemetry import Telemetry
 from penstock.sink import Receipt, SinkConnector, WriteResult
 from penstock.source import Offset, PollingSource, SourceCheckpoint, SourceEnvelope, SourceRecord
@@ -353,25 +355,93 @@ def test_a_schema_file_that_goes_back_to_an_earlier_text_is_that_version_again(h
     assert home.rows().count({"a": 2, "b": 1}) == 3
 
 
-def test_an_epoch_that_was_planned_with_a_version_nobody_can_use_takes_another_on_request(
-    home: Home, capsys: pytest.CaptureFixture[str]
+class Halted(ForkEngine):
+    """Plans, and comes no further."""
+
+    def run(self, job: Any) -> Any:
+        raise FatalError("halted")
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_planned_epoch_is_bound_to_its_version_unless_another_is_asked_for(
+    home: Home, capsys: pytest.CaptureFixture[str], is_asked: bool
 ) -> None:
     file = LONGS + 'schema_file = "r.avsc"\n'
-    longs(home, "a")
-    home.put("\x02")
+    longs(home, "a", "b")
+    home.put("\x02\x04")
+    with pytest.raises(FatalError, match="halted"):
+        supervisor.run(home.pipeline(file), Halted(1), drain=True)
+    longs(home, "b", "a")
+    if is_asked:
+        with pytest.raises(SystemExit, match="0"):
+            cli.main(["offsets", "restage", str(home.path / "pipeline.toml")])
+        assert "by the schemas that the file asks for then" in capsys.readouterr().out
     home.run(file)
-    text = (home.path / "r.avsc").read_text()
-    (home.path / "r.avsc").write_text(text.replace("long", "float"))  # compatible, and Delta cannot follow it
-    home.put("\x02")
-    for _ in range(2):
-        with pytest.raises(ConnectorError, match="PEN-4001"):
-            home.run(file, on_error="stop")
-        (home.path / "r.avsc").write_text(text)  # alone it does not help: the epoch is bound to its version
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["offsets", "restage", str(home.path / "pipeline.toml")])
-    assert "by the schemas that the file asks for then" in capsys.readouterr().out
-    home.run(file)
-    assert home.rows() == [{"a": 1}, {"a": 1}]
+    assert home.rows() == [{"b": 1, "a": 2} if is_asked else {"a": 1, "b": 2}]
+
+
+def test_a_recovered_epoch_is_split_as_it_was_planned(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    splits: list[Any] = []
+    real = JournalSource.split
+    monkeypatch.setattr("penstock.runtime.journal.source.LEAST_SPLIT_ROWS", 10)
+    monkeypatch.setattr(JournalSource, "split", lambda self, a, b: splits.append(real(self, a, b)) or splits[-1])
+    home.put(*({"id": n} for n in range(100)))
+    with pytest.raises(FatalError, match="halted"):
+        supervisor.run(home.pipeline(), Halted(3), drain=True)
+    supervisor.run(home.pipeline(), ForkEngine(1), drain=True)  # a smaller machine
+    assert len(splits[0]) == 3
+    assert splits[1] == splits[0], splits
+    assert sorted(row["id"] for row in home.rows()) == [*range(100)]
+
+
+FIXED = '[[schemas]]\ntopic = "/a"\nschema_type = "json_schema"\nschema_file = "s.json"\nmetadata = ["key"]\n'
+
+
+@pytest.mark.parametrize(
+    ("sink", "properties", "words"),
+    [
+        ("delta", {"a": {"type": "string"}, "A": {"type": "string"}}, "'a' and 'A' of /a differ in case only"),
+        ("delta", {"_op": {"type": "string"}}, "PEN-1020 the schema of /a has a field '_op'"),
+        ("delta", {"_key": {"type": "string"}}, "PEN-1020 the schema of /a has a field '_key'"),
+        ("postgres", {"ctid": {"type": "string"}}, "can have the name 'ctid'"),
+        ("postgres", {"n": {"type": "object", "properties": {"a": {"type": "string"}}}}, "'n' of /a is struct"),
+        ("postgres", {f"c{n}": {"type": "string"} for n in range(1700)}, "more than 1,590 columns"),
+    ],
+    ids=lambda each: str(each)[:30],
+)
+def test_columns_that_a_target_cannot_have_are_found_before_the_first_message(
+    home: Home,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    sink: str,
+    properties: Any,
+    words: str,
+) -> None:
+    if sink == "postgres":
+        dsn = request.getfixturevalue("server").dsn
+        table = f"f{uuid4().hex[:12]}"
+        text = f'[sink]\nconnector = "postgres"\ndsn = "{dsn}"\ntable = "public.{table}"\n'
+        monkeypatch.setattr("test_messages.PIPELINE", PIPELINE[: PIPELINE.index("[sink]")] + text)
+    (home.path / "s.json").write_text(json.dumps({"type": "object", "properties": properties}))
+    home.put({"a": "x"})
+    home.pipeline(FIXED)
+    with pytest.raises(SystemExit):
+        cli.main(["check", str(home.path / "pipeline.toml")])
+    assert words in capsys.readouterr().out.replace("\n", " ")
+    with pytest.raises(ConnectorError, match=re.escape(words)):
+        home.run(FIXED)
+    assert State(home.path / "state", "messages").peek().newest is None
+
+
+def test_a_schema_that_the_table_cannot_follow_is_found_before_the_first_message(home: Home) -> None:
+    for kind in ("integer", "string"):
+        (home.path / "s.json").write_text(json.dumps({"type": "object", "properties": {"a": {"type": kind}}}))
+        if kind == "integer":
+            home.put({"a": 1})
+            home.run(FIXED + 'compatibility = "none"\n')
+    with pytest.raises(ConnectorError, match="PEN-4001 sink 'delta': the column 'a' of /a is int64 in the target"):
+        home.run(FIXED + 'compatibility = "none"\n')
 
 
 def test_two_entries_of_one_subject_use_the_versions_that_each_asks_for(home: Home) -> None:

@@ -23,6 +23,7 @@ from penstock.errors import CODES, ConfigError, ConnectorError, from_text, is_of
 from penstock.pipeline import Pipeline
 from penstock.pipeline.checks import stream_notices
 from penstock.runtime import readiness
+from penstock.runtime.messages.foreseen import misfits
 from penstock.schema import discover
 from penstock.sink import SinkConnector
 from penstock.source import Connector, Finding, ProducerConfig, Schemas, SourceConnector, SourceContext
@@ -248,6 +249,8 @@ def _places(name: str, sink: SinkConnector[Any, Any], streams: dict[str, Schemas
             if not is_of_stream(error):
                 raise
             yield Finding(False, f"{topic} is left out: {error.code} {error.message}", error.hint)
+    for misfit in misfits(looks.decoders(), looks.pipeline.router, looks.pipeline.sources, {name: sink}, streams):
+        yield _refusal(misfit)
 
 
 def _schemas(pipeline: Pipeline) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from penstock.pipeline import Pipeline
 from penstock.pipeline.routing import Target
 from penstock.runtime import readiness
 from penstock.runtime.messages.codecs import Codecs
+from penstock.runtime.messages.decoding import Decoders
 from penstock.runtime.sampling import Sample, sample
 from penstock.sink import Topic
 from penstock.source import Finding, RangeSource, Schemas, SourceConnector
@@ -46,6 +48,12 @@ class Looks:
         """Per sink and topic the columns that the target has; None: it takes any."""
         self._rows = sample_rows
         self._samples: dict[str, Sample] = {}
+
+    def decoders(self) -> Decoders:
+        """What a run would decode with; nothing where the registry does not say, which is a finding of its own."""
+        with contextlib.suppress(ConnectorError):
+            return Codecs(self.pipeline.schemas, self.pipeline.processing.state_dir).decoders_unregistered()
+        return Decoders()
 
     def take(self, name: str, source: SourceConnector[Any]) -> Iterator[Finding]:
         """Read a sample of a source that is open; what fails is a finding."""

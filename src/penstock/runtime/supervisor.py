@@ -28,6 +28,7 @@ from penstock.runtime.job import Engine, OnErrors
 from penstock.runtime.journal import JournalPosition
 from penstock.runtime.messages import letters
 from penstock.runtime.messages.codecs import Codecs
+from penstock.runtime.messages.foreseen import misfits
 from penstock.runtime.messages.store import letter_sink, replay_source
 from penstock.runtime.monitor import EndWatch, Monitor, Step
 from penstock.runtime.retry import Backoff
@@ -326,6 +327,8 @@ class _Supervisor:
         known = self._placed({name: discover(source) for name, source in self._own_ranges()}, state)
         for notice in stream_notices(self.pipeline, known):
             self.telemetry.message("warning", notice)
+        for misfit in misfits(decoders, self.router, self.pipeline.sources, self.pipeline.sinks, known):
+            raise misfit
         for name, schemas in known.items():
             for stream, given in schemas.items():
                 for target in self.router.targets(name, stream):

@@ -9,7 +9,14 @@ from typing import ClassVar
 import pyarrow as pa
 
 from penstock.connectors.delta.apply import Applying, DeltaApplied, DeltaWork
-from penstock.connectors.delta.columns import StatsPart, can_widen, delta_schema, new_columns, stored_columns
+from penstock.connectors.delta.columns import (
+    StatsPart,
+    can_widen,
+    delta_schema,
+    follow_rows,
+    new_columns,
+    stored_columns,
+)
 from penstock.connectors.delta.commit import DeltaTarget
 from penstock.connectors.delta.config import DeltaConfig
 from penstock.connectors.delta.doubles import holds_beyond
@@ -140,6 +147,10 @@ class Delta(LakeSink[DeltaConfig]):
 
     def schema(self, topic: Topic) -> pa.Schema | None:
         return super().schema(topic) if self._task is None else self._task.known(topic)
+
+    def check_columns(self, topic: Topic, columns: pa.Schema) -> None:
+        new = delta_schema(topic, stored_columns(self.config, columns))
+        follow_rows(topic, self.config, self.schema(topic) or new, new, self.policy(topic))
 
     def diff_schemas(self, old: pa.Schema, new: pa.Schema) -> Sequence[SchemaChange]:
         before, after = (delta_schema("the topic", stored_columns(self.config, schema)) for schema in (old, new))

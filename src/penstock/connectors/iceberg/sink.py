@@ -25,7 +25,7 @@ from penstock.connectors.lake.sink import LakeSink
 from penstock.connectors.lake.staging import FileSpec, Part, Stage
 from penstock.connectors.upsert import check_options
 from penstock.schema import ChangeKind, SchemaChange
-from penstock.schema.evolution import EXACT, diff, is_doubling, no_exact_double
+from penstock.schema.evolution import EXACT, diff, follow, is_doubling, no_exact_double
 from penstock.sink import Epoch, SinkContext, Task, Topic
 from penstock.store import Place
 
@@ -104,6 +104,11 @@ class Iceberg(LakeSink[IcebergConfig]):
         return StatsPart(path, schema, self.config.compression)
 
     # -- schemas ---------------------------------------------------------------------------------------------------
+
+    def check_columns(self, topic: Topic, columns: pa.Schema) -> None:
+        new = iceberg_schema(topic, self._own(columns))
+        self.layout.check(topic, new)
+        follow(topic, self.schema(topic) or new, new, self.policy(topic), self._widens)
 
     def diff_schemas(self, old: pa.Schema, new: pa.Schema) -> Sequence[SchemaChange]:
         return diff(*(iceberg_schema("the topic", self._own(schema)) for schema in (old, new)))

@@ -57,11 +57,7 @@ def plain(topic: Topic, batch: pa.RecordBatch) -> pa.RecordBatch:
         if values.null_count == len(values) and not can_hold(topic, field):
             continue
         if not _is_name(field.name):
-            raise SchemaError(
-                f"no column of PostgreSQL can have the name {field.name!r}, as one of {topic} has",
-                code="PEN-4002",
-                hint="rename it in the route's SQL; names have 1 to 63 bytes, and those of system columns are taken",
-            )
+            raise _no_name(topic, field.name)
         try:
             values, origin = _plain(topic, field.name, values)
         except pa.ArrowInvalid as error:
@@ -76,13 +72,28 @@ def plain(topic: Topic, batch: pa.RecordBatch) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields, batch.schema.metadata))
 
 
+def refuse(topic: Topic, field: pa.Field) -> None:
+    """Refuse a column that no table can have."""
+    if not _is_name(field.name):
+        raise _no_name(topic, field.name)
+    _plain(topic, field.name, pa.nulls(0, field.type))
+
+
+def _no_name(topic: Topic, name: str) -> SchemaError:
+    return SchemaError(
+        f"no column of PostgreSQL can have the name {name!r}, as one of {topic} has",
+        code="PEN-4002",
+        hint="rename it in the route's SQL; names have 1 to 63 bytes, and those of system columns are taken",
+    )
+
+
 def can_hold(topic: Topic, field: pa.Field) -> bool:
     """True if a table can have a column of this name and type."""
     try:
-        _plain(topic, field.name, pa.nulls(0, field.type))
+        refuse(topic, field)
     except SchemaError:
         return False
-    return _is_name(field.name)
+    return True
 
 
 def _is_name(name: str) -> bool:

@@ -10,13 +10,17 @@ from typing import Any
 import psycopg
 import pyarrow as pa
 
-from penstock.connectors.postgres.columns import origin, sql_type
+from penstock.changes import own_columns
+from penstock.connectors.postgres.columns import origin, picked, plain, refuse, sql_type
 from penstock.connectors.postgres.target import NAME_BYTES, Catalog, Column, Name, Target, refuse_unfit
 from penstock.connectors.postgresql.types import quoted
 from penstock.connectors.upsert import DELETED
 from penstock.errors import SchemaError
 from penstock.schema.evolution import EXACT, Policy, becomes_double, follow, no_exact_double, refusal, widens_or_doubles
 from penstock.sink import Topic
+
+MOST_COLUMNS = 1590
+"""A table has at most 1,600; some are left for those that a staging table has besides."""
 
 _TRIAL = Name("pg_temp", "penstock_trial")
 
@@ -123,6 +127,24 @@ def widened(topic: Topic, target: pa.Schema, rows: pa.Schema, policy: Policy) ->
                 hint=f"shorten it to {NAME_BYTES} bytes in the route's SQL",
             )
     return pa.schema(changed)
+
+
+def refuse_columns(topic: Topic, schema: pa.Schema, target: Target | None, policy: Policy) -> None:
+    """Refuse columns that a table, or this one, could never have; before there are rows."""
+    given = pa.schema([each for each in schema if not pa.types.is_null(each.type)])
+    for each in given:
+        refuse(topic, each)
+    there = target.columns if target is not None else {}
+    if len({*there, *given.names}) > MOST_COLUMNS:
+        raise SchemaError(
+            f"the table of {topic} would have more than {MOST_COLUMNS:,} columns, which PostgreSQL has no place for",
+            code="PEN-4002",
+            hint="list the columns that are needed in the route's SQL",
+        )
+    if target is not None:
+        empty = pa.RecordBatch.from_arrays([pa.nulls(0, each.type) for each in given], schema=given)
+        rows = plain(topic, empty).schema
+        widened(topic, target.schema(), picked(rows, own_columns(rows)), policy)
 
 
 def altered(

@@ -15,7 +15,7 @@ from penstock.connectors import upsert
 from penstock.connectors.postgres import columns
 from penstock.connectors.postgres.commit import DriverSide
 from penstock.connectors.postgres.config import PostgresSinkConfig, StagedTables
-from penstock.connectors.postgres.fit import holds_beyond, make_empty
+from penstock.connectors.postgres.fit import holds_beyond, make_empty, refuse_columns
 from penstock.connectors.postgres.session import Markers, Seeded, Session
 from penstock.connectors.postgres.task import TaskSide
 from penstock.connectors.postgresql import connections, failures
@@ -148,6 +148,9 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
         """The columns of the table; more may come."""
         target = self.session.target(topic)
         return target and target.schema()
+
+    def check_columns(self, topic: Topic, columns: pa.Schema) -> None:
+        refuse_columns(topic, columns, self.session.target(topic), self.policy(topic))
 
     takes_nested = False
 

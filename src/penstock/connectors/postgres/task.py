@@ -13,7 +13,7 @@ from penstock.changes.checks import check_changes
 from penstock.connectors import upsert
 from penstock.connectors.postgres import columns
 from penstock.connectors.postgres.config import PostgresSinkConfig, StagedTables
-from penstock.connectors.postgres.fit import altered, known_types, refuse_rounding, widened
+from penstock.connectors.postgres.fit import MOST_COLUMNS, altered, known_types, refuse_rounding, widened
 from penstock.connectors.postgres.refusals import refusals
 from penstock.connectors.postgres.session import Session
 from penstock.connectors.postgres.stage import Known, Open, Stage, exact
@@ -22,9 +22,6 @@ from penstock.connectors.postgresql import failures
 from penstock.errors import DataError, SchemaError
 from penstock.schema.evolution import Policy, fit, slimmed
 from penstock.sink import Topic, WriteResult
-
-MOST_COLUMNS = 1590
-"""A table has at most 1,600; some are left for those that a staging table has besides."""
 
 
 class TaskSide:

@@ -1,0 +1,88 @@
+"""Before the first message: whether the targets of a topic can have the columns that its schema gives it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.errors import ConfigError, ConnectorError, SchemaError
+from penstock.pipeline.routing import Route, Router, Target
+from penstock.runtime.job import is_plain
+from penstock.runtime.messages.decoding import Decoder, Decoders
+from penstock.schema import is_envelope
+from penstock.sink import SinkConnector
+from penstock.source import PollingSource, Schemas, SourceConnector, StreamingSource
+
+
+def misfits(
+    decoders: Decoders,
+    router: Router,
+    sources: Mapping[str, SourceConnector[Any]],
+    sinks: Mapping[str, SinkConnector[Any, Any]],
+    streams: Mapping[str, Schemas],
+) -> Iterator[ConnectorError]:
+    """
+    What is wrong with topics whose format fixes their columns; what SQL makes of them is known to Spark alone.
+
+    `streams`: what the sources say of their streams. Messages that are pushed or polled name theirs only when they come.
+    """
+    asked: set[tuple[str, str]] = set()
+    for target in _targets(decoders, router, sources, streams):
+        decoder = decoders.of(target.topic)
+        if decoder is None or decoder.format.columns() is None:
+            continue
+        try:
+            columns = _columns(target, decoder)
+        except ConfigError as error:
+            if ("", target.topic) not in asked:
+                asked.add(("", target.topic))
+                yield error
+            continue
+        for name in target.sinks if is_plain(target.route) else ():
+            if (name, target.topic) in asked or name not in sinks:
+                continue
+            asked.add((name, target.topic))
+            if (target.route.schema_evolution or sinks[name].policy(target.topic)).discards:
+                continue
+            try:
+                sinks[name].check_columns(target.topic, columns)
+            except SchemaError as error:
+                yield type(error)(f"sink {name!r}: {error.message}", code=error.code, hint=error.hint)
+
+
+def _columns(target: Target, decoder: Decoder) -> pa.Schema:
+    columns, schema = decoder.format.columns(), decoder.schema()
+    assert columns is not None
+    assert schema is not None
+    taken = sorted(decoder.reserved.intersection(columns.names))
+    if taken:
+        raise ConfigError(
+            f"the schema of {target.topic} has a field {taken[0]!r}, which is the name of a column of Penstock's own",
+            code="PEN-1020",
+            hint="rename the field; `_op` is for formats of changes such as debezium, the others are what `metadata` names",
+        )
+    return schema
+
+
+def _targets(
+    decoders: Decoders, router: Router, sources: Mapping[str, SourceConnector[Any]], streams: Mapping[str, Schemas]
+) -> Iterator[Target]:
+    for source, known in streams.items():
+        for stream, schema in known.items():
+            if is_envelope(schema):
+                yield from router.targets(source, stream)
+    topics = [each.entry.topic for each in decoders.schemas.entries if each.serves("source")]
+    pushed = [name for name, each in sources.items() if isinstance(each, PollingSource | StreamingSource)]
+    for route in router.effective:
+        if route.source in pushed or (route.source is None and pushed):
+            for topic in topics:
+                if not set("*+#") & set(topic) and _leads_to(route, topic):
+                    yield Target(topic, route.sinks or router.sinks, route)
+
+
+def _leads_to(route: Route, topic: str) -> bool:
+    parts = re.split(r"\{[^}]*\}", route.to)
+    return re.fullmatch(".+".join(map(re.escape, parts)), topic) is not None

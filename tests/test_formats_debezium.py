@@ -149,6 +149,19 @@ def test_deletes_without_a_row_are_known_by_their_key():
     assert decoded.rows.column("id").to_pylist() == [3, 2]
 
 
+@pytest.mark.parametrize(
+    ("ids", "key", "gone"), [((1.5, 2, 3), 2, 2.0), ((1, 2, 3), 2.0, 2), ((1.5, 2), 2**53 + 1, None)]
+)
+def test_a_key_is_the_same_number_with_and_without_a_fraction(ids, key, gone):
+    made = [envelope("c", after={"id": each}, lsn=n) for n, each in enumerate(ids)]
+    decoded = debezium(key=["id"]).decode_with_keys(
+        texts([*made, envelope("d", lsn=8), None]), texts([*({"id": each} for each in ids), {"id": key}, {"id": key}])
+    )
+    found = decoded.rows.column("id").to_pylist()[len(ids) :]
+    assert found == ([] if gone is None else [gone, gone])
+    assert len(decoded.failures) == (2 if gone is None else 0)
+
+
 def test_placeholders_of_bytes_and_lists_are_values_left_as_they_were():
     encoded = "X19kZWJleml1bV91bmF2YWlsYWJsZV92YWx1ZQ=="
     rows = (

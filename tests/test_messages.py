@@ -674,6 +674,17 @@ def test_a_tombstone_after_a_delete_brings_neither_a_row_nor_a_letter(
     assert home.letters() == []
 
 
+def test_a_fraction_in_one_key_spoils_no_delete_of_another(home: Home) -> None:
+    entry, upsert = '[[schemas]]\ntopic = "/a"\nschema_type = "debezium"\n', {"sink": 'mode = "upsert"'}
+    home.put(*((json.dumps({"id": n}), change("c", after={"id": n}, lsn=n)) for n in (1, 2, 3, 6)))
+    home.run(entry, **upsert)
+    bad = ('{"id": 17.5}', change("c", after={"id": 17.5}, lsn=9))
+    home.put(('{"id": 6}', change("d", lsn=8)), ('{"id": 3}', None), bad)
+    home.run(entry, **upsert)
+    assert home.rows() == [{"id": 1}, {"id": 2}]
+    assert len(home.letters()) == 1
+
+
 class TestSchemaCommands:
     """`penstock schemas` and `penstock check` with a pipeline file."""
 

@@ -192,9 +192,10 @@ class Envelopes:
                 columns[name] = pa.nulls(self.count, values.type)
             if types.is_null(columns[name].type):
                 columns[name] = pa.nulls(self.count, values.type)
-            if values.type.equals(columns[name].type):
+            fitting = _as_column(values, columns[name].type)
+            if fitting is not None:
                 is_missing = pc.and_(columns[name].is_null(), choice)
-                columns[name] = _chosen(is_missing, values, columns[name])
+                columns[name] = _chosen(is_missing, fitting, columns[name])
         return columns
 
     def _refuse_other_keys(self, key: pa.RecordBatch, names: Sequence[str]) -> None:
@@ -333,6 +334,18 @@ def can_meet(found: pa.RecordBatch) -> bool:
     except Misfit:
         return False
     return True
+
+
+def _as_column(values: pa.Array, kind: pa.DataType) -> pa.Array | None:
+    """Values of a key in the type of their column: a number is the same with and without a fraction. None: they are not."""
+    if values.type.equals(kind):
+        return values
+    if not all(types.is_integer(each) or types.is_floating(each) for each in (values.type, kind)):
+        return None
+    cast = values.cast(kind, safe=False)
+    is_same = pc.equal(cast.cast(values.type, safe=False), values)
+    inside = pc.less_equal(pc.abs(values.cast(pa.float64(), safe=False)), float(1 << 53))
+    return pc.if_else(pc.and_(is_same, inside), cast, pa.scalar(None, kind))
 
 
 def _chosen(choice: pa.Array, yes: pa.Array, no: pa.Array) -> pa.Array:

@@ -36,8 +36,8 @@ class LakeTask:
         if given not in self._accepted:
             try:
                 self._accepted[given] = self.accept(topic, rows.schema, policy)
-            except SchemaError:
-                slim = slimmed(rows, self.known(topic))
+            except SchemaError as error:
+                slim = slimmed(rows, self.known(topic)) if error.code == "PEN-4001" else rows
                 if slim.schema == rows.schema:
                     raise
                 return self.fit(topic, slim, key)

@@ -330,13 +330,6 @@ class SinkConnector(Connector[C], Generic[C, R]):
         """Driver: the input the sink expects; None means any."""
         return None
 
-    def check_columns(self, topic: Topic, columns: pa.Schema) -> None:
-        """
-        Driver, before the first row: raise a SchemaError for columns that the target could never have.
-
-        Asked where a schema fixes them; may look at the target, and changes nothing.
-        """
-
 
 class EpochSink(SinkConnector[C, R]):
     """A sink that commits all topics at once, and has tasks publish the parts of an epoch that is large."""

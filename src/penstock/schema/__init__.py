@@ -121,6 +121,18 @@ class Doubling(Protocol):
 
 
 @runtime_checkable
+class Choosy(Protocol):
+    """A sink that can say before the first row which columns its target could never have."""
+
+    def check_columns(self, topic: str, columns: pa.Schema) -> None:
+        """
+        Raise a SchemaError for columns that the target of a topic cannot have; may look at it, and changes nothing.
+
+        Asked on the driver, where a schema fixes the columns of messages.
+        """
+
+
+@runtime_checkable
 class Readable(Protocol):
     """A sink whose rows can be read again, so that dead letters which it holds can be replayed."""
 

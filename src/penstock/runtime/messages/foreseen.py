@@ -12,7 +12,7 @@ from penstock.errors import ConfigError, ConnectorError, SchemaError
 from penstock.pipeline.routing import Route, Router, Target
 from penstock.runtime.job import is_plain
 from penstock.runtime.messages.decoding import Decoder, Decoders
-from penstock.schema import is_envelope
+from penstock.schema import Choosy, is_envelope
 from penstock.sink import SinkConnector
 from penstock.source import PollingSource, Schemas, SourceConnector, StreamingSource
 
@@ -42,13 +42,15 @@ def misfits(
                 yield error
             continue
         for name in target.sinks if is_plain(target.route) else ():
-            if (name, target.topic) in asked or name not in sinks:
+            sink = sinks.get(name)
+            if sink is None or (name, target.topic) in asked:
                 continue
             asked.add((name, target.topic))
-            if (target.route.schema_evolution or sinks[name].policy(target.topic)).discards:
+            discards = (target.route.schema_evolution or sink.policy(target.topic)).discards
+            if discards or not isinstance(sink, Choosy):
                 continue
             try:
-                sinks[name].check_columns(target.topic, columns)
+                sink.check_columns(target.topic, columns)
             except SchemaError as error:
                 yield type(error)(f"sink {name!r}: {error.message}", code=error.code, hint=error.hint)
 

@@ -462,15 +462,6 @@ def test_two_different_files_for_one_subject_are_refused_with_both_names(home: H
     assert home.rows() == [{"a": 1}]
 
 
-def test_fields_of_an_object_that_differ_in_case_only_make_a_letter_of_their_message_alone(home: Home) -> None:
-    home.put({"id": 1, "n": {"a": 1}}, {"id": 2, "n": {"A": 1}}, {"id": 3, "l": [{"b": 1, "B": 2}]}, {"id": 4})
-    home.run()
-    home.put({"id": 5, "n": {"A": 2}}, {"id": 6}, {"id": 7, "n": {"a": 7}}, {"id": 8, "new": 1})
-    home.run()
-    assert sorted(row["id"] for row in home.rows()) == [1, 4, 6, 7, 8]
-    assert sorted(json.loads(letter["payload"])["id"] for letter in home.letters()) == [2, 3, 5]
-
-
 def test_only_messages_with_a_new_field_become_letters_of_a_frozen_table(home: Home) -> None:
     frozen = {"sink": 'schema_evolution = "freeze"'}
     home.put({"id": 1, "n": {"a": 1}})
@@ -484,25 +475,6 @@ def test_only_messages_with_a_new_field_become_letters_of_a_frozen_table(home: H
     home.put({"id": 80, "z": 1})
     with pytest.raises(ConnectorError, match="PEN-4001"):
         home.run(on_error="stop", **frozen)
-
-
-def test_only_messages_with_a_new_field_in_an_object_become_letters_of_iceberg(
-    home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("test_messages.PIPELINE", PIPELINE.replace('connector = "delta"', 'connector = "iceberg"'))
-    home.put({"id": 1, "n": {"a": 1}, "l": [{"p": 1}]})
-    home.run()
-    home.put({"id": 2, "n": {"a": 1, "b": 2}}, {"id": 3}, {"id": 4, "l": [{"p": 1, "q": 2}]}, {"id": 5, "new": 7})
-    home.run()
-    home.put({"id": 6, "n": {"a": 6}, "l": [{"p": 6}]}, *({"id": n} for n in range(7, 80)))
-    home.run()
-    assert sorted(json.loads(letter["payload"])["id"] for letter in home.letters()) == [2, 4]
-    pipeline = home.pipeline()
-    (sink,) = pipeline.sinks.values()
-    sink.open()
-    found = {row["id"]: row for row in sink.read_topic("/a").to_pylist()}  # type: ignore[attr-defined]
-    assert sorted(found) == [1, 3, *range(5, 80)]
-    assert (found[5]["new"], found[6]["n"], found[6]["l"]) == (7, {"a": 6}, [{"p": 6}])
 
 
 @pytest.mark.parametrize("policy", ["discard_row", "discard_value"])

@@ -453,6 +453,15 @@ class TestCheck:
         assert "PEN-5009 the state directory" in err
         assert "choose another `state_dir`" in err
 
+    def test_a_state_directory_is_tried_and_nothing_is_left_of_it(self, cli, file):
+        file.write_text(PIPELINE.replace('"state"', '"/proc/penstock"'))
+        assert "✗ PEN-5009 the state directory /proc/penstock cannot be written" in cli("check", file)[1]
+        assert "PEN-5009 the state directory /proc/penstock cannot be written" in cli("run", file)[2]
+        file.write_text(PIPELINE)
+        before = sorted(file.parent.iterdir())
+        cli("check", file)
+        assert sorted(file.parent.iterdir()) == before
+
     def test_a_reason_for_which_two_looks_fail_is_said_once(self, cli, file):
         another = State(file.parent / "state", "another")
         another.open()

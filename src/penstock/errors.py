@@ -123,6 +123,11 @@ _QUOTED = re.compile(
 """How Arrow and Spark quote values of rows in their messages; the groups are what is kept."""
 
 
+def printable(text: str) -> str:
+    """The text on one line: a name that holds a line break or an escape code must not pass for a finding."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 def reason_of(error: object) -> str:
     """The first line of a library's message without the row values that it quotes: errors end up in logs and manifests."""
     text = _TAILS.sub(lambda found: found[1] or f"{found[2]}…", str(error).strip())  # a value may hold line breaks

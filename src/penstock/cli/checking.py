@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.looking import Looks, printable, targets
+from penstock.cli.looking import Looks, targets
 from penstock.cli.schemas import checked, entries_of
 from penstock.durable import Json
-from penstock.errors import CODES, ConfigError, ConnectorError, from_text, is_of_stream
+from penstock.errors import CODES, ConfigError, ConnectorError, from_text, is_of_stream, printable
 from penstock.pipeline import Pipeline
 from penstock.pipeline.checks import stream_notices
 from penstock.runtime import readiness

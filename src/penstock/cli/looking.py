@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.durable import Json
-from penstock.errors import ConfigError, ConnectorError
+from penstock.errors import ConfigError, ConnectorError, printable
 from penstock.pipeline import Pipeline
 from penstock.pipeline.routing import Target
 from penstock.runtime import readiness
@@ -24,11 +24,6 @@ from penstock.source import Finding, RangeSource, Schemas, SourceConnector
 
 _WIDEST = 40
 """Characters of a value that are shown."""
-
-
-def printable(text: str) -> str:
-    """The text on one line: a name that holds a line break or an escape code must not pass for a finding."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def targets(pipeline: Pipeline, source: str, stream: str) -> tuple[Target, ...]:

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.looking import printable
 from penstock.cli.view import duration
+from penstock.errors import printable
 from penstock.pipeline import Pipeline
 from penstock.runtime.commands import chosen_tables, table_sources, tables_asked
 from penstock.tables import TableState, Verb

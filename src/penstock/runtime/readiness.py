@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,14 @@ def state_directory(pipeline: Pipeline) -> str:
             code="PEN-5009",
             hint="choose another `state_dir` under [processing], or move that file away",
         )
-    if not os.access(nearest, os.W_OK | os.X_OK):
+    try:  # a file system that is mounted read-only, or that makes no directories, is found only by trying
+        os.rmdir(tempfile.mkdtemp(prefix=".penstock-", dir=nearest))
+    except OSError as error:
         raise FatalError(
-            f"the state directory {directory} cannot be written",
+            f"the state directory {directory} cannot be written: {error.strerror}",
             code="PEN-5009",
             hint=f"give this user write permission in {nearest}, or choose another `state_dir` under [processing]",
-        )
+        ) from error
     with disk_errors(directory):
         state = State(directory, pipeline.name).peek()
     _positions(pipeline, state)

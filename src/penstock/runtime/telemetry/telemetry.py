@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
 from penstock.durable import Json
-from penstock.errors import ConnectorError, from_text, without_secrets
+from penstock.errors import ConnectorError, from_text, printable, without_secrets
 from penstock.runtime.telemetry.history import EPOCH_FIELDS, HEALTH, History
 from penstock.runtime.telemetry.names import CUSTOM, SLOT_STATES
 from penstock.runtime.telemetry.parts import MOST_FLOWS, Looks, Parts, named
@@ -222,7 +222,7 @@ class Telemetry:
                 error = ConnectorError(table.error, code=table.code or None, hint=table.hint)
                 with self._lock:
                     self._remember(f"source:{source}", error)
-                log.warning("source:%s table %s failed: %s", source, name, one_line(str(error)))
+                log.warning("source:%s table %s failed: %s", source, printable(name), one_line(str(error)))
         self._file.changed()
 
     def retry(self, component: str, error: BaseException | str, backoff_secs: float) -> None:

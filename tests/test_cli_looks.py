@@ -107,9 +107,16 @@ def test_peek_shows_the_first_rows_of_files_and_of_delta_tables(cli: Any, tmp_pa
     sink.write_batch("/orders", pa.record_batch({"id": [7]}))
     receipt = sink.pre_commit(epoch)
     sink.commit_epoch(epoch, [receipt], {})
+    epoch = Epoch("p", "i", 2)
+    sink.begin_epoch(epoch, Task(0))
+    sink.write_batch("/orders", pa.record_batch({"id": [8, 9], "note": ["\x1b[31mred", None]}))
+    sink.commit_epoch(epoch, [sink.pre_commit(epoch)], {})
     code, out, _ = cli("peek", tmp_path / "delta" / "orders")
     assert code == 0
-    assert "7" in out
+    assert "3 rows shown, 2 columns" in out
+    assert "\\x1b[31mred" in out
+    out = cli("peek", tmp_path / "delta" / "orders", "--rows", "2", "--json")[1]
+    assert [json.loads(line)["id"] for line in out.splitlines()] == [7, 8]
     text = (
         'connector_name = "x"\n[source]\nconnector = "generator"\n[sink]\nconnector = "delta"\npath = "delta/{topic}"\n'
     )

@@ -279,6 +279,13 @@ class TestCommands:
         every = json.loads(self.call(home, capsys, "show", "--all", "--json"))
         assert sorted(each["state"] for each in every) == ["dropped", "replayed", "replayed"]
 
+    def test_a_payload_cannot_reach_the_terminal(self, home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+        home.put("\x1b]0;title\a")
+        home.run(NUMBERS)
+        shown = self.call(home, capsys, "show", "--sample", "9")
+        assert "\\x1b]0;title\\x07" in shown
+        assert "\x1b" not in shown
+
     def test_letters_of_an_incarnation_that_was_given_up_are_not_replayed(
         self, home: Home, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -287,7 +294,9 @@ class TestCommands:
         reset(home.path / "state", "messages")
         assert "has no open dead letters" in self.call(home, capsys, "replay")
 
-    @pytest.mark.parametrize("words", [["replay", "--where", "tpic=/a"], ["replay", "show"], ["replay", "a", "b"]])
+    @pytest.mark.parametrize(
+        "words", [["replay", "--where", "tpic=/a"], ["replay", "show"], ["replay", "a", "b"], ["drop", "--sample", "3"]]
+    )
     def test_what_cannot_be_meant_is_refused(
         self, home: Home, capsys: pytest.CaptureFixture[str], words: list[str]
     ) -> None:

@@ -322,8 +322,14 @@ def dead_letters(
     chosen = parse_where([*named, *(where or ())])
     if action == "show":
         dlq.show(load(file), chosen, stdout(), sample=sample, json=json, every=every)
-    else:
-        dlq.command(load(file), "replay" if action == "replay" else "drop", chosen, stdout())
+        return
+    shows = [name for name, value in (("--sample", sample), ("--all", every), ("--json", json)) if value]
+    if shows:
+        raise ConfigError(
+            f"dlq {action} does not take {shows[0]}: it would {action} all letters that are chosen",
+            hint=f"choose them with --topic, --code or --where, such as --where epoch=7; {shows[0]} is for `dlq show`",
+        )
+    dlq.command(load(file), "replay" if action == "replay" else "drop", chosen, stdout())
 
 
 @app.command(

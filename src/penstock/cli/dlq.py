@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, printable
 from penstock.pipeline import Pipeline
 from penstock.runtime.commands import letters_asked
 from penstock.runtime.messages.box import Store, payload_of, plain
@@ -75,16 +75,16 @@ def _summary(letters: pa.Table, states: Sequence[str], every: bool) -> Table:
     table = Table("letters", *names, *(["state"] if every else []), box=None, header_style="dim", padding=(0, 2, 0, 0))
     for row, count in sorted(counts.items(), key=lambda each: (-each[1], repr(each[0]))):
         shown = row if every else row[:-1]
-        table.add_row(f"{count:,}", *(Text("" if each is None else str(each)) for each in shown))
+        table.add_row(f"{count:,}", *(Text("" if each is None else printable(str(each))) for each in shown))
     return table
 
 
 def _one(letter: Mapping[str, Any]) -> Text:
-    where = f"{letter['source']}/{letter['stream']}" + (f" → {letter['topic']}" if letter["topic"] else "")
+    where = f"{letter['source']}/{printable(letter['stream'])}" + (f" → {letter['topic']}" if letter["topic"] else "")
     offset = letter["offset"]
     at = f" at {offset['partition']}@{offset['value']}" if offset else ""
     text = Text.assemble(("\n" + where, "bold"), f"{at}, epoch {letter['epoch']}, attempt {letter['attempt']}\n")
-    text.append(f"{letter['code']} {letter['reason']} ({letter['rule']})\n", "red")
+    text.append(f"{letter['code']} {printable(letter['reason'])} ({letter['rule']})\n", "red")
     payload = payload_of(letter)
     shown = payload if isinstance(payload, str) else codec.dumps(payload, default=str, ensure_ascii=False)
-    return text.append(shown[:SHOWN_BYTES] + ("…" if len(shown) > SHOWN_BYTES else ""), "dim")
+    return text.append(printable(shown[:SHOWN_BYTES]) + ("…" if len(shown) > SHOWN_BYTES else ""), "dim")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as codec
 from collections import deque
-from itertools import islice
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, printable
 from penstock.pipeline import Pipeline
 from penstock.runtime.telemetry import read_status
 
@@ -36,9 +36,9 @@ def peek(target: str, pipeline: Pipeline | None, rows: int, json: bool, console:
         for row in table.to_pylist():
             print(codec.dumps(row, default=str, ensure_ascii=False))
         return
-    shown = Table(*table.schema.names, box=None, header_style="dim", padding=(0, 2, 0, 0))
+    shown = Table(*map(printable, table.schema.names), box=None, header_style="dim", padding=(0, 2, 0, 0))
     for row in table.to_pylist():
-        shown.add_row(*(Text("" if value is None else str(value)) for value in row.values()))
+        shown.add_row(*(Text("" if value is None else printable(str(value))) for value in row.values()))
     console.print(Text.assemble((f"{found[0]} ", "dim"), f"{table.num_rows} rows shown, {len(table.schema)} columns"))
     console.print(shown)
 
@@ -52,24 +52,41 @@ def _places(pipeline: Pipeline, topic: str) -> Any:
 
 
 def _first(place: Path, rows: int) -> pa.Table:
-    if (place / "_delta_log").is_dir():
-        from deltalake import DeltaTable
+    """As many rows of a target as asked for, from its oldest files on."""
+    parts: list[pa.Table] = []
+    for part in _delta(place) if (place / "_delta_log").is_dir() else _files(place, rows):
+        parts.append(part.slice(0, rows - sum(each.num_rows for each in parts)))
+        if sum(each.num_rows for each in parts) >= rows:
+            break
+    if not any(part.num_rows for part in parts):
+        raise ConfigError(f"{place} holds no rows yet", hint="penstock status FILE says how far the pipeline is")
+    return pa.concat_tables(parts, promote_options="permissive")
 
-        files = [Path(name) for name in DeltaTable(str(place)).file_uris()]
-    elif place.is_dir():
+
+def _delta(place: Path) -> Iterator[pa.Table]:
+    """The rows of a Delta table, without those that are marked as deleted."""
+    from deltalake import DeltaTable
+
+    from penstock.connectors.delta.columns import delta_schema
+    from penstock.connectors.delta.files import Log
+    from penstock.connectors.delta.table import Table as Version
+
+    table = Version(place, DeltaTable(str(place)))
+    for file in reversed(Log(table).files()):  # the log names the newest first
+        yield from file.read(place, delta_schema(str(place), table.columns()))
+
+
+def _files(place: Path, rows: int) -> Iterator[pa.Table]:
+    files = [place]
+    if place.is_dir():
         listed = sorted(place.rglob("*"))
         inside = [each.relative_to(place).parts for each in listed]
         own = [any(part.startswith(("_", ".")) for part in parts) for parts in inside]
         files = [each for each, hidden in zip(listed, own, strict=True) if not hidden and each.suffix in _FORMATS]
-    else:
-        files = [place]
-    for file in islice(files, 100):
+    for file in files:
         if file.suffix not in _FORMATS:
             raise ConfigError(f"cannot read {file}", hint=f"it can be {', '.join(_FORMATS)}")
-        table = ds.dataset(str(file), format=_FORMATS[file.suffix]).head(rows, use_threads=False)
-        if table.num_rows:
-            return table
-    raise ConfigError(f"{place} holds no rows yet", hint="penstock status FILE says how far the pipeline is")
+        yield ds.dataset(str(file), format=_FORMATS[file.suffix]).head(rows, use_threads=False)
 
 
 def logs(pipeline: Pipeline, lines: int, console: Console) -> None:

@@ -453,6 +453,21 @@ class TestCheck:
         assert "PEN-5009 the state directory" in err
         assert "choose another `state_dir`" in err
 
+    def test_a_source_that_listens_is_not_opened_beside_its_own_run(self, cli, file):
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            source = f'connector = "tcp"\nurl = "tcp://127.0.0.1:{taken.getsockname()[1]}"'
+            text = PIPELINE.replace('connector = "generator"\nrows = 100\nstreams = ["orders", "clicks"]', source)
+            file.write_text(text)
+            (file.parent / "state").mkdir()
+            telemetry = Telemetry("orders")
+            telemetry.state("pipeline", HealthStatus.healthy())
+            telemetry.publish(file.parent / "state")
+            assert "✓ not opened beside the pipeline that runs" in cli("check", file)[1]
+            telemetry.close()
+            assert "already in use" in cli("check", file)[1]
+
     def test_a_state_directory_is_tried_and_nothing_is_left_of_it(self, cli, file):
         file.write_text(PIPELINE.replace('"state"', '"/proc/penstock"'))
         assert "✗ PEN-5009 the state directory /proc/penstock cannot be written" in cli("check", file)[1]

@@ -854,3 +854,18 @@ def test_a_new_member_of_an_object_is_followed_or_left_out_by_itself(home: Home)
         assert [row["n"]["a"] for row in home.rows()] == [1, 2, 3]
         assert home.rows()[1]["n"].get("b") == wanted
         assert home.letters() == []
+
+
+def test_check_takes_a_subject_that_another_entry_of_the_file_brings(
+    home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home.path / "order.avsc").write_text(
+        '{"type": "record", "name": "Order", "fields": [{"name": "id", "type": "long"}]}'
+    )
+    one = '[[schemas]]\ntopic = "/out"\nfor = "sink"\nschema_type = "avro"\nschema_file = "order.avsc"\nsubject = "orders"\n'
+    home.pipeline(one + '[[schemas]]\ntopic = "/a"\nschema_type = "avro"\nsubject = "orders"\n')
+    with pytest.raises(SystemExit):
+        cli.main(["check", str(home.path / "pipeline.toml")])
+    out = capsys.readouterr().out
+    assert out.count("orders: the subject is new") == 2
+    assert "PEN-1031" not in out

@@ -26,7 +26,7 @@ from penstock.runtime import readiness
 from penstock.runtime.messages.foreseen import misfits
 from penstock.schema import discover
 from penstock.sink import SinkConnector
-from penstock.source import Connector, Finding, ProducerConfig, Schemas, SourceConnector, SourceContext
+from penstock.source import Connector, Finding, ProducerConfig, Schemas, SourceConnector, SourceContext, StreamingSource
 from penstock.spark.java import find_java, java_problem
 from penstock.spark.master import check_master
 from penstock.spark.versions import check_spark, spark_version
@@ -191,6 +191,10 @@ def _examine(
     streams: dict[str, Schemas],
     looks: Looks,
 ) -> Iterator[Finding]:
+    if isinstance(connector, StreamingSource) and readiness.runs(looks.pipeline):
+        what = "not opened beside the pipeline that runs: it has the port or the session"
+        yield Finding(True, what, "to check it, stop the pipeline")
+        return
     try:
         try:
             if isinstance(connector, SourceConnector) and context is not None:

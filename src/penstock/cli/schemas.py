@@ -44,12 +44,13 @@ class SchemaFile:
 
 
 def entries_of(schemas: TopicSchemas) -> list[SchemaFile]:
-    """The entries of a pipeline file that a registry holds, or should."""
+    """The entries of a pipeline file that a registry holds, or should. One without a file may get that of another entry."""
+    files = {each.subject: each.entry.schema_file for each in schemas.entries if each.entry.schema_file is not None}
     return [
         SchemaFile(
             str(each.subject),
             each.entry.schema_type,
-            each.entry.schema_file,
+            each.entry.schema_file or (files.get(each.subject) if each.entry.version_strategy == "latest" else None),
             each.entry.auto_register,
             None if each.uses_file else each.entry.version_strategy,
             each.entry.compatibility,

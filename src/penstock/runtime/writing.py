@@ -20,7 +20,7 @@ from penstock.runtime.job import Bad, Job, TaskResult
 from penstock.runtime.messages import letters
 from penstock.runtime.reading import Rows, show
 from penstock.schema import Readable
-from penstock.schema.evolution import diff
+from penstock.schema.evolution import diff, widens
 from penstock.sink import SinkConnector, SinkContext, Task, Topic, TopicContext, WriteResult
 from penstock.tables import Refused, TableSource
 
@@ -178,7 +178,8 @@ def _discarded(name: str, sink: SinkConnector[Any, Any], target: Target, batch: 
     with contextlib.suppress(ConnectorError):  # it was written: that it cannot be explained is no reason to fail
         known = sink.schema(target.topic)
     own = set(own_columns(batch.schema))
-    changes = [] if known is None else [each for each in diff(known, batch.schema) if each.column in own and each.new]
+    changed = [] if known is None else [each for each in diff(known, batch.schema) if each.column in own and each.new]
+    changes = [each for each in changed if each.old is None or not widens(each.new, each.old)]
     columns = [
         f"{each.column!r} is {each.new}"
         + (f" and the target has {each.old}" if each.old else ", which the target lacks")

@@ -115,7 +115,11 @@ class Codecs:
         """What a run would decode with, by the files as they are; registers nothing, for `penstock check --sample`."""
         if not self.schemas:
             return Decoders()
-        wire = {each.place: each.file or self._now(each) for each in self._with_subject()}
+        files = {each.subject: each.file for each in self._with_subject() if each.file is not None}
+        wire = {}
+        for each in self._with_subject():
+            of_another = files.get(each.subject) if each.entry.version_strategy == "latest" else None
+            wire[each.place] = each.file or of_another or self._now(each)
         expected = {each.entry.expected_subject for each in self.schemas.entries}
         return Decoders(self.schemas, wire, {subject: Resolve(self._known, subject) for subject in expected}, {})
 

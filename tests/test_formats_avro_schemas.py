@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from penstock.errors import DataError, SchemaError
 from penstock.formats import WireSchema, framing
 from penstock.formats.avro import Avro, AvroConfig
+from penstock.runtime.messages.codecs import Resolve
+from penstock.schema.registry.embedded import Embedded, EmbeddedConfig
 
 
 def format_of(schema, framing="none", resolve=None, id=0) -> Avro:
@@ -180,6 +182,19 @@ def test_rows_of_several_writers_stay_in_order_and_only_unknown_or_unfit_ones_fa
     assert decoded.failures.rules == (
         "framing.unknown_id", "avro.incompatible", "framing.missing", "framing.missing", "avro.trailing"
     )  # fmt: skip
+
+
+def test_a_schema_of_another_subject_than_the_expected_has_a_rule_of_its_own(tmp_path):
+    schema = record(("a", "int"))
+    registry = Embedded(EmbeddedConfig(), tmp_path)
+    ours = registry.register_schema("ours", WireSchema("avro", json.dumps(schema)))
+    theirs = registry.register_schema("theirs", WireSchema("avro", json.dumps(record(("a", "int"), ("b", "int")))))
+    avro = format_of(schema, "confluent", Resolve(registry, "ours"), id=ours.id)
+    payloads = [framing.add(binary(written(schema, [{"a": 1}])), id)[0].as_py() for id in (ours.id, theirs.id, 99)]
+    failures = avro.decode(binary(payloads)).failures
+    assert failures.positions.tolist() == [1, 2]
+    assert failures.rules == ("framing.subject", "framing.unknown_id")
+    assert failures.reasons[0] == f"the schema {theirs.id} is of theirs, not of ours"
 
 
 def test_single_objects_are_read_by_their_fingerprint():

@@ -396,6 +396,8 @@ def test_the_frame_names_the_message_and_other_messages_fall_out(make):
     known = {7: other, 9: WireSchema("protobuf", "message {")}
 
     def resolve(id):
+        if id == 10:
+            raise framing.WrongSubject("the schema 10 is of another subject")
         if id not in known:
             raise DataError(f"the registry has no schema {id}", code="PEN-3001")
         return known[id]
@@ -415,13 +417,14 @@ def test_the_frame_names_the_message_and_other_messages_fall_out(make):
         b"\0\0\0\0\x03",
         None,
         b"\x08\x02",
+        framing.add_indexes(body, 10, (0,))[0].as_py(),
     ]
     decoded = protobuf.decode(binary(payloads))
     assert decoded.rows.column("id").to_pylist() == [1, 2, None]
     assert decoded.positions.tolist() == [0, 1, 7]
     assert decoded.failures.rules == (
         "protobuf.message", "framing.unknown_id", "protobuf.incompatible", "protobuf.message", "framing.missing",
-        "framing.missing",
+        "framing.missing", "framing.subject",
     )  # fmt: skip
 
 

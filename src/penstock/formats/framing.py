@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-from penstock.errors import SchemaError
+from penstock.errors import DataError, SchemaError
 from penstock.formats import varint
 from penstock.formats.varint import Bytes, Ints
 
@@ -34,6 +34,16 @@ MAX_INDEXES = 32
 
 NO_FRAME, UNKNOWN_ID = "framing.missing", "framing.unknown_id"
 """Rules of failures: a payload that does not begin with a whole frame, and one whose id the registry does not have."""
+
+
+class WrongSubject(DataError):
+    """A schema that the registry has, but not under the subject that messages must be of."""
+
+
+def rule_of(error: DataError) -> str:
+    """The rule of the payloads for whose id no schema was given."""
+    return "framing.subject" if isinstance(error, WrongSubject) else UNKNOWN_ID
+
 
 _CRC_EMPTY = 0xC15D213AA4D7A795
 

@@ -32,7 +32,7 @@ def decode(
             try:
                 node = decoder(reader if id is None else writer(id), reader)
             except DataError as error:
-                result.fail(rows + first, Reason(framing.UNKNOWN_ID, error.message))
+                result.fail(rows + first, Reason(framing.rule_of(error), error.message))
                 continue
             except SchemaError as error:
                 result.fail(rows + first, Reason("avro.incompatible", error.message))

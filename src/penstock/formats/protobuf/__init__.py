@@ -125,7 +125,7 @@ class Protobuf(Format[ProtobufConfig]):
             writer = self._schema if is_own or self.resolve is None else self.resolve(id)
             names = message_names(compiled(writer))
         except DataError as error:
-            return Reason(framing.UNKNOWN_ID, error.message)
+            return Reason(framing.rule_of(error), error.message)
         except SchemaError as error:
             return Reason("protobuf.incompatible", error.message)
         wanted = self._codec().message.full_name

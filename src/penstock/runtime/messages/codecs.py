@@ -9,8 +9,9 @@ from types import MappingProxyType
 
 import pyarrow as pa
 
-from penstock.errors import ConfigError, DataError
+from penstock.errors import ConfigError
 from penstock.formats import Failed, WireSchema
+from penstock.formats.framing import WrongSubject
 from penstock.pipeline.schemas import TopicSchema, TopicSchemas
 from penstock.runtime.messages.decoding import NO_COLUMNS, Decoders, make_format
 from penstock.schema.registry import Registry
@@ -28,7 +29,7 @@ class Resolve:
     def __call__(self, id: int) -> WireSchema:
         schema = self.registry.fetch_schema_by_id(id)
         if self.expected is not None and self.expected not in {subject for subject, _ in self.registry.places(id)}:
-            raise DataError(
+            raise WrongSubject(
                 f"the schema {id} is of {schema.subject or 'no subject'}, not of {self.expected}", code="PEN-3001"
             )
         return schema

@@ -156,11 +156,11 @@ class TestRows:
         [
             (b"{}", "json_schema.required", "the object lacks the required property 'id'"),
             (b'{"id": 1, "to": {}}', "json_schema.required", "/to lacks the required property 'zip'"),
-            (b'{"id": "x"}', "json_schema.type", "/id breaks 'type' of the schema"),
-            (b'{"id": 1, "tags": ["a", 1]}', "json_schema.type", "/tags/1 breaks 'type' of the schema"),
-            (b'{"id": 1, "at": "soon"}', "json_schema.format", "/at breaks 'format' of the schema"),
-            (b'{"id": 1.5}', "json_schema.type", "/id breaks 'type' of the schema"),
-            (b'{"id": 1, "price": null}', "json_schema.type", "/price breaks 'type' of the schema"),
+            (b'{"id": "x"}', "json_schema.type", "/id is a string, not an integer"),
+            (b'{"id": 1, "tags": ["a", 1]}', "json_schema.type", "/tags/1 is an integer, not a string"),
+            (b'{"id": 1, "at": "soon"}', "json_schema.format", "/at is not of the format 'date-time'"),
+            (b'{"id": 1.5}', "json_schema.type", "/id is a number, not an integer"),
+            (b'{"id": 1, "price": null}', "json_schema.type", "/price is null, not a number"),
             (b'{"id": 9223372036854775808}', "json_schema.type", "/id has no place in a column of int64"),
             (b'{"id": 1, "at": "2016-12-31T23:59:60Z"}', "json_schema.type", "/at has no place in a column of "),
             (b'{"id": 1, "id": 2}', "json.duplicate_key", "an object in it has two members of one name"),
@@ -237,6 +237,63 @@ class TestRows:
         assert len(decoded.failures) == 4
         assert not any("s3cret" in reason for reason in decoded.failures.reasons)
 
+    @pytest.mark.parametrize(
+        ("schema", "value", "rule", "reason"),
+        [
+            ({"type": ["string", "null"]}, [1], "type", "/x is an array, not null or a string"),
+            ({"type": "number", "minimum": 3}, 1, "minimum", "/x is below the minimum 3"),
+            ({"type": "number", "maximum": 0.5}, 1, "maximum", "/x is above the maximum 0.5"),
+            ({"type": "number", "exclusiveMinimum": 3}, 3, "exclusiveMinimum", "/x is not above 3"),
+            ({"type": "number", "exclusiveMaximum": 3}, 3, "exclusiveMaximum", "/x is not below 3"),
+            ({"type": "integer", "multipleOf": 2}, 77, "multipleOf", "/x is no multiple of 2"),
+            ({"type": "string", "minLength": 3}, "zz", "minLength", "/x has fewer characters than 3"),
+            ({"type": "string", "maxLength": 3}, "zzzz", "maxLength", "/x has more characters than 3"),
+            ({"type": "string", "pattern": "^a+$"}, "zz", "pattern", "/x does not match the pattern '^a+$'"),
+            ({"type": "array", "minItems": 2}, [77], "minItems", "/x has fewer items than 2"),
+            ({"type": "array", "maxItems": 1}, [77, 78], "maxItems", "/x has more items than 1"),
+            ({"type": "array", "uniqueItems": True}, [77, 77], "uniqueItems", "/x has two equal items"),
+            ({"type": "array", "contains": {"type": "null"}}, [77], "contains", "/x breaks 'contains' of the schema"),
+            ({"type": "object", "minProperties": 2}, {"a": 77}, "minProperties", "/x has fewer members than 2"),
+            ({"type": "object", "maxProperties": 0}, {"a": 77}, "maxProperties", "/x has more members than 0"),
+            ({"enum": ["a", "b"]}, "zz", "enum", "/x is none of the 2 values that the schema lists"),
+            ({"const": "a"}, "zz", "const", "/x is not the value that the schema fixes"),
+            ({"anyOf": [{"type": "null"}, {"const": 1}]}, 77, "anyOf", "/x fits no part of 'anyOf' of the schema"),
+            ({"not": {"type": "integer"}}, 77, "not", "/x breaks 'not' of the schema"),
+            (False, 77, "falseSchema", "/x is not allowed by the schema"),
+            (
+                {"properties": {"a": {}}, "unevaluatedProperties": False},
+                {"b": 77},
+                "unevaluatedProperties",
+                "/x has 'b', which the schema does not allow",
+            ),
+            (
+                {"type": "object", "additionalProperties": {"type": "string"}},
+                {"a\x1b[31m" + "b" * 60: 77},
+                "type",
+                "/x/a\\x1b[31m" + "b" * 33 + "… is an integer, not a string",
+            ),
+        ],
+        ids=str,
+    )
+    def test_a_reason_names_the_place_and_the_bound_but_no_value(self, schema, value, rule, reason):
+        for keep in ({}, {"y": {"type": ["integer", "string"]}}):  # read in bulk where it can be, and one by one
+            format = made({"type": "object", "properties": {"x": schema, **keep}})
+            failures = decode(format, [json.dumps({"x": value}).encode()]).failures
+            assert (failures.rules, failures.reasons) == ((f"json_schema.{rule}",), (reason,))
+
+    @pytest.mark.parametrize(
+        ("names", "shown"),
+        [
+            (["coupon"], "'coupon'"),
+            (["a", "b", "c", "d", "e"], "'a', 'b', 'c' and 2 more"),
+            (["\x1b]0;\n" + "n" * 100], "'\\x1b]0;\\n" + "n" * 34 + "…'"),
+        ],
+    )
+    def test_a_reason_names_the_members_that_are_not_allowed(self, names, shown):
+        format = column({"type": "integer"}, additionalProperties=False)
+        failures = decode(format, [json.dumps(dict.fromkeys(names, "s3cret")).encode()]).failures
+        assert failures.reasons == (f"the object has {shown}, which the schema does not allow",)
+
     def test_a_format_travels(self):
         format = pickle.loads(pickle.dumps(made(ORDER)))
         assert decode(format, [b'{"id": 1}']).rows.column("id").to_pylist() == [1]
@@ -257,16 +314,21 @@ class TestFrames:
     def test_a_frame_of_a_schema_that_is_refused_is_a_failure(self):
         def resolve(id):
             if id != 7:
-                raise DataError(f"the schema {id} is of another subject")
+                raise (
+                    DataError("not known")
+                    if id == 9
+                    else framing.WrongSubject(f"the schema {id} is of another subject")
+                )
             return WireSchema("json_schema", "{}", id=id)
 
         format = JsonSchema(JsonSchemaConfig(framing="confluent"), made(ORDER, id=258).schema, resolve)
         bodies = framing.add(pa.array([b'{"id": 1}'], pa.binary()), 258).to_pylist()
         bodies += framing.add(pa.array([b'{"id": 2}'], pa.binary()), 7).to_pylist()
         bodies += framing.add(pa.array([b'{"id": 3}'], pa.binary()), 8).to_pylist()
+        bodies += framing.add(pa.array([b'{"id": 4}'], pa.binary()), 9).to_pylist()
         decoded = format.decode(pa.array([*bodies, None], pa.binary()))
         assert decoded.rows.column("id").to_pylist() == [1, 2, None]
-        assert (decoded.failures.positions.tolist(), decoded.failures.rules) == ([2], (framing.UNKNOWN_ID,))
+        assert rules(decoded) == {2: "framing.subject", 3: "framing.unknown_id"}
 
 
 class TestEncoding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from penstock.config import Config
-from penstock.errors import ConfigError, DataError, SchemaError
+from penstock.errors import ConfigError, DataError, SchemaError, printable
 from penstock.formats import Decoded, Failed, Format, Positions, Resolver, WireSchema, framing
 from penstock.formats.inference import Misfit
 from penstock.formats.inference import fields_of as kinds_of
@@ -89,7 +90,7 @@ class JsonSchema(Format[JsonSchemaConfig]):
                 assert self.resolve is not None
                 self.resolve(id)
             except DataError as error:
-                found |= dict.fromkeys(np.flatnonzero(ids == id).tolist(), (framing.UNKNOWN_ID, error.message))
+                found |= dict.fromkeys(np.flatnonzero(ids == id).tolist(), (framing.rule_of(error), error.message))
         return found
 
     def encode(self, rows: pa.RecordBatch) -> pa.Array:
@@ -280,11 +281,66 @@ def _broken(validator: Any, found: Any) -> tuple[str, str]:
     """The rule that a value breaks first, by its place, and where."""
     errors = validator.iter_errors(found)
     error = min(errors, key=lambda each: (list(map(str, each.instance_path)), list(map(str, each.schema_path))))
-    where = "".join(f"/{each}" for each in error.instance_path) or "the object"
+    where = "".join(f"/{_shown(each)}" for each in error.instance_path) or "the object"
     keyword = error.kind.name
-    if keyword == "required":
-        return "json_schema.required", f"{where} lacks the required property {error.kind.property!r}"
-    return f"json_schema.{keyword}", f"{where} breaks {keyword!r} of the schema"
+    say = _REASONS.get(keyword)
+    return f"json_schema.{keyword}", f"{where} " + (say(error) if say else f"breaks {keyword!r} of the schema")
+
+
+def _limit(text: str) -> Callable[[Any], str]:
+    return lambda error: text.format(error.kind.limit)
+
+
+def _another_type(error: Any) -> str:
+    """Which type came and which ones may come; a number is called whole only if the value is."""
+    return (
+        f"is {_ARTICLES[_TYPES[type(error.instance)]]}, not {' or '.join(_ARTICLES[each] for each in error.kind.types)}"
+    )
+
+
+def _unexpected(error: Any) -> str:
+    names = error.kind.unexpected
+    shown = ", ".join(f"'{_shown(each)}'" for each in names[:3])
+    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+    return f"has {shown}{more}, which the schema does not allow"
+
+
+def _shown(name: object) -> str:
+    """A name of the payload's as reasons say it: short, on one line."""
+    text = str(name)
+    return printable(text if len(text) <= 40 else f"{text[:39]}…")
+
+
+_TYPES = {
+    type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"
+}  # fmt: skip
+_ARTICLES = {each: f"{'an' if each[0] in 'aio' else 'a'} {each}" for each in _TYPES.values()} | {"null": "null"}
+
+_REASONS: dict[str, Callable[[Any], str]] = {
+    "type": _another_type,
+    "required": lambda error: f"lacks the required property {error.kind.property!r}",
+    "additionalProperties": _unexpected,
+    "unevaluatedProperties": _unexpected,
+    "minimum": _limit("is below the minimum {}"),
+    "maximum": _limit("is above the maximum {}"),
+    "exclusiveMinimum": _limit("is not above {}"),
+    "exclusiveMaximum": _limit("is not below {}"),
+    "multipleOf": lambda error: f"is no multiple of {error.kind.multiple_of}",
+    "minLength": _limit("has fewer characters than {}"),
+    "maxLength": _limit("has more characters than {}"),
+    "minItems": _limit("has fewer items than {}"),
+    "maxItems": _limit("has more items than {}"),
+    "minProperties": _limit("has fewer members than {}"),
+    "maxProperties": _limit("has more members than {}"),
+    "uniqueItems": lambda error: "has two equal items",
+    "pattern": lambda error: f"does not match the pattern '{_shown(error.kind.pattern)}'",
+    "format": lambda error: f"is not of the format '{_shown(error.kind.format)}'",
+    "enum": lambda error: f"is none of the {len(error.kind.options):,} values that the schema lists",
+    "const": lambda error: "is not the value that the schema fixes",
+    "anyOf": lambda error: "fits no part of 'anyOf' of the schema",
+    "falseSchema": lambda error: "is not allowed by the schema",
+}
+"""What is said of a keyword that a value breaks: names and bounds, never the value."""
 
 
 def _refusal(bad: Failed, rows: int) -> DataError:

@@ -20,7 +20,8 @@ from penstock.config import Config
 from penstock.connectors.files.sink import read_published
 from penstock.errors import ConfigError, ConnectorError, FatalError
 from penstock.pipeline import Pipeline
-from penstock.runtime import supervisor
+from penstock.runtime import commands, supervisor
+from penstock.runtime.commands import letters_asked
 from penstock.runtime.epochs import Manifest, State
 from penstock.runtime.epochs.messages import Messages
 from penstock.runtime.epochs.stage import Staged
@@ -502,6 +503,37 @@ def test_most_of_a_topic_does_not_drain_into_the_dead_letters(home: Home) -> Non
     with pytest.raises(ConnectorError, match="PEN-3002"):
         home.run()
     assert home.letters() == []
+
+
+def test_an_epoch_that_too_many_records_stop_takes_the_corrected_schema_by_restage(home: Home) -> None:
+    schema, closed = home.path / "order.json", {"type": "object", "additionalProperties": False}
+    schema.write_text(json.dumps({**closed, "properties": {"id": {"type": "integer"}}}))
+    entry = '[[schemas]]\ntopic = "/a"\nschema_type = "json_schema"\nschema_file = "order.json"\n'
+    home.put(*({"id": n, "extra": n} for n in range(1000)))
+    with pytest.raises(ConnectorError, match=r"PEN-3002(.|\n)*has 'extra', which(.|\n)*offsets restage FILE"):
+        home.run(entry)
+    schema.write_text(json.dumps({**closed, "properties": {key: {"type": "integer"} for key in ("id", "extra")}}))
+    with pytest.raises(ConnectorError, match="PEN-3002"):  # it was planned with the first version
+        home.run(entry)
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["offsets", "restage", str(home.path / "pipeline.toml")])
+    home.run(entry)
+    assert len(home.rows()) == 1000
+    assert home.letters() == []
+
+
+def test_a_replay_in_a_running_pipeline_says_that_it_keeps_its_schema_files(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home.path / "order.json").write_text('{"type": "object", "properties": {"id": {"type": "integer"}}}')
+    entry = '[[schemas]]\ntopic = "/a"\nschema_type = "json_schema"\nschema_file = "order.json"\n'
+    home.put({"id": "x"})
+    home.run(entry)
+    pipeline = home.pipeline(entry)
+    assert len(letters_asked(pipeline, "replay", {}, "test")[1]) == 1
+    monkeypatch.setattr(commands, "is_running", lambda state_dir: True)
+    assert "start it again, then replay" in letters_asked(pipeline, "replay", {}, "test")[1][1]
+    assert len(letters_asked(pipeline, "drop", {}, "test")[1]) == 1
 
 
 def test_a_topic_does_not_drain_into_the_dead_letters_run_by_run(home: Home) -> None:

@@ -52,6 +52,16 @@ def test_register_adds_a_version_when_the_file_changed(run, registry, file):
     assert registry.versions("orders") == [1, 2]
 
 
+@pytest.mark.parametrize("strategy", [None, "latest"])
+def test_register_says_that_a_running_pipeline_keeps_its_versions(registry, file, strategy):
+    file.write_text(V1)
+    entries = [SchemaFile("orders", "avro", file, strategy=strategy)]
+    for is_running in (False, True):
+        app = make_app(lambda path: (registry, entries), lambda: Console(width=200), lambda path: is_running)  # noqa: B023
+        said = "until it is started again" in CliRunner().invoke(app, ["pipeline.toml", "register"]).output
+        assert said == (is_running and strategy is None)
+
+
 def test_check_says_what_would_happen_and_registers_nothing(run, registry, file):
     file.write_text(V1)
     assert "the subject is new" in run("check").output

@@ -340,12 +340,16 @@ def dead_letters(
 )
 def each_schema(context: typer.Context) -> None:
     from penstock.cli import schemas
+    from penstock.runtime.commands import is_running
 
     def loaded(file: Path | None) -> tuple[Registry, list[schemas.SchemaFile]]:
         pipeline = load(file)
         return pipeline.schemas.registry.make(pipeline.processing.state_dir), schemas.entries_of(pipeline.schemas)
 
-    schemas.make_app(loaded, stdout)(context.args, prog_name="penstock schemas")
+    def runs(file: Path | None) -> bool:
+        return is_running(load(file).processing.state_dir)
+
+    schemas.make_app(loaded, stdout, runs)(context.args, prog_name="penstock schemas")
 
 
 @app.command()

@@ -112,8 +112,10 @@ def infer(sample: Path, console: Console) -> None:
     print(infer_json_schema(line for line in lines if line.strip()).text)
 
 
-def make_app(load: Load, stdout: Callable[[], Console]) -> typer.Typer:
-    """The command with its sub-commands; `load` reads the pipeline file."""
+def make_app(
+    load: Load, stdout: Callable[[], Console], runs: Callable[[Path | None], bool] = lambda file: False
+) -> typer.Typer:
+    """The command with its sub-commands; `load` reads the pipeline file, `runs` says if its pipeline is running."""
     app = typer.Typer(
         cls=FileFirst,
         no_args_is_help=True,
@@ -147,7 +149,11 @@ def make_app(load: Load, stdout: Callable[[], Console]) -> typer.Typer:
     @app.command()
     def register(file: File = None) -> None:
         """Register the schema files that changed."""
-        if not register_files(*load(file), stdout()):
+        registry, entries = load(file)
+        is_well = register_files(registry, entries, stdout())
+        if any(each.file is not None and each.strategy is None for each in entries) and runs(file):
+            stdout().print(Text("the pipeline runs: it keeps the versions that it has until it is started again"))
+        if not is_well:
             raise typer.Exit(1)
 
     @app.command("infer")

@@ -145,6 +145,10 @@ def _ask_for_letters(pipeline: Pipeline, verb: LetterVerb, where: Mapping[str, s
     ReplayRequests.of(store.directory).add(step)
     noun = "dead letter" if letters.num_rows == 1 else "dead letters"
     said.append(f"{verb} {letters.num_rows:,} {noun}: {_when(store.directory)}")
+    if verb == "replay" and any(each.uses_file for each in pipeline.schemas.entries) and is_running(store.directory):
+        said.append(
+            "it keeps the schema files that it was started with: if one has changed, start it again, then replay"
+        )
     unread = letters.column("kind").to_pylist().count("record")
     if verb == "replay" and unread:
         advice = "correct them in the source, and let go of them with penstock dlq drop --where kind=record"

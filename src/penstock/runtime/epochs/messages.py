@@ -106,7 +106,8 @@ class Messages:
             raise DataError(
                 f"{bad:,} of the last {total:,} records, up to epoch {manifest.number}, cannot be used{shown}",
                 code="PEN-3002",
-                hint="correct the schema or the data; or raise `max_error_rate`, the share at which the pipeline stops",
+                hint="correct the schema, and `penstock offsets restage FILE` has this epoch take it; or raise "
+                "`max_error_rate`, the share at which the pipeline stops, and replay the dead letters after the fix",
             )
         return Recent(limit=self._max_error_rate, epochs=epochs)
 

@@ -90,6 +90,33 @@ class TestRows:
         else:
             assert decoded.rows.column("note").to_pylist() == ["x", result, "y"]
 
+    @pytest.mark.parametrize(
+        ("kind", "texts", "refused"),
+        [
+            ("int64", "-1 007 0x10", "+1 1.0 1e3 1_000"),
+            ("uint8", "255", "-1 256"),
+            ("float64", "1 -1.5 1e3 .5 nan inf", "1.5x 0x10"),
+            ("decimal(10,2)", "1 1.2 1.250 1e2 -1.5", "1.255 123456789.00"),
+            ("bool", "true FALSE 1 0", "yes t"),
+            ("date32", "2026-01-02", "2026-1-2 20260102 2026-01-02T00:00:00"),
+            (
+                "timestamp[us, UTC]",
+                "2026-01-02T03:04:05Z 2026-01-02T03:04:05.123456+01:00 2026-01-02T03:04Z",
+                "2026-01-02T03:04:05 2026-01-02 2026-01-02T03:04:05.1234567Z 1735787045",
+            ),
+            ("timestamp[us]", "2026-01-02T03:04:05 2026-01-02", "2026-01-02T03:04:05Z"),
+        ],
+    )
+    def test_a_type_takes_these_texts_and_no_others(self, kind, texts, refused):
+        payloads = [each.encode() for each in (*texts.split(), *refused.split())]
+        decoded = decode(made(columns={"x": kind}), payloads)
+        assert decoded.positions.tolist() == list(range(len(texts.split())))
+        assert set(decoded.failures.rules) == {"csv.type"}
+
+    def test_the_reason_of_a_time_shows_what_is_missing(self):
+        reasons = decode(made(columns=TYPED), [b"1,a,2026-01-02 03:04:05"]).failures.reasons
+        assert reasons == ("the column 'at' is not timestamp[us, tz=UTC], such as 2026-01-02T03:04:05Z",)
+
     def test_a_record_of_one_value_may_be_empty(self):
         assert decode(made(columns=["a"]), [b"", b'""']).rows.to_pylist() == [{"a": None}, {"a": ""}]
 

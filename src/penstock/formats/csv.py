@@ -203,7 +203,7 @@ def _typed(records: pa.ListArray, schema: pa.Schema, bad: Failed) -> tuple[pa.Re
         places = pa.array(edges[:-1] + at, pa.int64(), mask=sizes <= at)
         texts = values.take(places)
         for row in _misfits(texts, field.type):
-            bad.setdefault(row, ("csv.type", f"the column {field.name!r} is not {field.type}"))
+            bad.setdefault(row, ("csv.type", f"the column {field.name!r} is not {_described(field.type)}"))
         if types.is_floating(field.type):
             for row in _rounded(texts, bad, field.type):
                 bad.setdefault(row, ("csv.exact", f"the column {field.name!r} holds {ROUNDED}"))
@@ -215,6 +215,12 @@ def _typed(records: pa.ListArray, schema: pa.Schema, bad: Failed) -> tuple[pa.Re
     if not columns:
         return pa.RecordBatch.from_struct_array(pa.array([{}] * len(good), pa.struct([]))), bad
     return pa.RecordBatch.from_arrays(columns, schema=schema), bad
+
+
+def _described(kind: pa.DataType) -> str:
+    """The type, and for a time an example: what is missing is mostly the zone."""
+    zone = "Z" if types.is_timestamp(kind) and kind.tz else ""
+    return f"{kind}, such as 2026-01-02T03:04:05{zone}" if types.is_timestamp(kind) else str(kind)
 
 
 def _misfits(texts: pa.Array, kind: pa.DataType) -> list[int]:

@@ -223,7 +223,10 @@ class SchemaEntry(Config):
     """Which version to use: `"latest"`, `{ pinned = 2 }` or `{ minimum = 1 }`."""
 
     expected_subject: str | None = Field(default=None, min_length=1)
-    """Messages whose frame names a schema of another subject are failures."""
+    """
+    Messages whose frame names a schema of another subject are failures, with the rule `framing.subject`. Needs
+    `framing = "confluent"`: without a frame a message names no schema.
+    """
 
     metadata: list[Metadata] = Field(default=[])
     """What else becomes a column: `key`, `timestamp`, `attributes`, `offset`, `stream`; as `_key`, `_timestamp`, …"""

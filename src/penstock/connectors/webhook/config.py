@@ -154,7 +154,7 @@ class Endpoint(Config):
     """
 
     headers: tuple[str, ...] = ()
-    """Headers that are kept as attributes, in lower case."""
+    """Headers that become attributes of the message; the names of attributes are in lower case."""
 
     dedupe: Dedupe | None = None
     """What tells a retry: an event whose key is among the last 100,000 is acknowledged and not stored again."""
@@ -190,8 +190,10 @@ class WebhookConfig(Config):
     """The address to listen on; `0.0.0.0` is all of IPv4, `::` all of IPv6."""
 
     endpoints: Annotated[tuple[Endpoint, ...], Field(min_length=1)]
-    """The addresses of the server, a `[[source.endpoints]]` each: `path`, `stream`, `methods`, `auth`, `format`, `headers`,
-    `dedupe`."""
+    """
+    The addresses of the server, a `[[source.endpoints]]` each: `path`, `stream`, `methods`, `auth`, `format`, `headers`,
+    `dedupe`; see `docs/webhook.md`.
+    """
 
     auth: Auth
     """Who may send, where an endpoint does not say: `{ type = "none" }`, `"api_key"`, `"hmac"` or `"jwt"`; see

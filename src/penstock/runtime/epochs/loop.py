@@ -136,7 +136,7 @@ class EpochLoop:
         if manifest.state == "planned":
             try:
                 with _timed(seconds, "stage"):
-                    manifest = self._prepare(*self._stage(self._bound(manifest), again=recovered))
+                    manifest = self._prepare(*self._stage(self._bound(manifest, recovered), again=recovered))
             except RangeGone:
                 if manifest.only is not None:
                     raise
@@ -200,10 +200,17 @@ class EpochLoop:
         failpoints.hit("plan.after")
         return manifest
 
-    def _bound(self, manifest: Manifest) -> Manifest:
-        """Bind an epoch to versions of schemas that has none: its state was lost, or somebody asked for other ones."""
-        versions = {} if manifest.versions else self._messages.plan(None).get("versions", {})
-        return self.state.save(manifest.model_copy(update={"versions": versions})) if versions else manifest
+    def _bound(self, manifest: Manifest, recovered: bool) -> Manifest:
+        """
+        Bind an epoch to versions of schemas that has none: its state was lost, or somebody asked for other ones.
+
+        One that an earlier run planned takes the schema files as they are now: nothing of it is in a target yet.
+        """
+        versions = manifest.versions or self._messages.plan(None).get("versions", {})
+        if recovered and manifest.only is None:
+            versions = {**versions, **self._messages.file_versions()}
+        changed = versions != manifest.versions
+        return self.state.save(manifest.model_copy(update={"versions": versions})) if changed else manifest
 
     def _stage(self, manifest: Manifest, again: bool) -> tuple[Manifest, Staged]:
         if again:

@@ -56,6 +56,10 @@ class Messages:
             "pinned": dict(self._pinned),
         }
 
+    def file_versions(self) -> dict[str, int]:
+        """The versions that the schema files of the pipeline are."""
+        return self._codecs.file_versions() if self._codecs else {}
+
     def decoders(self, manifest: Manifest) -> Decoders:
         """What the tasks of an epoch decode with."""
         if not self._codecs:
@@ -106,8 +110,8 @@ class Messages:
             raise DataError(
                 f"{bad:,} of the last {total:,} records, up to epoch {manifest.number}, cannot be used{shown}",
                 code="PEN-3002",
-                hint="correct the schema, and `penstock offsets restage FILE` has this epoch take it; or raise "
-                "`max_error_rate`, the share at which the pipeline stops, and replay the dead letters after the fix",
+                hint="correct the schema file, and start again; or raise `max_error_rate`, the share at which the pipeline "
+                "stops, and replay the dead letters after the fix",
             )
         return Recent(limit=self._max_error_rate, epochs=epochs)
 

@@ -77,6 +77,13 @@ class Codecs:
             self._last = (chosen, self.decoders(chosen, {}))
         return chosen
 
+    def file_versions(self) -> dict[str, int]:
+        """The version of each entry that goes by its file."""
+        return {each.place: self._files[each.place] for each in self._with_subject() if self._goes_by_file(each)}
+
+    def _goes_by_file(self, each: TopicSchema) -> bool:
+        return each.uses_file and each.place in self._files
+
     def refused(self, topics: Iterable[Topic], payloads: Sequence[bytes]) -> Failed | None:
         """
         The payloads that no row of some topic can be made of, by the versions that were chosen last: rule and reason.
@@ -131,7 +138,7 @@ class Codecs:
 
     def _now(self, each: TopicSchema) -> WireSchema:
         """The version that an entry asks for, as the registry has it now."""
-        if each.uses_file and each.place in self._files:
+        if self._goes_by_file(each):
             return self._fetched(str(each.subject), self._files[each.place])
         return choose(self._known, str(each.subject), each.entry.version_strategy)
 

@@ -163,3 +163,32 @@ def test_of_a_store_that_cannot_be_read_check_and_dlq_say_so(
         cli.main(["dlq", "replay", str(named.file)])
     assert ended.value.code != 0
     assert "cannot be read from here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("named", ["delta"], indirect=True)
+def test_a_request_for_letters_of_a_named_sink_waits_for_a_run_that_reads_them(
+    named: Named, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named.put("1", "2.5")
+    named.run()
+    named.write("double")
+    named.dlq(capsys, "replay")
+    text = named.file.read_text()
+    named.file.write_text(text.replace('dead_letter_sink = "letters"', ""))
+    named.put("3")
+    named.run()
+    assert named.rows() == [1.0, 3.0]
+    assert "waits for a run with dead_letter_sink = 'letters'" in named.dlq(capsys, "show")
+    named.write("double")
+    named.run()
+    assert named.rows() == [1.0, 2.5, 3.0]
+    assert named.letters(capsys) == []
+
+
+@pytest.mark.parametrize("named", ["delta"], indirect=True)
+def test_a_sink_for_letters_gets_rows_only_from_routes_that_name_it(named: Named) -> None:
+    named.file.write_text(named.file.read_text().replace('sinks = ["lake"]', ""))
+    named.put("1", "x")
+    named.run()
+    assert named.rows() == [1]
+    assert not (named.path / "letters" / "a").exists()

@@ -57,7 +57,10 @@ def show(
         console.print(_one(letter), soft_wrap=True)
     for request in ReplayRequests.of(store.directory).pending():
         chosen_by = " ".join(f"{name}={value}" for name, value in request.step.where.items()) or "all"
-        console.print(Text(f"asked for: {request.step.verb} {chosen_by}, up to epoch {request.step.epoch}", "yellow"))
+        line = f"asked for: {request.step.verb} {chosen_by}, up to epoch {request.step.epoch}"
+        if request.letters not in ("", pipeline.processing.dead_letter_sink):
+            line += f"; it waits for a run with dead_letter_sink = {request.letters!r}"
+        console.print(Text(line, "yellow"))
 
 
 def command(pipeline: Pipeline, verb: Verb, where: Mapping[str, str], console: Console) -> int:

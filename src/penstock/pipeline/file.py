@@ -58,7 +58,9 @@ class Reader:
         sinks = self._connectors("sink")
         topics = self._schemas()
         routes = [entry.route() if entry else None for entry in self._entries("routes", RouteEntry)]
-        router = Router(tuple(route for route in routes if route), tuple(self.declared["sink"]), processing.unrouted)
+        names = list(self.declared["sink"])  # what takes dead letters takes rows only if a route says so
+        rest = [name for name in names if name != processing.dead_letter_sink]
+        router = Router(tuple(route for route in routes if route), tuple(rest or names), processing.unrouted)
         found = Pipeline(
             self._name(),
             sources,

@@ -73,7 +73,10 @@ class Processing(Config):
     """Share of bad records, over the last 1,000 or more, at which the pipeline stops instead of leaving them out."""
 
     dead_letter_sink: str | None = Field(default=None, min_length=1)
-    """Name of the sink that takes dead letters; none: a Delta table in `dead_letters` under `state_dir`."""
+    """
+    Name of the sink that takes dead letters; none: a Delta table in `dead_letters` under `state_dir`. It gets rows only from
+    routes that name it, unless it is the only sink.
+    """
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port for the console, metrics, health and status over HTTP; 0 chooses a free one, none serves nothing."""

@@ -142,7 +142,7 @@ def _ask_for_letters(pipeline: Pipeline, verb: LetterVerb, where: Mapping[str, s
         return 0
     last = max(letters.column("epoch").to_pylist())
     step = Step(verb=verb, incarnation=store.incarnation, epoch=last, where=dict(where))
-    ReplayRequests.of(store.directory).add(step)
+    ReplayRequests.of(store.directory).add(step, pipeline.processing.dead_letter_sink or "")
     noun = "dead letter" if letters.num_rows == 1 else "dead letters"
     said.append(f"{verb} {letters.num_rows:,} {noun}: {_when(store.directory)}")
     if verb == "replay" and any(each.uses_file for each in pipeline.schemas.entries) and is_running(store.directory):

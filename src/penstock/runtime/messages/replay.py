@@ -61,6 +61,8 @@ class ReplayRequest(BaseModel):
 
     name: str
     step: Step
+    letters: str = ""
+    """The sink that the file named for dead letters; empty: none. A run with another one leaves the request alone."""
 
 
 class ReplayRequests(Inbox[ReplayRequest]):
@@ -74,9 +76,9 @@ class ReplayRequests(Inbox[ReplayRequest]):
         """Those in the state directory of a pipeline."""
         return cls(pipeline_state / "sources" / REPLAY)
 
-    def add(self, step: Step) -> ReplayRequest:
+    def add(self, step: Step, letters: str = "") -> ReplayRequest:
         """Leave a request; it is on disk when this returns."""
-        return self.leave(lambda name: ReplayRequest(name=name, step=step))
+        return self.leave(lambda name: ReplayRequest(name=name, step=step, letters=letters))
 
 
 class Replayed(Position):
@@ -96,6 +98,9 @@ class ReplayConfig(Config):
 
     sink: Any = None
     """The sink that holds more of them, if the file names one that can be read."""
+
+    named: str = ""
+    """The name of that sink."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,8 @@ class Replay(RangeSource[ReplayConfig, Replayed]):
         return {}
 
     def latest(self, start: Replayed, limit: ReadLimit) -> Replayed:
-        waiting = [each for each in self._requests.pending() if each.name not in start.requests]
+        pending = [each for each in self._requests.pending() if each.letters in ("", self.config.named)]
+        waiting = [each for each in pending if each.name not in start.requests]
         if isinstance(limit.until, Replayed):
             waiting = [each for each in waiting if each.name in limit.until.requests]
         if not waiting:

@@ -41,7 +41,8 @@ def replay_source(pipeline: Pipeline, incarnation: str) -> dict[str, RangeSource
     in_default_store = wants_letters(pipeline) and processing.dead_letter_sink is None
     if not processing.checkpoint or not (in_default_store or sink is not None or has_letters(processing.state_dir)):
         return {}
-    config = ReplayConfig(path=processing.state_dir / FOLDER, incarnation=incarnation, sink=sink)
+    named = processing.dead_letter_sink or ""
+    config = ReplayConfig(path=processing.state_dir / FOLDER, incarnation=incarnation, sink=sink, named=named)
     return {REPLAY: Replay(config)}
 
 

@@ -11,6 +11,7 @@ import pytest
 from psycopg.rows import dict_row
 
 from penstock.connectors.postgres import Postgres, PostgresSinkConfig
+from penstock.connectors.postgres.sink import staging_prefix
 from penstock.sink import Epoch
 from penstock.testing import CrashContract
 from penstock.testing.postgres import PostgresServer, binaries
@@ -63,7 +64,7 @@ class TestPostgresCrash(CrashContract):
             return connection.execute(f"SELECT * FROM {table}").fetchall() if there else []
 
     def lose_staged(self, path):
-        whose = self.make_sink(path)._whose(Epoch("crash", "", 2))
+        whose = staging_prefix(self.make_sink(path), Epoch("crash", "", 2))
         prefix = f"{whose}{2:012d}-"
         with psycopg.connect(dsn(path)) as connection:
             query = "SELECT relname FROM pg_class WHERE starts_with(relname, %s)"

@@ -106,9 +106,11 @@ def test_a_session_that_another_client_takes_over_is_taken_back(topic: str, tmp_
             )
             wishes = Properties(PacketTypes.CONNECT)
             wishes.SessionExpiryInterval = 3600
+            taken = threading.Event()  # it may be taken back before anybody looks
+            thief.on_connect = lambda *_: taken.set()  # noqa: B023
             thief.connect("127.0.0.1", broker.port, clean_start=False, properties=wishes)
             thief.loop_start()
-            wait_until(lambda: thief.is_connected(), "the session to be taken over")  # noqa: B023
+            wait_until(taken.is_set, "the session to be taken over")
             thief.disconnect()
             thief.loop_stop()
     run.await_ids(300)

@@ -89,7 +89,7 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
     def begin_epoch(self, epoch: Epoch, task: Task) -> None:
         if self._task is not None:  # what it has staged must not be in the next transaction
             self.close()
-        self._task = TaskSide(self.session, f"{_whose(self, epoch)}{epoch.stem(task)}", self.policy)
+        self._task = TaskSide(self.session, f"{staging_prefix(self, epoch)}{epoch.stem(task)}", self.policy)
 
     def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
         assert self._task is not None
@@ -109,7 +109,7 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
 
     def commit_epoch(self, epoch: Epoch, receipts: Sequence[StagedTables], end: Positions) -> None:
         driver = DriverSide(self.session, self.policy, self.source_schema)
-        self._committed |= driver.commit(epoch, receipts, end, self._committed, _whose(self, epoch))
+        self._committed |= driver.commit(epoch, receipts, end, self._committed, staging_prefix(self, epoch))
 
     def committed_epoch(self, pipeline: str, topic: Topic) -> CommittedEpoch | None:
         marker = Markers(self.session).read(pipeline, topic)
@@ -119,7 +119,7 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
 
     def sweep(self, epoch: Epoch, keep: Sequence[StagedTables]) -> None:
         kept = {part.table for receipt in keep for parts in receipt.staged.values() for part in parts}
-        prefix = f"{_whose(self, epoch)}{epoch.stem()}-"
+        prefix = f"{staging_prefix(self, epoch)}{epoch.stem()}-"
 
         def drop(connection: psycopg.Connection[Any]) -> None:
             left = [self.session.own(name) for name in self.session.staged(connection, prefix) if name not in kept]
@@ -183,7 +183,7 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
         return HealthStatus.unhealthy("the server takes no writes") if row == (True,) else HealthStatus.healthy()
 
 
-def _whose(sink: Postgres, epoch: Epoch) -> str:
+def staging_prefix(sink: Postgres, epoch: Epoch) -> str:
     """How the names of all staging tables begin, and of no other pipeline's or sink's."""
     whose = canonical([epoch.pipeline, sink.config.table, sink.config.mode])
     return f"{hashlib.sha256(whose.encode()).hexdigest()[:8]}-"

@@ -220,13 +220,14 @@ def test_a_field_that_says_what_became_of_a_row_makes_a_letter_of_its_message_al
     assert rows == {0, 1, 10, 11, 20, 30, 31, *range(100, 200)} - {*letters}
 
 
-def test_a_payload_whose_field_is_called_like_what_the_message_has_is_a_letter(home: Home) -> None:
-    home.put(("k", {"id": 1}), ("k", {"id": 2, "_key": 5}))
+@pytest.mark.parametrize("name", ["_key", "_Key"])
+def test_a_payload_whose_field_is_called_like_what_the_message_has_is_a_letter(home: Home, name: str) -> None:
+    home.put(("k", {"id": 1}), ("k", {"id": 2, name: 5}))
     home.run(JSON + 'metadata = ["key"]\n')
     assert home.rows() == [{"id": 1, "_key": b"k"}]
     (letter,) = home.letters()
     assert letter["rule"] == "column.reserved"
-    assert "`_key`" in letter["reason"]
+    assert f"`{name}`" in letter["reason"]
 
 
 def test_rows_are_updated_by_the_key_of_their_message(home: Home) -> None:

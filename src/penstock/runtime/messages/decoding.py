@@ -61,7 +61,7 @@ class Decoder:
     @property
     def reserved(self) -> frozenset[str]:
         """
-        Names that no field of a payload can have: those of `metadata`, and `_op`, by which rows are changes.
+        Names that no field of a payload can have, in any case: those of `metadata`, and `_op`, by which rows are changes.
 
         Only change formats bring changes.
         """
@@ -126,9 +126,10 @@ class Decoder:
         It would make the topic a log of changes, or its value would give way to what the message has.
         """
         rows, positions, failures = decoded.rows, decoded.positions, decoded.failures
-        for name in sorted(self.reserved.intersection(rows.schema.names)):
+        for name in [each for each in rows.schema.names if each.lower() in self.reserved]:
             used = rows.column(name).is_valid().to_numpy(zero_copy_only=False)
-            why = _CHANGE if name not in self._own else f"the message's own {name[1:]} has that name, by `metadata`"
+            own = name.lower() in self._own
+            why = f"the message's own {name.lower()[1:]} has that name, by `metadata`" if own else _CHANGE
             failures = _joined(
                 failures, positions[used], ("column.reserved", f"the payload has a field `{name}`: {why}")
             )
@@ -229,9 +230,9 @@ def settled(kind: pa.DataType) -> pa.DataType:
 
 
 def _without(schema: pa.Schema, names: frozenset[str]) -> pa.Schema:
-    if names.isdisjoint(schema.names):
-        return schema
-    return pa.schema([each for each in schema if each.name not in names], metadata=schema.metadata)
+    """The columns without these names, in any case."""
+    kept = [each for each in schema if each.name.lower() not in names]
+    return schema if len(kept) == len(schema) else pa.schema(kept, metadata=schema.metadata)
 
 
 def _settled(values: pa.Array, kind: pa.DataType) -> pa.Array:

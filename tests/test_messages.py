@@ -593,6 +593,7 @@ def test_what_a_manifest_keeps_of_earlier_records_covers_the_window_and_stays_sm
         ('topic = "/a/#"\nschema_type = "avro"', "names no subject"),
         ('topic = "/a/#"\nschema_type = "avro"\nsubject = "{topic}-value"', "names no subject"),
         ('topic = "/a"\nschema_type = "avro"\nsubject = "{record}"', "no `schema_file`"),
+        ('topic = "/a"\nschema_type = "avro"\nexpected_subject = "x"', "looks at the frames"),
         ('topic = "/a"\nschema_type = "avro"\nsubject = "{table}"', "only {topic} and {record}"),
         ('topic = "/a"\nschema_type = "json"\n[[schemas]]\ntopic = "/a"\nschema_type = "csv"', "two .* entries"),
     ],

@@ -143,6 +143,9 @@ def problems(schemas: Sequence[TopicSchema]) -> list[tuple[int, str, str]]:
         if "{record}" in (entry.subject or "") and entry.schema_file is None:
             what = "`{record}` in `subject` is the name in the schema's file, and there is no `schema_file`"
             found.append((place, what, "set schema_file, or write the subject out"))
+        if entry.expected_subject is not None and getattr(each.options, "framing", "none") == "none":
+            what = "`expected_subject` looks at the frames of messages, and these have none"
+            found.append((place, what, 'set framing = "confluent" if the messages have such frames, or leave it out'))
         twins = [o for o in schemas[:place] if (o.entry.topic, o.entry.direction) == (entry.topic, entry.direction)]
         if twins:
             what = f"two [[schemas]] entries are for the topic {entry.topic!r}"

@@ -453,6 +453,10 @@ class TestCheck:
         assert "PEN-5009 the state directory" in err
         assert "choose another `state_dir`" in err
 
+    def test_a_schema_for_rows_that_have_columns_is_said_to_change_nothing(self, cli, file):
+        file.write_text(PIPELINE + '\n[[schemas]]\ntopic = "/orders"\nschema_type = "json"\n')
+        assert "! [[schemas]] for /orders changes nothing: source 'generator' gives rows" in cli("check", file)[1]
+
     def test_a_source_that_listens_is_not_opened_beside_its_own_run(self, cli, file):
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))

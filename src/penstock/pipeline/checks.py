@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
@@ -16,7 +17,7 @@ from penstock.pipeline import registry
 from penstock.pipeline.registry import Kind
 from penstock.pipeline.routing import Route, matches
 from penstock.pipeline.toml import Where, without_password
-from penstock.schema import Readable
+from penstock.schema import Readable, is_envelope
 from penstock.schema.evolution import EvolutionConfig
 from penstock.schema.registry.versions import Pinned
 from penstock.sink import DeliveryGuarantee, SinkConnector, Topic
@@ -293,6 +294,7 @@ def stream_notices(pipeline: Pipeline, streams: Mapping[str, Iterable[str]]) -> 
         is_message_source = isinstance(pipeline.sources.get(name), PollingSource | StreamingSource)
         if not list(known) and not is_message_source:  # a message names its stream when it comes
             yield f"source {name!r} has no streams now, so no rows will come until it has one"
+    yield from _unused_schemas(pipeline, streams)
     for route in pipeline.router.routes:
         known = [s for name, found in streams.items() if route.source in (None, name) for s in found]
         if known and not any(matches(route.stream, stream) for stream in known):
@@ -302,6 +304,26 @@ def stream_notices(pipeline: Pipeline, streams: Mapping[str, Iterable[str]]) -> 
         for pattern in route.exclude:
             if known and not any(matches(pattern, stream) for stream in known):
                 yield f"exclude = {pattern!r} of the route from {route.stream!r} matches no stream that is there now"
+
+
+def _unused_schemas(pipeline: Pipeline, streams: Mapping[str, Iterable[str]]) -> Iterator[str]:
+    """Entries of [[schemas]] for topics whose source gives rows, which have columns already, and no messages."""
+    said: set[Topic] = set()
+    for name, known in streams.items():
+        for stream, schema in known.items() if isinstance(known, Mapping) else ():
+            if schema is None or is_envelope(schema):
+                continue
+            with contextlib.suppress(ConfigError):  # a stream that has no place is a problem of its own
+                for target in pipeline.router.targets(name, stream):
+                    found = pipeline.schemas.of(target.topic, "source")
+                    writes = all(isinstance(pipeline.sinks.get(sink), Readable) for sink in target.sinks)
+                    if found is None or target.topic in said or not (found.entry.direction == "source" or writes):
+                        continue
+                    said.add(target.topic)
+                    yield (
+                        f"[[schemas]] for {target.topic} changes nothing: source {name!r} gives rows with columns, not messages, "
+                        "and no sink of the topic sends messages"
+                    )
 
 
 def _target_of(sink: SinkConnector[Any, Any], name: str, topic: Topic) -> tuple[tuple[str, str], str]:

@@ -59,7 +59,7 @@ def _columns(target: Target, decoder: Decoder) -> pa.Schema:
     columns, schema = decoder.format.columns(), decoder.schema()
     assert columns is not None
     assert schema is not None
-    taken = sorted(decoder.reserved.intersection(columns.names))
+    taken = [name for name in columns.names if name.lower() in decoder.reserved]
     if taken:
         raise ConfigError(
             f"the schema of {target.topic} has a field {taken[0]!r}, which is the name of a column of Penstock's own",

@@ -23,7 +23,7 @@ from penstock.testing.engine import ZYGOTE, Forked
 T = TypeVar("T")
 
 
-PATIENCE_SECS = 30.0
+PATIENCE_SECS = 60.0
 """Longest wait for another process; a wait that takes this long has failed."""
 
 

@@ -532,6 +532,17 @@ class TestCommandLine:
         assert "public.a\\nb" in out
         assert "\x1b[31m" not in out + caplog.text
 
+    def test_check_says_that_the_slot_of_earlier_runs_is_gone(self, database, file, cli):
+        assert "one more will be made" in cli("check", file)[1]
+        drain(file)
+        assert "any more" not in cli("check", file)[1]
+        database.run(f"SELECT pg_drop_replication_slot('{database.name}')")
+        code, out, _ = cli("check", file)
+        assert code == 1
+        assert f"PEN-5011 the replication slot '{database.name}' does not exist any more" in out
+        file.write_text(file.read_text().replace("[[sinks]]", 'snapshot = "when_needed"\n\n[[sinks]]'))
+        assert "one more will be made" in cli("check", file)[1]
+
     def test_a_run_goes_on_when_every_table_is_gone(self, database, file, cli):
         drain(file)
         database.run("DROP TABLE items", "ALTER TABLE orders RENAME TO aside", "CREATE SCHEMA elsewhere")

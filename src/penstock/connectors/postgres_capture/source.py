@@ -86,7 +86,8 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
         self._log.close()
 
     def check(self) -> Sequence[Finding]:
-        return self._log.session.apart(lambda connection: list(findings(connection, self.config)))
+        begun = self._mark.read() is not None
+        return self._log.session.apart(lambda connection: list(findings(connection, self.config, begun)))
 
     def health_check(self) -> HealthStatus:
         refused = {s: LeftOut(what=f.what, fix=f.fix) for s, f in self._log.session.tables.refused.items()}

@@ -21,6 +21,7 @@ from penstock.connectors.postgres_cdc.publications import (
     truncates,
 )
 from penstock.connectors.postgresql import connections
+from penstock.connectors.postgresql.failures import LOST
 from penstock.connectors.postgresql.types import TypeCatalog, arrow_type, quoted
 from penstock.errors import ConfigError
 from penstock.source import Finding
@@ -42,8 +43,8 @@ class _Limits:
     user: str
 
 
-def findings(connection: psycopg.Connection[Any], config: PostgresLogConfig) -> Iterator[Finding]:
-    """Everything that would fail later, with the SQL that fixes it."""
+def findings(connection: psycopg.Connection[Any], config: PostgresLogConfig, begun: bool) -> Iterator[Finding]:
+    """Everything that would fail later, with the SQL that fixes it. `begun`: an earlier run needs the slot that it read from."""
     here = server(connection)
     try:
         require_capable(here)
@@ -55,7 +56,7 @@ def findings(connection: psycopg.Connection[Any], config: PostgresLogConfig) -> 
     row = connection.execute(_LIMITS).fetchone()
     assert row is not None
     limits = _Limits(*row)
-    yield from _slot_findings(connection, config, here, limits)
+    yield from _slot_findings(connection, config, here, limits, begun)
     room = limits.senders < limits.max_senders
     fix = "" if room else f"ALTER SYSTEM SET max_wal_senders = {limits.max_senders + 5}; then restart the server"
     yield Finding(room, f"{limits.senders} of {limits.max_senders} senders are in use", fix)
@@ -78,11 +79,13 @@ def findings(connection: psycopg.Connection[Any], config: PostgresLogConfig) -> 
 
 
 def _slot_findings(
-    connection: psycopg.Connection[Any], config: PostgresLogConfig, here: Server, limits: _Limits
+    connection: psycopg.Connection[Any], config: PostgresLogConfig, here: Server, limits: _Limits, begun: bool
 ) -> Iterator[Finding]:
     found = slot(connection, config.slot)
     free = limits.slots < limits.max_slots
-    if found is None and not config.manage:
+    if found is None and begun:
+        yield Finding(False, f"PEN-5011 the replication slot {config.slot!r} does not exist any more", LOST)
+    elif found is None and not config.manage:
         what = f"the replication slot {config.slot!r} does not exist, and manage = false"
         yield Finding(False, what, creating(config.slot))
     elif found is None:

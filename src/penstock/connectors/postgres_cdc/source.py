@@ -109,7 +109,8 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
         return True
 
     def check(self) -> Sequence[Finding]:
-        return self.session.apart(lambda connection: list(findings(connection, self.config)))
+        begun = self._planner.made_here and self.config.snapshot in ("initial", "never")
+        return self.session.apart(lambda connection: list(findings(connection, self.config, begun)))
 
     def lag(self) -> int | None:
         """Bytes of log that are not acknowledged."""

@@ -83,7 +83,8 @@ class FilesConfig(Config):
     columns: Mapping[str, str] | None = None
     """
     Arrow type of each column, e.g. `{ id = "int64", at = "timestamp[us, UTC]", tags = "list<string>" }`; fields that it does
-    not name are ignored. None: inferred from the first files; fields that appear later are added, and numbers widen.
+    not name are ignored. None: inferred from the first files; fields that appear later are added, and numbers widen. A list that
+    is empty in all of the first files is taken for one of text: name its type here before the first run.
     """
 
     stream: str = "files"

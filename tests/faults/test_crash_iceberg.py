@@ -7,6 +7,7 @@ from penstock.connectors.iceberg import Iceberg, IcebergConfig
 from penstock.testing import CrashContract
 from penstock.testing.crash.stage import EPOCH_ROWS, SINKS, TOPICS, Run
 from penstock.testing.engine import Forked
+from penstock.testing.processes import wait_until
 
 
 class TestIcebergCrash(CrashContract):
@@ -39,6 +40,8 @@ def _look_on(stage):
     for step, epoch in (("stage.task", 1), ("commit.before@2", 1), ("commit.topic", 2), ("commit.sink", 2)):
         name, _, count = step.partition("@")
         stage.killed(Run(f"{name}=kill@{count or 1}", epoch))
+        before = _passes(stage)
+        wait_until(lambda: _passes(stage) >= before + 2, "the reader to look at what the kill has left")  # noqa: B023
     stage.run()
     stage.check_all()
     (stage.path / "stop").touch()
@@ -57,4 +60,12 @@ def _poll(stage):
                 ids = sorted(rows.column("id").to_pylist()) if rows else []
                 assert ids == list(range(len(ids))), f"{topic} in {sink} shows {ids}"
                 seen.add(len(ids))
+        with open(stage.path / "passes", "a") as file:
+            file.write(".")
     return seen
+
+
+def _passes(stage):
+    """How often the reader has looked at every table."""
+    path = stage.path / "passes"
+    return path.stat().st_size if path.exists() else 0

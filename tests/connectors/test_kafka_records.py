@@ -99,7 +99,11 @@ def test_a_handle_that_is_none_is_not_believed() -> None:
 
 def test_forwarded_records_keep_their_time_if_asked(kafka: KafkaServer) -> None:
     stem = fresh("times")
-    write(make_sink(kafka, stem, partitions=1, keep_timestamps=True), envelopes([b"a", b"b"], [b"1", b"2"]))
+    kept = {"retention.ms": -1}  # they are of 2023: the broker would remove them when it looks next
+    write(
+        make_sink(kafka, stem, partitions=1, keep_timestamps=True, topic_config=kept),
+        envelopes([b"a", b"b"], [b"1", b"2"]),
+    )
     assert [each.timestamp()[1] for each in seen(kafka, stem)] == [1_700_000_000_000, 1_700_000_000_001]
     with opened_sink(make_sink(kafka, stem, keep_timestamps=True)) as sink:
         sink.begin_epoch(epoch_of(2), Task(0))

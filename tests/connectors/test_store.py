@@ -272,6 +272,25 @@ class TestSignatures:
             with pytest.raises(FatalError, match="PEN-5050"):  # by the new secret, which is wrong
                 store.put(bucket / "a", b"4")
 
+    def test_a_profile_gives_keys_and_is_read_again_once_they_are_refused(self, strict_s3, tmp_path, monkeypatch):
+        file, given = tmp_path / "credentials", strict_s3.options(profile="lake")
+        key = os.environ[given.pop("access_key_id")["env"]]
+        secret = os.environ[given.pop("secret_access_key")["env"]]
+        text = f"[lake]\naws_access_key_id = {key}\naws_secret_access_key = "
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+        bucket = store.at(strict_s3.bucket(), options(**given))
+        with pytest.raises(ConfigError, match=r"PEN-1004 .*'lake' holds no keys"):
+            store.put(bucket / "a", b"1")
+        file.write_text(f"{text}old\n")
+        with pytest.raises(FatalError, match="PEN-5050"):
+            store.put(bucket / "a", b"1")
+        file.write_text(f"{text}{secret}\n")
+        with pytest.raises(RetryableError, match="expired"):
+            store.put(bucket / "a", b"1")
+        store.put(bucket / "a", b"1")
+        assert "profile" not in str(for_delta(str(bucket), bucket.store.options))
+
     def test_an_open_delta_table_takes_renewed_credentials(self, strict_s3, tmp_path):
         file = tmp_path / "secret"
         file.write_text(os.environ["PENSTOCK_S3_SECRET"])

@@ -12,6 +12,7 @@ from pydantic import AfterValidator
 
 from penstock.config import Secret
 from penstock.errors import ConfigError
+from penstock.store.profiles import keys_of
 
 Options = Mapping[str, str | bool | Secret]
 
@@ -25,6 +26,7 @@ NAMES = {
     "s3": {
         *("access_key_id", "secret_access_key", "session_token", "region", "endpoint", "allow_http"),
         *("virtual_hosted_style_request", "server_side_encryption", "sse_kms_key_id", "metadata_endpoint"),
+        "profile",
     },
     "gs": {"service_account", "service_account_key"},
     "az": {"account_name", "account_key", "sas_token", "endpoint", "allow_http"},
@@ -93,7 +95,9 @@ def revealed(where: str, options: Options) -> dict[str, str]:
             hint=f"it takes {', '.join(sorted(NAMES[kind]))}",
         )
     texts = {name: value.reveal() if isinstance(value, Secret) else value for name, value in options.items()}
-    return {name: str(value).lower() if isinstance(value, bool) else value for name, value in texts.items()}
+    plain = {name: str(value).lower() if isinstance(value, bool) else value for name, value in texts.items()}
+    profile = plain.pop("profile", None)
+    return plain if profile is None else {**keys_of(profile), **plain}
 
 
 def allows_http(options: Mapping[str, str]) -> bool:

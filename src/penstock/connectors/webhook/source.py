@@ -36,6 +36,9 @@ DRAIN_SECS = 8.0
 """How long a stop waits for answers that are due."""
 GROUP_BYTES = 1 << 20
 """About how much is handed to the journal as one unit."""
+PATIENCE = 0.25
+"""How long requests may wait for others to share their fsync, as a share of what the last one took."""
+MOST_PATIENCE_SECS = 0.002
 
 
 class Webhook(StreamingSource[WebhookConfig]):
@@ -126,6 +129,10 @@ class Serving:
         self._group: list[Waiting] = []  # requests that gather while the journal is busy with the ones before
         self._group_bytes = 0
         self._due = 0  # requests that are with the journal
+        self._usual = 0  # requests that were under way when the last ones were stored
+        self._patience = 0.0
+        self._handed = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         self._accepted = self._events = 0
         self._statuses: Counter[int] = Counter()
         self._replies: dict[int, bytes] = {}
@@ -203,11 +210,12 @@ class Serving:
         if b"content-encoding" in headers:
             body = inflate(body, headers[b"content-encoding"].lower(), self._config.max_body_bytes)
         exchange.chunks = []
+        events = cut(body, how)
         if not self._group and not self._due:
-            self._loop.call_soon(self._hand_over)  # with all that comes in this turn of the loop
-        self._group.append(Waiting(exchange, route, cut(body, how), len(body)))
+            self._loop.call_soon(self._gather)  # with all that comes in this turn of the loop
+        self._group.append(Waiting(exchange, route, events, len(body)))
         self._group_bytes += len(body)
-        if self._group_bytes >= GROUP_BYTES:
+        if self._group_bytes >= GROUP_BYTES or (self._timer is not None and len(self._group) >= self._usual):
             self._hand_over()
 
     def _answer_health(self, exchange: Exchange) -> None:
@@ -220,6 +228,15 @@ class Serving:
 
     # -- the journal ---------------------------------------------------------------------------------------------
 
+    def _gather(self) -> None:
+        """Wait a little for as many requests as came last time: senders that were answered together send together."""
+        if self._due or not self._group or self._timer is not None:
+            return
+        if len(self._group) >= self._usual or not self._patience:
+            self._hand_over()
+        else:
+            self._timer = self._loop.call_later(self._patience, self._hand_over)
+
     def _hand_over(self) -> None:
         """
         Hand the requests that have gathered to the journal: it takes one call, and one call back.
@@ -227,6 +244,10 @@ class Serving:
         While it writes them, the next ones gather. So under load one pair of fsyncs serves many requests.
         """
         group, self._group, self._group_bytes = self._group, [], 0
+        self._handed = self._loop.time()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._config.validate_on_receive:
             group = self._validated(group)
         by_route: dict[Route, list[Waiting]] = {}
@@ -257,8 +278,11 @@ class Serving:
 
     def _stored(self, group: list[Waiting]) -> None:
         self._due -= len(group)
-        if self._group and not self._due:
-            self._hand_over()  # the disk works while these are answered
+        if not self._due:
+            self._usual = len(group) + len(self._group)
+            self._patience = min(MOST_PATIENCE_SECS, (self._loop.time() - self._handed) * PATIENCE)
+            if self._group:
+                self._gather()
         for waiting in group:
             count = len(waiting.events)
             self._accepted += 1

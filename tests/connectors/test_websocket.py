@@ -6,6 +6,7 @@ import contextlib
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,11 @@ from penstock.testing.mosquitto import free_port
 from penstock.testing.processes import wait_until
 from penstock.testing.sources.journaled import RecordingSender
 from push_runs import Pushed, await_kill
+
+HANDSHAKE = (
+    b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+)
 
 
 @pytest.fixture
@@ -216,6 +222,20 @@ def test_messages_that_are_acknowledged_go_through_the_journal_whatever_a_route_
         source = Websocket(WebsocketConfig(url="ws://127.0.0.1:0", mode="server", acknowledge=acknowledge))
         source.open(SourceContext(produces=produces))
         assert [each.reliable_dispatch for each in source.producer_configs()] == [acknowledge]
+
+
+def test_the_place_of_a_client_that_vanished_without_a_word_is_free_again(running: Callable[..., Any]) -> None:
+    source, sender, url = running(ping_secs=0.5, max_connections=1)
+    vanished = socket.create_connection(("127.0.0.1", source.port))  # it reads nothing, and never says that it is gone
+    vanished.sendall(HANDSHAKE)
+    wait_until(lambda: source.metrics().custom["websocket_connections"] == 1, "its place to be taken")
+    began = time.monotonic()
+    wait_until(lambda: source.metrics().custom["websocket_connections"] == 0, "its place to be free")
+    assert time.monotonic() - began < 5, "a ping without an answer ends it"
+    with connect(url) as client:
+        client.send("next")
+        wait_until(lambda: sender.count == 1, "the next one's message")
+    vanished.close()
 
 
 def test_connections_beyond_the_limit_are_told_so(running: Callable[..., Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -142,3 +143,33 @@ def test_a_network_that_stalls_is_given_up_and_joined_again(topic: str, tmp_path
         running.kill()
         run.drain()
     assert run.ids() == Counter(range(200))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("keepalive_secs", [10, 60], ids=["given-up", "sat-out"])
+def test_a_network_that_stands_still_for_half_a_minute_loses_nothing(
+    keepalive_secs: int, topic: str, tmp_path: Path, broker: Mosquitto
+) -> None:
+    clear, connects = threading.Event(), 0
+    clear.set()
+
+    def rule(to_broker: bool, packet: bytes) -> bool:
+        nonlocal connects
+        connects += to_broker and packet[0] >> 4 == 1
+        return clear.wait(120)  # packets come late, as over TCP, and none is lost
+
+    with Way(broker.port, rule) as way, peer(broker) as sender:
+        run = pipeline(tmp_path, way.url, topic, keepalive_secs=keepalive_secs)
+        running = run.start()
+        sender.publish_all(f"{topic}/x", numbered(100))
+        run.await_ids(100)
+        before = connects
+        clear.clear()
+        sender.publish_all(f"{topic}/x", numbered(400, 100))
+        time.sleep(30)
+        clear.set()
+        run.await_ids(500)
+        assert (connects > before) == (keepalive_secs < 30), "only a stall longer than the keepalive is given up"
+        running.kill()
+        run.drain()
+    assert run.ids() == Counter(range(500))

@@ -32,6 +32,8 @@ from penstock.source import (
 
 _LOOK_SECS = 0.2
 """How long a stop may go unnoticed."""
+_CLOSE_SECS = 10.0
+"""A connection that is ended waits for the other side, which may have vanished, for at most this long."""
 
 
 class WebsocketConfig(Config):
@@ -182,6 +184,7 @@ class Websocket(StreamingSource[WebsocketConfig]):
             max_size=config.max_message_bytes,
             ping_interval=config.ping_secs,
             ping_timeout=config.ping_secs,
+            close_timeout=min(config.ping_secs, _CLOSE_SECS),
             proxy=None,
             ssl=self._tls,
         )
@@ -196,6 +199,7 @@ class Websocket(StreamingSource[WebsocketConfig]):
             max_size=config.max_message_bytes,
             ping_interval=config.ping_secs,
             ping_timeout=config.ping_secs,
+            close_timeout=min(config.ping_secs, _CLOSE_SECS),
             compression=None,  # of 20,000 connections, each would hold a window
             backlog=1024,
             ssl=self._tls,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -17,8 +18,10 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from rich.console import Console
 
 from penstock.changes import CHANGE_FIELDS
+from penstock.cli.states import show
 from penstock.config import Config, Secret
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.files.sink import FilesSink, FilesSinkConfig, read_published
@@ -26,7 +29,7 @@ from penstock.connectors.generator import Generator, GeneratorConfig
 from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError
 from penstock.pipeline import Pipeline, Processing
 from penstock.pipeline.routing import Route, Router
-from penstock.runtime import monitor, supervisor
+from penstock.runtime import commands, monitor, supervisor
 from penstock.runtime.epochs import State, reset
 from penstock.runtime.telemetry import Telemetry
 from penstock.schema import with_key
@@ -741,6 +744,31 @@ def test_a_drain_tells_which_tables_failed(build: Any) -> None:
     again.ends()
     assert again.summary is not None
     assert again.summary.failed_tables == {"source": ["broken"]}
+
+
+class Two(Captured):
+    """Has a table that no route takes."""
+
+    def tables(self, position: Next) -> dict[str, TableState]:
+        return {"rows": TableState("active"), "log": TableState("active")}
+
+
+def test_a_table_that_no_route_takes_is_shown_as_left_out_with_the_reason(build: Any) -> None:
+    source = Two()
+    source.available = 10
+    pipeline = replace(build(source), router=Router((Route(stream="rows"),), ("lake",), unrouted="skip"))
+    running = Running(pipeline, drain=True)
+    running.ends()
+    assert running.error is None
+    why = 'no route takes it, and unrouted = "skip"'
+    states = {name: (each.state, each.error) for name, each in commands.table_sources(pipeline)[0].states.items()}
+    assert states == {"rows": ("active", ""), "log": ("left_out", why)}
+    shown = Console(record=True, width=200, file=io.StringIO())
+    show(pipeline, [], shown, json=False)
+    assert why in shown.export_text()
+    assert re.search(r'table="log".*left_out|left_out.*table="log"', running.telemetry.metrics().decode())
+    with pytest.raises(ConfigError, match="log cannot be captured: no route takes it"):
+        commands.tables_asked(pipeline, "resync", ["log"], "test")
 
 
 def test_what_an_ingest_counts_is_scraped(build: Any) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +27,7 @@ class TableState:
     """
     `seeding`: it is being copied, or waits for that. `active`: its changes are followed. Of the others nothing is read:
     somebody paused or skipped it, it failed and says why, or it is not in the outside system any more. `left_out`: the
-    options choose it, but it cannot be captured at all; `error` says why.
+    options choose it, but it cannot be captured at all, or no route takes it; `error` says why.
     """
 
     copy: int = 0
@@ -126,6 +126,17 @@ def copied(before: Mapping[str, TableState], after: Mapping[str, TableState]) ->
         for stream, table in after.items()
         if table.is_read and _progress(table) != _progress(before.get(stream, none))
     )
+
+
+def routed(tables: Mapping[str, TableState], leaves_out: Callable[[str], bool]) -> Mapping[str, TableState]:
+    """The states as people are shown them: a table whose rows all go nowhere is left out, whatever its source reads."""
+    why, hint = 'no route takes it, and unrouted = "skip"', "add a [[routes]] entry that takes it"
+    return {
+        stream: replace(table, state="left_out", error=why, hint=hint)
+        if table.is_read and leaves_out(stream)
+        else table
+        for stream, table in tables.items()
+    }
 
 
 def _copy(table: TableState | None) -> int:

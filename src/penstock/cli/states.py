@@ -70,9 +70,9 @@ def _rows(each: TableState) -> str:
 
 
 def _error(each: TableState) -> Text:
-    if not each.code:
+    if not each.error:
         return Text(each.note)
-    text = Text.assemble((each.code, "red"), f" {printable(each.error)}")
+    text = Text.assemble((f"{each.code} " if each.code else "", "red"), printable(each.error))
     if each.hint:
         text.append(f"\n→ {printable(each.hint)}")
     return text.append(f"\n{each.note}") if each.note else text

@@ -69,7 +69,7 @@ def panel(status: Status, width: int, doing: str = "") -> RenderableType:
     """The whole of a status, in as much detail as `width` has room for."""
     colour = _COLOURS.get(status["state"], "white")
     title = Text.assemble((f"{status['pipeline']} ", "bold"), (f"● {status['state']}", colour))
-    parts: list[RenderableType] = [_now(status, doing)]
+    parts: list[RenderableType] = [_now(status, doing), *_waits(status)]
     parts += [Text(line, style=colour) for line in _problems(status, width)]
     parts += [Text(), _numbers(status, width)]
     if status["bad"]:
@@ -145,11 +145,13 @@ def _now(status: Status, doing: str) -> Text:
         phase = _DOING.get(epoch["phase"], epoch["phase"])
         line = Text.assemble(("epoch ", "dim"), (f"{epoch['number']}", "bold"), f" {phase} {epoch['secs']:.1f} s")
     elif status["state"] == "starting":
-        line = Text(status["engine"] or "starting")
+        line = Text("starting; waits for" if status.get("waits") else status["engine"] or "starting")
     elif last:
         line = Text.assemble(("epoch ", "dim"), (f"{last['number']}", "bold"), " committed")
+    elif status["state"] in ENDED:
+        line = Text("no epoch was committed in this run")
     else:
-        line = Text("no epoch was committed in this run" if status["state"] in ENDED else "waiting for rows")
+        line = Text(_first_rows(status))
     if last:
         spent = sum(last["seconds"].values())
         slow = sorted(last["seconds"].items(), key=lambda item: -item[1])[:2]
@@ -160,6 +162,18 @@ def _now(status: Status, doing: str) -> Text:
     line.no_wrap = True
     line.overflow = "ellipsis"
     return line
+
+
+def _waits(status: Status) -> list[Text]:
+    """What a start waits for, a line each."""
+    waits = status.get("waits", ()) if status["state"] not in ENDED else ()
+    return [Text.assemble("  ", each["for"], (f"  {each['secs']:.0f} s", "dim")) for each in waits]
+
+
+def _first_rows(status: Status) -> str:
+    """What a pipeline without an epoch waits for."""
+    tables = sum(len(source["tables"].get("copying", ())) for source in status["sources"].values())
+    return f"waiting for the first copy of {_count(tables, 'table')}" if tables else "waiting for rows"
 
 
 def _numbers(status: Status, width: int) -> Table:

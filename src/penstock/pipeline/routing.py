@@ -170,6 +170,10 @@ class Router:
             found = self._targets[source, stream] = tuple(self._find(source, stream))
         return found
 
+    def leaves_out(self, source: str, stream: str) -> bool:
+        """True if no route takes any row of the stream, and `unrouted` says that this is meant."""
+        return self.unrouted == "skip" and not self.targets(source, stream)
+
     def _find(self, source: str, stream: str) -> Iterator[Target]:
         taken: set[tuple[Topic, str]] = set()
         for route in self.effective:

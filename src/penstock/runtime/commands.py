@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ from penstock.runtime.messages.box import Store
 from penstock.runtime.messages.replay import ReplayRequests, Step
 from penstock.runtime.messages.replay import Verb as LetterVerb
 from penstock.runtime.telemetry import ENDED, read_status
-from penstock.tables import Request, Requests, TableSource, TableState, Verb
+from penstock.tables import Request, Requests, TableSource, TableState, Verb, routed
 
 AUDIT = "audit.jsonl"
 
@@ -206,7 +207,11 @@ def table_sources(pipeline: Pipeline) -> list[TablesOf]:
     """The sources that have tables, each with what its newest position says of them."""
     state = State(pipeline.processing.state_dir, pipeline.name).peek()
     found = [
-        TablesOf(name, state.directory / "sources" / name, _states(state, name, source))
+        TablesOf(
+            name,
+            state.directory / "sources" / name,
+            routed(_states(state, name, source), partial(pipeline.router.leaves_out, name)),
+        )
         for name, source in pipeline.sources.items()
         if isinstance(source, TableSource)
     ]

@@ -25,8 +25,9 @@ class Starting:
     def _start(self) -> None:
         try:
             self._telemetry.engine("starting Spark")
-            self._engine.start()
-            self._engine.hold(self._lock)
+            with self._telemetry.waits.until("Spark to start"):
+                self._engine.start()
+                self._engine.hold(self._lock)
             self._telemetry.engine(self._engine.version)
         except BaseException as error:  # noqa: BLE001 (raised again where the engine is needed)
             self._error = error

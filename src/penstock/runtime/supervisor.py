@@ -46,7 +46,7 @@ from penstock.source import (
     Schemas,
     SourceConnector,
 )
-from penstock.tables import TableSource
+from penstock.tables import TableSource, routed
 
 REQUEST_SECS = 1.0
 """How often requests for a replay are looked for, where nothing else needs a timer."""
@@ -289,19 +289,21 @@ class _Supervisor:
         self, label: str, connector: Any, resources: contextlib.ExitStack, opening: Callable[[], None]
     ) -> None:
         resources.callback(connector.close)
+        with self.telemetry.waits.until(f"{label.replace(':', ' ', 1)} to open"):
+            self._try_to_open(label, opening)
+        self.telemetry.state(label, HealthStatus.healthy())
+
+    def _try_to_open(self, label: str, opening: Callable[[], None]) -> None:
         retry = Backoff(self.pipeline.processing)
         while True:
             try:
-                opening()
+                return opening()
             except RetryableError as error:
                 if error.code != NOT_READY or self.stop.is_set():
                     raise FatalError(f"{label}: {error.message}", code="PEN-5001", hint=error.hint) from error
                 pause = retry.next(error)
                 self.telemetry.retry(label, error, pause)
                 self.stop.wait(pause)
-            else:
-                break
-        self.telemetry.state(label, HealthStatus.healthy())
 
     def _loop(self, state: State, engine: Engine) -> EpochLoop:
         processing = self.pipeline.processing
@@ -341,7 +343,8 @@ class _Supervisor:
                     routes.append((target, schema))
         keyed = [name for name, sink in self.pipeline.sinks.items() if sink.capabilities.upsert]
         engine.check(routes, keyed)
-        loop.start(sorted(pairs), self.lost_state)
+        with self.telemetry.waits.until("what the targets hold to be compared"):
+            loop.start(sorted(pairs), self.lost_state)
         return loop
 
     def _placed(self, known: dict[str, Schemas], state: State) -> dict[str, Schemas]:
@@ -425,7 +428,9 @@ class _Supervisor:
         """Show what became of each table, and which of them failed."""
         for name, source in self.ranges.items():
             if isinstance(source, TableSource) and loop.state.newest is not None:
-                tables = source.tables(loop.position(name))
+                tables = routed(
+                    source.tables(loop.position(name)), partial(self.contexts.wiring.router.leaves_out, name)
+                )
                 self.telemetry.tables(name, tables)
                 self.summary.failed_tables[name] = sorted(t for t, known in tables.items() if known.state == "failed")
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from penstock.durable import Json
+from penstock.runtime.telemetry.waits import in_words
 from penstock.source import HealthState
 
 log = logging.getLogger("penstock")
@@ -77,7 +78,7 @@ def _stuck(status: Mapping[str, Json]) -> str:
     if epoch:
         return f"epoch {epoch['number']} made no progress for {quiet:.0f} s, in {epoch['phase']}"
     if status["own"]["state"] == HealthState.UNKNOWN:
-        return f"starting for {quiet:.0f} s: {status['engine'] or 'no engine yet'}"
+        return f"starting for {quiet:.0f} s: {_start(status) or 'no engine yet'}"
     return ""
 
 
@@ -95,7 +96,13 @@ def ready(status: Mapping[str, Json]) -> Verdict:
     verdict = judge(status)
     if not verdict.ok or status["epochs"] or assess(status)[0] != "starting":
         return verdict
-    return Verdict(False, f"starting: {status['engine']}".removesuffix(": "))
+    return Verdict(False, f"starting: {_start(status)}".removesuffix(": "))
+
+
+def _start(status: Mapping[str, Json]) -> str:
+    """How far a start has come."""
+    waits = in_words(status)
+    return f"waits for {waits}" if waits else str(status["engine"])
 
 
 def failed_tables(status: Mapping[str, Json]) -> dict[str, Json]:
@@ -131,10 +138,13 @@ def read_status(state_dir: Path) -> dict[str, Json] | None:
                 "failing_secs": 0.0,
             },
             "epoch": None,
+            "waits": [],
         }
     elif not ended:
         status["uptime_secs"] += age
         status["quiet_secs"] += age
+        for each in status.get("waits", ()):
+            each["secs"] += age
     status["state"], status["problems"] = assess(status)
     if not ended and not here:  # its process cannot be looked at from this machine
         status["problems"].append(f"last heard of {age:.0f} s ago, on {status['host']}")

@@ -30,6 +30,7 @@ from penstock.runtime.telemetry.rates import Rates
 from penstock.runtime.telemetry.schemas import SchemaLog
 from penstock.runtime.telemetry.status import StatusFile, assess, process_started, read_status
 from penstock.runtime.telemetry.totals import Totals, log_epoch, one_line
+from penstock.runtime.telemetry.waits import Waits
 from penstock.source import Connector, ConnectorMetrics, HealthState, HealthStatus
 from penstock.tables import TableState
 
@@ -85,6 +86,8 @@ class Telemetry:
         """The pipeline file, if there is one."""
         self.ports: list[dict[str, Json]] = []
         """The ports on which the run listens, as of the last look."""
+        self.waits = Waits(clock)
+        """What a start waits for."""
         self._clock = clock
         self._lock = threading.Lock()
         self._timeout = health_timeout_secs
@@ -302,6 +305,7 @@ class Telemetry:
                 "versions": _versions(),
                 "own": self._own(),
                 "engine": self._engine,
+                "waits": [] if self._ended else self.waits.shown(),
                 "started_at": _iso(self._started_at),
                 "updated_at": _iso(time.time()),
                 "uptime_secs": round(now - self._started, 3),

@@ -199,7 +199,8 @@ function draw(id, status, detail) {
   const points = (field, share) => rows.map((row, i) => { const v = row[fields.indexOf(field)];
     return [row[0], v === null || !share ? v : v / (i < older.length ? history_.coarse_secs : history_.fine_secs)]; });
   const sources = Object.entries(status.sources), sinks = Object.entries(status.sinks), ended = ENDED.includes(status.state);
-  by("state").replaceChildren(dot(status.state), " ", make("span", { class: "quiet" }, `up ${secs(status.uptime_secs)} · pid ${status.pid} on ${status.host} · ${status.engine || ""}`));
+  by("state").replaceChildren(dot(status.state), " ", make("span", { class: "quiet" }, `up ${secs(status.uptime_secs)} · pid ${status.pid} on ${status.host} · ${status.engine || ""}` +
+    (status.waits || []).map((w) => ` · waits for ${w.for}, ${secs(w.secs)}`).join("")));
   by("problems").replaceChildren(...status.problems.map((text) => make("p", { class: "problem " + colour(status.state), role: "alert" }, text)));
   by("ends").replaceChildren(...(ended ? [] : [
     action(id, "Drain", "Drain " + status.pipeline + "?", "All that is there now is committed, then it ends.", { action: "drain" }),

@@ -24,7 +24,7 @@ from measure import Bench
 
 from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
 from penstock.connectors.kafka.source import Kafka, KafkaConfig
-from penstock.sink import Epoch, Task
+from penstock.sink import Epoch, SinkContext, Task
 from penstock.source import ReadLimit, SourceBatch
 from penstock.testing.kafka import KafkaServer, fetch, home
 
@@ -116,10 +116,10 @@ def plain(address: str, topic: str, values: Callable[[int], bytes] = lambda n: V
         pass
 
 
-def exactly_once(address: str, number: int) -> None:
+def exactly_once(address: str, number: int, scratch: Path) -> None:
     """The same rows through a task and a commit of the sink."""
     sink = KafkaSink(KafkaSinkConfig(bootstrap_servers=address, topic="sink.{topic}", partitions=PARTITIONS))
-    sink.open()
+    sink.open(SinkContext(state_dir=scratch / "sink"))  # as under a local master
     epoch = Epoch("bench", "one", number)
     sink.begin_epoch(epoch, Task(0))
     for first in range(0, ROWS, 20_000):
@@ -202,7 +202,7 @@ def one_process(bench: Bench, address: str, scratch: Path) -> None:
             "consume() → Parquet, one process": lambda: by_loop(address, scratch / "loop"),
             "kcat → nowhere": lambda: kcat(address),
             "plain idempotent producer": lambda turn=turn: plain(address, f"plain-{turn}"),
-            "sink, exactly once": lambda turn=turn: exactly_once(address, turn + 1),
+            "sink, exactly once": lambda turn=turn: exactly_once(address, turn + 1, scratch),
         }
         for what, work in cases.items():
             cpu, wall = timed(work)

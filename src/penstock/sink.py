@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 from uuid import uuid4
 
@@ -234,12 +235,19 @@ class SinkContext:
 
     topics: Mapping[Topic, TopicContext] = field(default_factory=dict)
 
+    state_dir: Path | None = None
+    """
+    A directory of the sink's own, inside the pipeline's state directory; in tasks only if they run on the driver's machine.
+
+    The sink makes it.
+    """
+
     def topic(self, name: Topic) -> TopicContext:
         """What is known about a topic now."""
         return self.topics.get(name, _UNKNOWN)
 
-    def __reduce__(self) -> tuple[type[SinkContext], tuple[dict[Topic, TopicContext]]]:
-        return SinkContext, (dict(self.topics),)
+    def __reduce__(self) -> tuple[type[SinkContext], tuple[dict[Topic, TopicContext], Path | None]]:
+        return SinkContext, (dict(self.topics), self.state_dir)
 
 
 _UNKNOWN = TopicContext()

@@ -377,6 +377,7 @@ def test_another_writer_that_is_faster_than_the_widening_makes_it_look_again(mak
 
 class InlineEngine:
     parallelism = 1
+    is_local = True
 
     def check(self, routes):
         pass

@@ -10,12 +10,12 @@ import sys
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from penstock.testing.kafka import KafkaServer
+from penstock.testing.kafka import SOON_BACK, KafkaServer
 from penstock.testing.processes import wait_until
 
 
 def test_what_was_written_survives_a_clean_stop_and_a_kill(kafka_installed: None) -> None:
-    with KafkaServer() as server:
+    with KafkaServer(settings=SOON_BACK) as server:
         address = server.bootstrap
         admin = AdminClient({"bootstrap.servers": address})
         admin.create_topics([NewTopic("numbers", 1, 1)])["numbers"].result()

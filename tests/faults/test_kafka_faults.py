@@ -18,7 +18,7 @@ from penstock.connectors.kafka.source import Kafka, KafkaConfig
 from penstock.errors import FatalError, RetryableError
 from penstock.sink import CommittedEpoch, Epoch, Task
 from penstock.source import ReadLimit
-from penstock.testing.kafka import KafkaServer
+from penstock.testing.kafka import SOON_BACK, KafkaServer
 from penstock.testing.processes import wait_until
 from penstock.testing.sinks.steps import END, TOPIC, epoch_of, opened_sink, rows, stage
 from penstock.testing.sources.steps import opened_source
@@ -27,7 +27,9 @@ from penstock.testing.sources.steps import opened_source
 @pytest.fixture(scope="module")
 def broker(kafka_installed: None) -> Iterator[KafkaServer]:
     """One that the tests kill; it looks for transactions that timed out every half second."""
-    with KafkaServer(settings={"transaction.abort.timed.out.transaction.cleanup.interval.ms": "500"}) as running:
+    with KafkaServer(
+        settings={**SOON_BACK, "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500"}
+    ) as running:
         yield running
 
 

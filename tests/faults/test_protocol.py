@@ -25,6 +25,7 @@ TOPICS = [("lake", "/a"), ("lake", "/b")]
 
 class InlineEngine:
     parallelism = 1
+    is_local = True
 
     def check(self, routes):
         pass

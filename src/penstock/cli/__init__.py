@@ -281,14 +281,16 @@ def peek(
     target: Annotated[str, typer.Argument(help="A directory, a file, or a topic such as /orders.")],
     file: File = None,
     rows: Annotated[int, typer.Option("--rows", min=1, max=1000, help="How many rows.")] = 10,
+    sink: Annotated[str, typer.Option(help="The sink to look into; by default the first that has the topic.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print a JSON object per row.")] = False,
 ) -> None:
-    """Print the first rows of a target: a Delta table, a directory of files, or one file."""
+    """Print the first rows of a local directory or file, or of a topic wherever its sink keeps it."""
     from penstock.cli import peeking
 
-    peeking.peek(
-        target, load(file) if target.startswith("/") and not Path(target).exists() else None, rows, json, stdout()
-    )
+    if file is not None and target.endswith(".toml"):  # in either order
+        target, file = str(file), Path(target)
+    is_topic = file is not None or (target.startswith("/") and not Path(target).exists())
+    peeking.peek(target, load(file) if is_topic else None, rows, json, stdout(), sink)
 
 
 @app.command()

@@ -14,24 +14,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.abilities import Named, Peekable, first_of
 from penstock.errors import ConfigError, printable
 from penstock.pipeline import Pipeline
 from penstock.runtime.telemetry import read_status
+from penstock.sink import SinkConnector
 
 _FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json", ".arrow": "ipc"}
 
 
-def peek(target: str, pipeline: Pipeline | None, rows: int, json: bool, console: Console) -> None:
-    """Print the first rows of a target; `pipeline`: the one whose topic it is."""
-    places = [Path(target)] if pipeline is None else list(_places(pipeline, target))
-    found = [place for place in places if place.exists()]
-    if not found:
-        looked = f" (looked in {', '.join(map(str, places))})" if places else ""
-        raise ConfigError(
-            f"there is nothing to see of {target}{looked}",
-            hint="name a directory or a file, or a topic with the pipeline file: penstock peek /orders pipeline.toml",
-        )
-    table = _first(found[0], rows)
+def peek(target: str, pipeline: Pipeline | None, rows: int, json: bool, console: Console, sink: str = "") -> None:
+    """Print the first rows of a target; `pipeline`: the one whose topic it is, `sink`: which of its sinks."""
+    place, table = _in_place(Path(target), rows) if pipeline is None else _in_sinks(pipeline, target, rows, sink)
+    if not table.num_rows:
+        raise ConfigError(f"{place} holds no rows yet", hint="penstock status FILE says how far the pipeline is")
     if json:
         for row in table.to_pylist():
             print(codec.dumps(row, default=str, ensure_ascii=False))
@@ -39,28 +35,51 @@ def peek(target: str, pipeline: Pipeline | None, rows: int, json: bool, console:
     shown = Table(*map(printable, table.schema.names), box=None, header_style="dim", padding=(0, 2, 0, 0))
     for row in table.to_pylist():
         shown.add_row(*(Text("" if value is None else printable(str(value))) for value in row.values()))
-    console.print(Text.assemble((f"{found[0]} ", "dim"), f"{table.num_rows} rows shown, {len(table.schema)} columns"))
+    console.print(Text.assemble((f"{place} ", "dim"), f"{table.num_rows} rows shown, {len(table.schema)} columns"))
     console.print(shown)
 
 
-def _places(pipeline: Pipeline, topic: str) -> Any:
-    """Where the sinks of a pipeline keep a topic, for those that have a `path`."""
-    for sink in pipeline.sinks.values():
-        path = getattr(sink.config, "path", None)
-        if path is not None:
-            yield Path(str(path).replace("{topic}", topic.lstrip("/")))
+def _in_place(place: Path, rows: int) -> tuple[str, pa.Table]:
+    """A local directory or file."""
+    if not place.exists():
+        raise ConfigError(
+            f"there is nothing to see of {place}",
+            hint="name a directory or a file, or a topic with the pipeline file: penstock peek /orders pipeline.toml",
+        )
+    pieces = _delta(place) if (place / "_delta_log").is_dir() else _files(place, rows)
+    return str(place), first_of(pieces, rows) or pa.table({})
 
 
-def _first(place: Path, rows: int) -> pa.Table:
-    """As many rows of a target as asked for, from its oldest files on."""
-    parts: list[pa.Table] = []
-    for part in _delta(place) if (place / "_delta_log").is_dir() else _files(place, rows):
-        parts.append(part.slice(0, rows - sum(each.num_rows for each in parts)))
-        if sum(each.num_rows for each in parts) >= rows:
-            break
-    if not any(part.num_rows for part in parts):
-        raise ConfigError(f"{place} holds no rows yet", hint="penstock status FILE says how far the pipeline is")
-    return pa.concat_tables(parts, promote_options="permissive")
+def _in_sinks(pipeline: Pipeline, topic: str, rows: int, only: str) -> tuple[str, pa.Table]:
+    """The target of a topic, in the first sink that has one."""
+    if only and only not in pipeline.sinks:
+        raise ConfigError(f"there is no sink {only!r}", hint=f"it can be {', '.join(pipeline.sinks)}")
+    looked = []
+    for name, sink in pipeline.sinks.items():
+        if only and name != only:
+            continue
+        if not isinstance(sink, Peekable):
+            looked.append(f"the sink {name!r} cannot be looked into")
+            continue
+        place = _called(sink, topic)
+        try:
+            sink.open()
+            found = sink.first_rows(topic, rows)
+        finally:
+            sink.close()
+        if found is not None:
+            return place, found
+        looked.append(f"{place} does not exist")
+    raise ConfigError(
+        f"there is nothing to see of {topic}: {'; '.join(looked)}",
+        hint="penstock check FILE lists the topics; has the pipeline run?",
+    )
+
+
+def _called(sink: SinkConnector[Any, Any], topic: str) -> str:
+    """Where a sink keeps a topic, as people write it."""
+    space, name = sink.config.dataset(topic) if isinstance(sink.config, Named) else (sink.name, topic)
+    return name if space == "file" else f"{space}/{name.lstrip('/')}"
 
 
 def _delta(place: Path) -> Iterator[pa.Table]:

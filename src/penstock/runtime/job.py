@@ -206,6 +206,10 @@ class Engine(Protocol):
         """Tasks that can run at once."""
 
     @property
+    def is_local(self) -> bool:
+        """True if all tasks run on the driver's machine; once it has started."""
+
+    @property
     def version(self) -> str:
         """What it is, for people; once it has started."""
 

@@ -115,7 +115,8 @@ class Writer:
     def _begin(self, name: str) -> SinkConnector[Any, Any]:
         sink = self._job.sinks[name]
         self._open[name] = sink
-        sink.open(SinkContext(self._topics[name]))
+        known = self._job.contexts.get(name, SinkContext())
+        sink.open(SinkContext(self._topics[name], known.state_dir))
         sink.begin_epoch(self._job.epoch, self._task)
         return sink
 

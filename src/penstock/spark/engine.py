@@ -143,11 +143,15 @@ class SparkEngine:
                 hint="make it with SparkSession.builder.master(…), not with remote(…)",
             )
         self._context = self.session.sparkContext
-        elsewhere = not is_local(str(self._context.master))
+        elsewhere = not self.is_local
         ship(self._context, (*((Path(penstock.__file__).parent,) if elsewhere else ()), *self._ship))
         if elsewhere and self._needs is not None:
             with self._described("probe", "what do the executors have?"):
                 probe(self._context, self._needs, self.parallelism)
+
+    @property
+    def is_local(self) -> bool:
+        return is_local(str(self._context.master))
 
     def _join(self) -> None:
         """Start a session, or share the one that this process has: there can be only one."""

@@ -223,6 +223,7 @@ class ForkEngine:
     ) -> None:
         self.parallelism = parallelism
         self.version = "forked processes"
+        self.is_local = True
         self.die_with_task = die_with_task
         self.task_attempts = task_attempts
         self.orphans = orphans

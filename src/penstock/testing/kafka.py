@@ -97,6 +97,9 @@ SETTINGS: Mapping[str, str] = {
 }
 """What a test's broker differs in from the defaults; `settings` of the server override it."""
 
+SOON_BACK: Mapping[str, str] = {"broker.session.timeout.ms": "2000", "broker.heartbeat.interval.ms": "300"}
+"""For brokers that tests kill: else the controller refuses a new one for 9 s, until the session of the killed one ends."""
+
 _WATCH = """
 cat
 pid=$(cat "$1/pid") && grep -qzF "$1" "/proc/$pid/cmdline" && kill -KILL "$pid"

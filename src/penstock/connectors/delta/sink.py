@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import ClassVar
 
 import pyarrow as pa
 
+from penstock.abilities import first_of
 from penstock.connectors.delta.apply import Applying, DeltaApplied, DeltaWork
 from penstock.connectors.delta.columns import (
     StatsPart,
@@ -170,6 +172,15 @@ class Delta(LakeSink[DeltaConfig]):
         schema = delta_schema(topic, table.columns())
         pieces = [rows for file in Log(table).files() for rows in file.read(table.path, schema)]
         return pa.concat_tables([schema.empty_table(), *pieces])
+
+    def first_rows(self, topic: Topic, rows: int) -> pa.Table | None:
+        table = self._delta(topic).load()
+        if table is None:
+            return None
+        schema = delta_schema(topic, table.columns())
+        oldest_first = reversed(Log(table).files())  # the log names the newest first
+        pieces = (piece for file in oldest_first for piece in file.read(table.path, schema))
+        return first_of(chain([schema.empty_table()], pieces), rows)
 
     def can_be_double(self, topic: Topic, column: str) -> bool:
         if column in (*self.config.partition_by, *(self.config.key or ())):

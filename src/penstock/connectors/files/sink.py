@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 from pydantic import model_validator
 
 from penstock import durable, failpoints, store
+from penstock.abilities import first_of
 from penstock.connectors.lake.commit import Commit, LakeTarget
 from penstock.connectors.lake.partitions import Directories
 from penstock.connectors.lake.sink import LakeConfig, LakeSink
@@ -91,6 +93,9 @@ class FilesSink(LakeSink[FilesSinkConfig]):
     def read_topic(self, topic: Topic) -> pa.Table | None:
         found = read_published(self.target(topic).path)
         return found if found.num_columns else None
+
+    def first_rows(self, topic: Topic, rows: int) -> pa.Table | None:
+        return first_of(_published(self.target(topic).path), rows)
 
     def can_be_double(self, topic: Topic, column: str) -> bool:
         return self.config.format == "jsonl" and column not in self.config.partition_by
@@ -187,14 +192,20 @@ def read_published(target: str | os.PathLike[str] | store.ObjectPath) -> pa.Tabl
     store, as `store.at` gives it.
     """
     place = target if isinstance(target, store.ObjectPath) else Path(target)
+    tables = list(_published(place))
+    return pa.concat_tables(tables) if tables else pa.table({})
+
+
+def _published(place: Place) -> Iterator[pa.Table]:
+    """The rows of one file after the other, with the columns of all epochs; first a table without rows."""
     found = [entry.place for entry in store.listed(place / HIDDEN)]
     entries = [_read_entry(each) for each in found if _ENTRY.fullmatch(str(each).removeprefix(f"{place / HIDDEN}/"))]
     schemas = [unpack_schema(entry.columns) for entry in entries]
     if not schemas:
-        return pa.table({})
+        return
     schema = pa.unify_schemas(schemas, promote_options="permissive")
-    tables = [_read(place, file, schema) for entry in entries for file in entry.files]
-    return pa.concat_tables([schema.empty_table(), *tables])
+    yield schema.empty_table()
+    yield from (_read(place, file, schema) for entry in entries for file in entry.files)
 
 
 class _Ledger:

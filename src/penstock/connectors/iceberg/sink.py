@@ -131,6 +131,10 @@ class Iceberg(LakeSink[IcebergConfig]):
         table = self.target(topic).load()
         return None if table is None else table.iceberg.scan().to_arrow()
 
+    def first_rows(self, topic: Topic, rows: int) -> pa.Table | None:
+        table = self.target(topic).load()
+        return None if table is None else table.iceberg.scan(limit=rows).to_arrow()
+
     def can_be_double(self, topic: Topic, column: str) -> bool:
         if self.config.upserts or column in [each.column for each in self.layout]:
             return False

@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from penstock.connectors.kafka.client import Cluster
 from penstock.connectors.kafka.publish import Publisher
-from penstock.connectors.kafka.staging import SHARDS, Chunk, KafkaReceipt, of_shard, staged
+from penstock.connectors.kafka.staging import SHARDS, Chunk, KafkaReceipt, is_directory, of_shard, staged
 from penstock.errors import RetryableError
 from penstock.sink import ABOUT, CommittedEpoch, Epoch, Work, is_committed
 
@@ -38,7 +38,12 @@ class ShardWork(Work):
     claim: str
     marker_topic: str
     staged: tuple[tuple[str, tuple[Chunk, ...]], ...]
-    """For each task, in order: the staging topic, and its chunks that hold rows of the shard."""
+    """For each task, in order: the staging topic or directory, and its chunks that hold rows of the shard."""
+
+    @property
+    def is_on_a_disk(self) -> bool:
+        """True if rows are staged in files, perhaps of a run whose tasks were on the driver's machine."""
+        return any(is_directory(staging) for staging, _ in self.staged)
 
 
 def topic_of(marker_topic: str) -> str:

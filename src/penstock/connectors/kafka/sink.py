@@ -5,17 +5,29 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pyarrow as pa
 from pydantic import Field, PositiveInt, field_validator
 
-from penstock import failpoints
+from penstock import failpoints, store
+from penstock.connectors.kafka import files
 from penstock.connectors.kafka.client import Cluster, ClusterConfig
 from penstock.connectors.kafka.publish import Publisher
+from penstock.connectors.kafka.read import peek
 from penstock.connectors.kafka.rows import as_messages
 from penstock.connectors.kafka.shards import Shards, ShardWork, publish_shard, publisher_of, topic_of
-from penstock.connectors.kafka.staging import SHARDS, STAGING_PARTITIONS, KafkaReceipt, Stage, forget, staged
+from penstock.connectors.kafka.staging import (
+    SHARDS,
+    STAGING_PARTITIONS,
+    FileStage,
+    KafkaReceipt,
+    Stage,
+    TopicStage,
+    forget,
+    staged,
+)
 from penstock.connectors.messages import refuse_rows
 from penstock.errors import ConfigError, ConnectorError, FatalError, StagingLost
 from penstock.sink import (
@@ -100,12 +112,39 @@ class KafkaSinkConfig(ClusterConfig):
     marker_topic: str = ""
     """
     Where the sink records which epochs are in Kafka, and its transactional id; none: `_penstock.`, the pipeline's name and a hash
-    of `topic`. Rows wait for their commit in a topic of this name with `.staging` added.
+    of `topic`. With `staging = "topic"` rows wait for their commit in a topic of this name with `.staging` added.
     """
+
+    staging: str = ""
+    """
+    Where rows wait for their commit: `topic`, or a directory or an address in an object store that the driver and all tasks
+    reach; none: the pipeline's state directory if its tasks run on the driver's machine, else a topic.
+    """
+
+    storage_options: store.StorageOptions = Field(default_factory=dict)
+    """Region, endpoint and credentials of the object store that `staging` names; see `docs/object-stores.md`."""
 
     def dataset(self, name: str) -> tuple[str, str]:
         """How lineage tools call the Kafka topic of a topic."""
-        return super().dataset(self.topic.replace("{topic}", name.strip("/").replace("/", ".")))
+        return super().dataset(self.topic_of(name))
+
+    def topic_of(self, topic: Topic) -> str:
+        """The Kafka topic of a topic."""
+        return self.topic.replace("{topic}", topic.strip("/").replace("/", "."))
+
+    def markers(self, pipeline: str) -> str:
+        """The topic with the markers of a pipeline."""
+        if self.marker_topic:
+            return self.marker_topic
+        digest = hashlib.sha256(f"{pipeline}\0{self.topic}".encode()).hexdigest()[:8]
+        return f"_penstock.{re.sub(r'[^a-zA-Z0-9._-]', '-', pipeline)[:180]}.{digest}"
+
+    @field_validator("staging")
+    @classmethod
+    def _is_whole(cls, staging: str) -> str:
+        if staging in ("", "topic") or store.is_object_url(staging) or Path(staging).is_absolute():
+            return staging
+        raise ValueError('"topic", an absolute directory, or an address such as s3://bucket/staging')
 
     @field_validator("topic")
     @classmethod
@@ -117,8 +156,9 @@ class KafkaSinkConfig(ClusterConfig):
 
 class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
     """
-    Tasks encode rows and stage them in a Kafka topic of their own; the driver publishes an epoch and its marker in one
-    transaction, after it has fenced every earlier producer. Tasks publish large epochs, in one transaction each.
+    Tasks encode rows and stage them in files, or on a cluster in a Kafka topic of their own; the driver publishes an epoch
+    and its marker in one transaction, after it has fenced every earlier producer. Tasks publish large epochs, in one
+    transaction each.
 
     Supports exactly-once for consumers with `isolation.level = read_committed`: they see each row once, the rows of a key in
     their order, and whole epochs unless they are large. Others also see rows of transactions that are open or were aborted.
@@ -169,13 +209,25 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
             return HealthStatus.degraded(f"the topic {place[0]!r} has no leader for now")
         return HealthStatus.healthy()
 
+    def first_rows(self, topic: Topic, rows: int) -> pa.Table | None:
+        name = self.config.topic_of(topic)
+        found = self._asked.describe([name]).get(name)
+        if found is None:
+            return None
+        begins, _ = self._asked.edges([(name, partition) for partition in found.partitions])
+        records = [each for some in peek(self.config, True, begins, rows).values() for each in some]
+        records.sort(key=lambda each: (each.timestamp()[1], each.partition(), each.offset()))
+        return pa.Table.from_pylist([_shown(each) for each in records[:rows]], _SHOWN)
+
     # -- tasks ---------------------------------------------------------------------------------------------------
 
     def begin_epoch(self, epoch: Epoch, task: Task) -> None:
-        marker = self._marker_topic(epoch.pipeline)
-        staging = f"{marker}.staging"
+        if (directory := self._directory(epoch.pipeline)) is not None:
+            self._stage = FileStage(self.config, directory, epoch, task)
+            return
+        staging = f"{self.config.markers(epoch.pipeline)}.staging"
         self._make(staging, STAGING_PARTITIONS, STAGING_SETTINGS)
-        self._stage = Stage(self.config, staging, self._asked.partitions(staging), epoch, task)
+        self._stage = TopicStage(self.config, staging, self._asked.partitions(staging), epoch, task)
 
     def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
         assert self._stage is not None, "begin_epoch comes first"
@@ -207,17 +259,14 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
         if not topics:
             return
         publisher = self._published(epoch.pipeline)
-        left = self._left(publisher, epoch, topics)
-        if not left:
-            return
-        try:
-            self._publish(publisher, epoch, left, receipts, end)
-        except StagingLost:
-            # A successor that committed the epoch while we were stopped has removed what it published.
-            if self._left(publisher, epoch, topics):
-                raise
-        else:
-            forget(self._asked, receipts)
+        if left := _left(publisher, epoch, topics):
+            try:
+                self._publish(publisher, epoch, left, receipts, end)
+            except StagingLost:
+                # A successor that committed the epoch while we were stopped has removed what it published.
+                if _left(publisher, epoch, topics):
+                    raise
+        forget(self.config, self._asked, receipts)  # also after a run that died before it came to this
 
     def _publish(
         self,
@@ -247,7 +296,7 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
         if not topics or size < self.config.publish_in_tasks_bytes:
             return ()
         publisher = self._published(epoch.pipeline)
-        if not self._left(publisher, epoch, topics):
+        if not _left(publisher, epoch, topics):
             return ()
         assert self._shards is not None
         self._make(topic_of(publisher.name), SHARDS, MARKER_SETTINGS)
@@ -255,9 +304,10 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
 
     def apply(self, epoch: Epoch, work: Work, task: Task) -> Applied:
         assert isinstance(work, ShardWork)
-        main = Publisher(
-            self.config, self._asked, work.marker_topic
-        )  # only looked at: the driver's is the one that writes
+        if not self.config.staging and self.context.state_dir is None and work.is_on_a_disk:
+            return Applied(topic=work.topic)  # the driver publishes it at the commit
+        # Only looked at: the driver's is the one that writes.
+        main = Publisher(self.config, self._asked, work.marker_topic)
         own = publisher_of(self.config, self._asked, work.marker_topic, work.shard)
         try:
             publish_shard(self.config, own, main, epoch, work)
@@ -269,15 +319,22 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
             own.close()
         return Applied(topic=work.topic)
 
-    def _left(self, publisher: Publisher, epoch: Epoch, topics: Sequence[Topic]) -> list[Topic]:
-        markers = publisher.markers()
-        return [topic for topic in topics if not is_committed(markers.get((epoch.pipeline, topic)), epoch)]
-
     def committed_epoch(self, pipeline: str, topic: Topic) -> CommittedEpoch | None:
         return self._published(pipeline).markers().get((pipeline, topic))
 
     def sweep(self, epoch: Epoch, keep: Sequence[KafkaReceipt]) -> None:
-        """What dead tries staged goes with the next commit, or with the topic's retention."""
+        """In a topic, what dead tries staged goes with the next commit, or with the topic's retention."""
+        if (directory := self._directory(epoch.pipeline)) is not None:
+            named = {chunk.name for receipt in keep for chunks in receipt.chunks.values() for chunk in chunks}
+            files.sweep(directory, epoch, named)
+
+    def _directory(self, pipeline: str) -> store.Place | None:
+        """Where files are staged; None: rows are staged in a topic."""
+        if self.config.staging == "topic":
+            return None
+        if self.config.staging:
+            return store.at(self.config.staging, self.config.storage_options) / self.config.markers(pipeline)
+        return self.context.state_dir
 
     # -- topics --------------------------------------------------------------------------------------------------
 
@@ -286,15 +343,9 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
         assert self._cluster is not None, "the sink is not open"
         return self._cluster
 
-    def _marker_topic(self, pipeline: str) -> str:
-        if self.config.marker_topic:
-            return self.config.marker_topic
-        digest = hashlib.sha256(f"{pipeline}\0{self.config.topic}".encode()).hexdigest()[:8]
-        return f"_penstock.{re.sub(r'[^a-zA-Z0-9._-]', '-', pipeline)[:180]}.{digest}"
-
     def _published(self, pipeline: str) -> Publisher:
         """The publisher of a pipeline; only the driver has one, since making it fences all others."""
-        name = self._marker_topic(pipeline)
+        name = self.config.markers(pipeline)
         if self._publisher is not None and self._publisher.name != name:
             self._publisher.close()
             self._publisher = None
@@ -306,7 +357,7 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
 
     def _target(self, topic: Topic) -> str:
         """The Kafka topic of a topic, made if it does not exist; in a task, before anything is staged for it."""
-        name = self.config.topic.replace("{topic}", topic.lstrip("/").replace("/", "."))
+        name = self.config.topic_of(topic)
         if name in self._limits:
             return name
         if not re.fullmatch(r"[a-zA-Z0-9._-]{1,249}", name) or name in (".", ".."):
@@ -331,5 +382,34 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
             self._asked.create(name, partitions, replication, settings)
 
 
+def _left(publisher: Publisher, epoch: Epoch, topics: Sequence[Topic]) -> list[Topic]:
+    """The topics whose rows of an epoch are not in Kafka yet."""
+    markers = publisher.markers()
+    return [topic for topic in topics if not is_committed(markers.get((epoch.pipeline, topic)), epoch)]
+
+
 def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_SHOWN = pa.schema(
+    [
+        ("partition", pa.int32()),
+        ("offset", pa.int64()),
+        ("timestamp", pa.timestamp("ms", "UTC")),
+        ("key", pa.string()),
+        ("value", pa.string()),
+    ]
+)
+
+
+def _shown(record: Any) -> dict[str, Any]:
+    """A record for people; bytes that are no text are shown by their codes."""
+    at = record.timestamp()[1]
+    texts = {"key": record.key(), "value": record.value()}
+    return {
+        "partition": record.partition(),
+        "offset": record.offset(),
+        "timestamp": at if at >= 0 else None,
+        **{name: each and each.decode(errors="backslashreplace") for name, each in texts.items()},
+    }

@@ -1,8 +1,8 @@
 """
-What a task stages: rows of an epoch in records of a topic that only this sink reads.
+What a task stages: rows of an epoch in a file, or in records of a topic that only this sink reads.
 
-Kafka itself holds them, so that tasks and driver share nothing but the cluster, and acknowledged by all replicas they are as
-durable as the topics that they are for.
+In the topic Kafka itself holds them, so that tasks and driver share nothing but the cluster, and acknowledged by all replicas
+they are as durable as the topics that they are for. Files (see `files`) are cheaper, where both reach one directory.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import pyarrow as pa
 from confluent_kafka import KafkaError, KafkaException, Producer, TopicPartition
 from pydantic import BaseModel, ConfigDict, Field
 
+from penstock import store
+from penstock.connectors.kafka import files
 from penstock.connectors.kafka.client import ANSWER_SECS, Cluster, ClusterConfig, consumer, errors, failure
 from penstock.connectors.kafka.rows import Records
 from penstock.errors import RetryableError, StagingLost
@@ -31,12 +33,12 @@ CHUNK_BYTES = 900_000
 
 
 class Chunk(BaseModel):
-    """One record of the staging topic, and what is in it."""
+    """One record of the staging topic, or a part of a file, and what is in it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
-    """Its key: nothing else ever has it."""
+    """Its key, which nothing else ever has; or the name of the file."""
     target: str
     """The Kafka topic that the rows are for."""
     partition: int
@@ -49,6 +51,7 @@ class Chunk(BaseModel):
 
 class KafkaReceipt(Receipt):
     staging: str = ""
+    """The topic, or the directory: only that has a slash in its name."""
     chunks: Mapping[Topic, Sequence[Chunk]] = Field(default_factory=dict)
 
     def topics(self) -> Iterable[Topic]:
@@ -57,20 +60,69 @@ class KafkaReceipt(Receipt):
 
 class Stage:
     """
-    What one task stages of one epoch. Its first rows are in one partition, in order; those of a large epoch are divided by
-    shards, each in a partition of its own, so that several tasks can publish them.
+    What one task stages of one epoch. Its first rows are kept in order; those of a large epoch are divided by shards, so that
+    several tasks can publish them.
     """
 
-    def __init__(self, config: Any, topic: str, partitions: int, epoch: Epoch, task: Task) -> None:
-        self._topic = topic
-        self._partitions = partitions
-        self._first = task.partition * SHARDS
+    chunk_bytes = CHUNK_BYTES
+
+    def __init__(self, config: Any, epoch: Epoch, task: Task) -> None:
         self._divide_after: int = config.publish_in_tasks_bytes // 16
         self._staged_bytes = 0
         self._stem = epoch.stem(task)
         self._held: dict[tuple[Topic, str], list[pa.RecordBatch]] = {}
         self._held_bytes = 0
         self._sent: list[tuple[Topic, Chunk]] = []
+
+    def write(self, topic: Topic, target: str, records: Records) -> None:
+        rows = records.batch
+        step = max(1, self.chunk_bytes * rows.num_rows // max(1, rows.nbytes))
+        for first in range(0, rows.num_rows, step):
+            piece = rows.slice(first, step)
+            self._held.setdefault((topic, target), []).append(piece)
+            self._held_bytes += piece.nbytes
+            if self._held_bytes >= (self.chunk_bytes if self._is_small else max(self.chunk_bytes, 4 * CHUNK_BYTES)):
+                self._send()
+
+    @property
+    def _is_small(self) -> bool:
+        return self._staged_bytes < self._divide_after
+
+    def finish(self) -> KafkaReceipt:
+        """Everything staged, and durable."""
+        self._send()
+        staging = self._settled()
+        chunks: dict[Topic, list[Chunk]] = {}
+        for topic, chunk in self._sent:
+            chunks.setdefault(topic, []).append(chunk)
+        return KafkaReceipt(staging=staging, chunks=chunks)
+
+    def _send(self) -> None:
+        for (topic, target), batches in self._held.items():
+            parts: dict[int | None, list[pa.RecordBatch]] = {None: batches}
+            if not self._is_small:
+                parts = {shard: [part] for shard, part in divided(batches)}
+            for shard, some in parts.items():
+                self._sent.append((topic, self._put(target, shard, some)))
+        self._staged_bytes += self._held_bytes
+        self._held, self._held_bytes = {}, 0
+
+    def _put(self, target: str, shard: int | None, batches: Sequence[pa.RecordBatch]) -> Chunk:
+        raise NotImplementedError
+
+    def _settled(self) -> str:
+        """Make everything durable; gives the place for the receipt."""
+        raise NotImplementedError
+
+
+class TopicStage(Stage):
+    """Rows staged in a topic. Each shard is in a partition of its own."""
+
+    def __init__(self, config: Any, topic: str, partitions: int, epoch: Epoch, task: Task) -> None:
+        super().__init__(config, epoch, task)
+        self._topic = topic
+        self._partitions = partitions
+        self._first = task.partition * SHARDS
         self._offsets: dict[str, int] = {}
         self._failure: KafkaError | None = None
         settings = {
@@ -84,40 +136,7 @@ class Stage:
         with errors("the producer cannot be made"):
             self._producer = Producer({**settings, **config.settings()})
 
-    def write(self, topic: Topic, target: str, records: Records) -> None:
-        rows = records.batch
-        step = max(1, CHUNK_BYTES * rows.num_rows // max(1, rows.nbytes))
-        for first in range(0, rows.num_rows, step):
-            piece = rows.slice(first, step)
-            self._held.setdefault((topic, target), []).append(piece)
-            self._held_bytes += piece.nbytes
-            if self._held_bytes >= (CHUNK_BYTES if self._is_small else 4 * CHUNK_BYTES):
-                self._send()
-
-    @property
-    def _is_small(self) -> bool:
-        return self._staged_bytes < self._divide_after
-
-    def finish(self) -> KafkaReceipt:
-        """Everything staged, and on the disks of the brokers."""
-        self._send()
-        self._settle(lambda: self._producer.flush(ANSWER_SECS) == 0)
-        chunks: dict[Topic, list[Chunk]] = {}
-        for topic, chunk in self._sent:
-            chunks.setdefault(topic, []).append(chunk.model_copy(update={"offset": self._offsets[chunk.name]}))
-        return KafkaReceipt(staging=self._topic, chunks=chunks)
-
-    def _send(self) -> None:
-        for (topic, target), batches in self._held.items():
-            parts: dict[int | None, list[pa.RecordBatch]] = {None: batches}
-            if not self._is_small:
-                parts = {shard: [part] for shard, part in divided(batches)}
-            for shard, some in parts.items():
-                self._send_chunk(topic, target, shard, some)
-        self._staged_bytes += self._held_bytes
-        self._held, self._held_bytes = {}, 0
-
-    def _send_chunk(self, topic: Topic, target: str, shard: int | None, batches: Sequence[pa.RecordBatch]) -> None:
+    def _put(self, target: str, shard: int | None, batches: Sequence[pa.RecordBatch]) -> Chunk:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batches[0].schema) as writer:
             for batch in batches:
@@ -132,8 +151,15 @@ class Stage:
             bytes=value.size,
             shard=shard,
         )
-        self._sent.append((topic, chunk))
         self._produce(chunk, value.to_pybytes())
+        return chunk
+
+    def _settled(self) -> str:
+        self._settle(lambda: self._producer.flush(ANSWER_SECS) == 0)
+        self._sent = [
+            (topic, each.model_copy(update={"offset": self._offsets[each.name]})) for topic, each in self._sent
+        ]
+        return self._topic
 
     def _produce(self, chunk: Chunk, value: bytes) -> None:
         while True:
@@ -211,12 +237,13 @@ def of_shard(chunks: Iterable[Chunk], shard: int) -> list[Chunk]:
 
 
 def staged(
-    config: ClusterConfig, staging: str, chunks: Iterable[Chunk], shard: int | None = None
+    config: Any, staging: str, chunks: Iterable[Chunk], shard: int | None = None
 ) -> Iterator[tuple[str, pa.RecordBatch]]:
     """Rows of chunks of one task with the topic that they are for, those of a key in order; `shard`: only its rows."""
     in_order = sorted(chunks, key=lambda chunk: -1 if chunk.shard is None else chunk.shard)
+    read = files.read if is_directory(staging) else _read
     for _, run in groupby(in_order, key=lambda chunk: chunk.partition):
-        for chunk, batch in _read(config, staging, list(run)):
+        for chunk, batch in read(config, staging, list(run)):
             if shard is not None and chunk.shard is None:
                 batch = batch.filter(pa.array(shard_of(batch.column("key"), batch.column("value")) == shard))
             if batch.num_rows:
@@ -254,14 +281,22 @@ def _read(config: ClusterConfig, staging: str, chunks: Sequence[Chunk]) -> Itera
 _GONE = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNOWN_TOPIC)
 
 
+def is_directory(staging: str) -> bool:
+    return "/" in staging
+
+
 def lost(staging: str) -> StagingLost:
     return StagingLost(f"rows that were staged in the topic {staging!r} are gone")
 
 
-def forget(cluster: Cluster, receipts: Sequence[KafkaReceipt]) -> None:
+def forget(config: Any, cluster: Cluster, receipts: Sequence[KafkaReceipt]) -> None:
     """Remove what is published, and whatever dead tries left before it. A failure does no harm: retention removes it too."""
     ends: dict[tuple[str, int], int] = {}
     for receipt in receipts:
+        if is_directory(receipt.staging):
+            names = {chunk.name for chunks in receipt.chunks.values() for chunk in chunks}
+            files.remove(config, receipt.staging, names)
+            continue
         for chunk in (each for chunks in receipt.chunks.values() for each in chunks):
             place = receipt.staging, chunk.partition
             ends[place] = max(ends.get(place, 0), chunk.offset + 1)
@@ -272,3 +307,24 @@ def forget(cluster: Cluster, receipts: Sequence[KafkaReceipt]) -> None:
             future.result(ANSWER_SECS)
         except (KafkaException, TimeoutError):
             return
+
+
+class FileStage(Stage):
+    """Rows staged in a file that driver and tasks can reach."""
+
+    chunk_bytes = files.CHUNK_BYTES
+
+    def __init__(self, config: Any, directory: store.Place, epoch: Epoch, task: Task) -> None:
+        super().__init__(config, epoch, task)
+        self._file = files.StageFile(directory, f"{self._stem}.arrows")
+
+    def _put(self, target: str, shard: int | None, batches: Sequence[pa.RecordBatch]) -> Chunk:
+        offset, size = self._file.write(batches)
+        rows = sum(batch.num_rows for batch in batches)
+        return Chunk(
+            name=self._file.place.name, target=target, partition=0, offset=offset, rows=rows, bytes=size, shard=shard
+        )
+
+    def _settled(self) -> str:
+        self._file.finish()
+        return str(self._file.place.parent)

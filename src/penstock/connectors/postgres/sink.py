@@ -81,9 +81,6 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
         assert self._session is not None, "the sink is not open"
         return self._session
 
-    def source_schema(self, topic: Topic) -> pa.Schema | None:
-        return self.context.topic(topic).source_schema
-
     # -- in tasks ------------------------------------------------------------------------------------------------
 
     def begin_epoch(self, epoch: Epoch, task: Task) -> None:
@@ -108,7 +105,7 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
     # -- on the driver -------------------------------------------------------------------------------------------
 
     def commit_epoch(self, epoch: Epoch, receipts: Sequence[StagedTables], end: Positions) -> None:
-        driver = DriverSide(self.session, self.policy, self.source_schema)
+        driver = DriverSide(self.session, self.policy, lambda topic: self.context.topic(topic).source_schema)
         self._committed |= driver.commit(epoch, receipts, end, self._committed, staging_prefix(self, epoch))
 
     def committed_epoch(self, pipeline: str, topic: Topic) -> CommittedEpoch | None:
@@ -150,16 +147,10 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
     takes_nested = False
 
     def read_topic(self, topic: Topic) -> pa.Table | None:
-        target = self.session.target(topic)
-        if target is None:
-            return None
-        names = list(target.schema().names)
-        query = f"SELECT {', '.join(map(quoted, names))} FROM {target.name.sql}"
-        rows = self.session.ask(lambda connection: connection.execute(query).fetchall())
-        arrays = [
-            pa.array([row[at] for row in rows], target.schema().field(name).type) for at, name in enumerate(names)
-        ]
-        return pa.Table.from_arrays(arrays, names)
+        return _rows(self.session, topic)
+
+    def first_rows(self, topic: Topic, rows: int) -> pa.Table | None:
+        return _rows(self.session, topic, f" LIMIT {rows:d}")
 
     def can_be_double(self, topic: Topic, column: str) -> bool:
         target = self.session.target(topic)
@@ -191,7 +182,7 @@ def staging_prefix(sink: Postgres, epoch: Epoch) -> str:
 
 def _make_empty(sink: Postgres, connection: psycopg.Connection[Any], topic: Topic) -> None:
     """If no rows came: readers find the table empty, and not missing."""
-    name, now = sink.session.name(topic), sink.source_schema(topic)
+    name, now = sink.session.name(topic), sink.context.topic(topic).source_schema
     if now is None or sink.session.catalog.find(connection, name) is not None:
         return
     upserts = sink.config.mode == "upsert"
@@ -202,6 +193,17 @@ def _make_empty(sink: Postgres, connection: psycopg.Connection[Any], topic: Topi
         empty = columns.plain(topic, pa.RecordBatch.from_pylist([], schema=own))
         if key or not upserts:
             make_empty(connection, name, empty.schema, key, sink.config.soft_delete)
+
+
+def _rows(session: Session, topic: Topic, limit: str = "") -> pa.Table | None:
+    target = session.target(topic)
+    if target is None:
+        return None
+    schema = target.schema()
+    query = f"SELECT {', '.join(map(quoted, schema.names))} FROM {target.name.sql}{limit}"
+    rows = session.ask(lambda connection: connection.execute(query).fetchall())
+    arrays = [pa.array([row[at] for row in rows], field.type) for at, field in enumerate(schema)]
+    return pa.Table.from_arrays(arrays, schema.names)
 
 
 def _findings(connection: psycopg.Connection[Any]) -> Iterator[Finding]:

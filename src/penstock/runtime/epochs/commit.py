@@ -226,7 +226,7 @@ class Commits:
         items = [(commit, number) for commit in working for number in range(len(commit.work))]
         sinks = {commit.name: self._wiring.fresh_sink(commit.name) for commit in working}
         work = [(commit.name, commit.work[number]) for commit, number in items]
-        results = self._engine.apply(ApplyJob(epoch, sinks, work, self._contexts.in_tasks()))  # type: ignore[arg-type]
+        results = self._engine.apply(ApplyJob(epoch, sinks, work, self._contexts.in_tasks(self._engine.is_local)))  # type: ignore[arg-type]
         for result in results:
             for place, applied in result.applied.items():
                 commit, number = items[place]

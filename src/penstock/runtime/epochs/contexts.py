@@ -30,6 +30,7 @@ class Contexts:
         self._codecs = codecs or Codecs(TopicSchemas(), state.directory)
         self.copies = FirstCopies(state, wiring)
         self._sources = state.directory / "sources"
+        self._sinks = (state.directory / "sinks").absolute()
         self._topics: dict[str, dict[Topic, TopicContext]] = {name: {} for name in wiring.sinks}
         self._columns: dict[Topic, pa.Schema] = {}
         self._flows: dict[tuple[str, Topic, str], None] = {}
@@ -69,7 +70,7 @@ class Contexts:
 
     def sink(self, name: str) -> SinkContext:
         """For a sink, on the driver: it shows what is learned later, too."""
-        return SinkContext(MappingProxyType(self._topics[name]))
+        return SinkContext(MappingProxyType(self._topics[name]), self._sinks / name)
 
     def learn(self, sink: str, target: Target, schema: pa.Schema, source: str = "", stream: str = "") -> None:
         """Take over what a route says of a topic, and the schema that its stream has now."""
@@ -90,9 +91,12 @@ class Contexts:
         """Source, topic and sink of every way that rows take, as far as it is known."""
         return [*self._flows]
 
-    def in_tasks(self, refilled: Collection[Pair] = ()) -> dict[str, SinkContext]:
+    def in_tasks(self, is_local: bool, refilled: Collection[Pair] = ()) -> dict[str, SinkContext]:
         """For the sinks of one job. `refilled`: targets that are cleared and take the types of their rows."""
         return {
-            name: SinkContext({t: replace(known, refilled=(name, t) in refilled) for t, known in topics.items()})
+            name: SinkContext(
+                {t: replace(known, refilled=(name, t) in refilled) for t, known in topics.items()},
+                self._sinks / name if is_local else None,
+            )
             for name, topics in self._topics.items()
         }

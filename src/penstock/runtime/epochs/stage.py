@@ -183,7 +183,7 @@ class Stager:
             only=None if wanted.only is None else frozenset((sink, topic) for sink, topic in wanted.only),
             without=wanted.without,
             aside=frozenset(skipped),
-            contexts=self._contexts.in_tasks(following.renewed),
+            contexts=self._contexts.in_tasks(self._engine.is_local, following.renewed),
         )
         unknown = _unknown(job)
         if unknown and parts:

@@ -40,9 +40,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
         return "spark" in getattr(item, "fixturenames", ())
 
     if not THOROUGH:
-        left = [item for item in items if _differs_from_sink_to_sink(item)]
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(left)])
-        items[:] = left
+        asked = {item: _differs_from_sink_to_sink(item) for item in items}
+        config.hook.pytest_deselected(items=[item for item in items if not asked[item]])
+        items[:] = [item for item in items if asked[item]]
     items.sort(key=place)
     if hasattr(config, "workerinput"):
         # The longest first: what shares the session of Spark, then what starts JVMs or servers of its own.

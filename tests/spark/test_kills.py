@@ -48,8 +48,8 @@ def newest_epoch(home: Path) -> int:
     return max((int(file.stem) for file in (home / "state" / "epochs").glob("[0-9]*.json")), default=0)
 
 
-def command_for(home: Path, route: str = 'to = "/{stream}"') -> list[str]:
-    (home / "pipeline.toml").write_text(PIPELINE.format(rows=ROWS, route=route))
+def command_for(home: Path, route: str = 'to = "/{stream}"', rows: int = ROWS) -> list[str]:
+    (home / "pipeline.toml").write_text(PIPELINE.format(rows=rows, route=route))
     return [
         *(sys.executable, "-m", "penstock", "run", str(home / "pipeline.toml")),
         *("--drain", "--master", "local[2]"),
@@ -57,7 +57,8 @@ def command_for(home: Path, route: str = 'to = "/{stream}"') -> list[str]:
 
 
 def test_a_jvm_that_is_killed_ends_the_run_with_a_clear_word_and_the_next_run_goes_on(tmp_path: Path) -> None:
-    run = subprocess.Popen(command_for(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = command_for(tmp_path, rows=5000)
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while newest_epoch(tmp_path) < 2:
         assert run.poll() is None
         time.sleep(0.01)
@@ -67,9 +68,9 @@ def test_a_jvm_that_is_killed_ends_the_run_with_a_clear_word_and_the_next_run_go
     assert run.returncode == 1
     assert "PEN-5014 the JVM that runs Spark is gone" in told
     assert "Traceback" not in told
-    done = subprocess.run(command_for(tmp_path), capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert sorted(read_published(tmp_path / "lake" / "rows")["id"].to_pylist()) == list(range(ROWS))
+    assert sorted(read_published(tmp_path / "lake" / "rows")["id"].to_pylist()) == list(range(5000))
 
 
 def test_a_signal_to_the_whole_process_group_ends_the_run_like_any_stop(tmp_path: Path) -> None:

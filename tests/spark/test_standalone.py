@@ -14,6 +14,7 @@ from pyspark.find_spark_home import _find_spark_home
 from standalone import Cluster
 
 import penstock
+from connectors.receiver import Asked, Says, receiving
 from penstock.pipeline import Pipeline
 from penstock.spark.pack import pack
 from penstock.testing.postgres import PostgresServer
@@ -112,3 +113,51 @@ def test_what_executors_lack_is_told_in_a_line_each_before_the_first_epoch(
     assert "PEN-1051" in said
     assert f"{tmp_path} of sink" in said.replace("\n", " ")
     assert "Traceback" not in said
+
+
+POLLED = """
+connector_name = "{name}"
+delivery = "exactly-once"
+[processing]
+max_epoch_bytes = 200_000
+[source]
+connector = "http_poll"
+url = "{url}"
+stream = "records"
+pagination = {{ type = "offset", size = 1000 }}
+[[routes]]
+to = "/{name}/records"
+[[schemas]]
+topic = "/{name}/records"
+schema_type = "json"
+[sink]
+{sink}
+"""
+
+
+@pytest.mark.timeout(1200)
+def test_a_journal_that_the_workers_cannot_read_is_handed_to_them(
+    cluster: Cluster, server: PostgresServer, tmp_path: Path
+) -> None:
+    if cluster.other_user is None:
+        pytest.skip("without another user the executors see the driver's directories")
+
+    def answer(asked: Asked) -> Says:
+        at = int(asked.query["offset"])
+        return 200, [{"id": id, "note": "x" * 100} for id in range(at, min(at + 1000, 10_000))]
+
+    with receiving(answer) as api:
+        text = POLLED.format(name="handed", url=api.url, sink=sink(server))
+        home = tmp_path / "driver"
+        home.mkdir()
+        (home / "pipeline.toml").write_text(text)
+        pack(tmp_path / "environment.tar.gz", Pipeline.from_toml(home / "pipeline.toml"))
+        done = submit(cluster, home, text, tmp_path / "environment.tar.gz")
+    assert done.returncode == 0, done.stderr[-3000:] + cluster.log
+    journal = next((home / "state").rglob("*.index")).parent
+    user = cluster.other_user
+    seen = subprocess.run(["ls", journal], user=user.pw_uid, group=user.pw_gid, extra_groups=[], capture_output=True)
+    assert seen.returncode != 0, "the workers' user sees nothing of it"
+    with psycopg.connect(server.dsn) as connection:
+        rows = connection.execute("SELECT id FROM handed.records ORDER BY id").fetchall()
+    assert [row[0] for row in rows] == list(range(10_000))

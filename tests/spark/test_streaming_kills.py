@@ -13,6 +13,7 @@ import pytest
 from penstock.connectors.files.sink import read_published
 
 ROWS, AN_EPOCH, KEYS = 240, 60, 3
+BEGAN = 1_577_836_800
 
 MODULE = '''
 """A source of rows with times, and queries over them."""
@@ -25,6 +26,7 @@ from pyspark.sql.streaming import StatefulProcessor
 from penstock.config import Config
 from penstock.source import Position, RangeSource, SourceBatch
 
+BEGAN = 1_577_836_800  # at second 0 a row would be as late as the first watermark
 SCHEMA = pa.schema([("row", pa.int64()), ("key", pa.string()), ("at", pa.timestamp("us", tz="UTC"))])
 
 
@@ -51,7 +53,7 @@ class Timed(RangeSource[TimedConfig, Next]):
 
     def read(self, split):
         rows = list(range(*split))
-        columns = [pa.array(rows), pa.array([f"k{row % 3}" for row in rows]), pa.array([row * 10**6 for row in rows])]
+        columns = [pa.array(rows), pa.array([f"k{row % 3}" for row in rows]), pa.array([(BEGAN + row) * 10**6 for row in rows])]
         batch = pa.RecordBatch.from_arrays([each.cast(c.type) for each, c in zip(columns, SCHEMA)], schema=SCHEMA)
         yield SourceBatch(batch, stream="rows")
 
@@ -164,7 +166,7 @@ def test_a_driver_that_is_killed_at_any_step_loses_and_doubles_no_state(tmp_path
         assert killed.returncode == -signal.SIGKILL, f"{step}: {killed.stderr[-3000:]}"
     done = run(tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    starts = [start.timestamp() for start, _ in found(tmp_path, "windows", "start", "n")]  # type: ignore[attr-defined]
+    starts = [start.timestamp() - BEGAN for start, _ in found(tmp_path, "windows", "start", "n")]  # type: ignore[attr-defined]
     assert starts == [0, 30, 60, 90, 120, 150, 180], "the last window may still get rows"
     assert {n for _, n in found(tmp_path, "windows", "start", "n")} == {30}
     assert found(tmp_path, "pairs", "l", "r") == [(left, left + 1) for left in range(0, ROWS, 2)]

@@ -58,3 +58,9 @@ def test_what_is_over_a_limit_is_found(tmp_path, monkeypatch):
     (tmp_path / "large.py").write_text(f"class Large:\n{methods}\ndef long():\n{body}" + "\n" * FILE_LINES)
     large = dict(too_large(tmp_path / "large.py"))
     assert set(large) == {"large.py", "large.py:Large", "large.py:long"}
+
+
+def test_files_of_tests_have_names_of_their_own():
+    """pytest imports them by their names alone: of two that are the same, one ends every run before its first test."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []

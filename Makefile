@@ -43,6 +43,8 @@ bench: $(SET_UP_DEV) java  ## all benches, or NAME= one
 
 soak: $(SET_UP_DEV) java  ## all soaks, or NAME= one; NAME=tests: the tests, with all that `make test` leaves out
 ifeq ($(NAME),tests)
+	@$(BIN)/python -m penstock.testing.azure --is-installed || { \
+		echo "fetching Azure's emulator (360 MB); only this once" && $(BIN)/python -m penstock.testing.azure; } || true
 	@PENSTOCK_THOROUGH=1 $(BIN)/python -m pytest $(WORKERS) -m 'soak or not soak' $(ARGS)
 else
 	@set -e; for script in $(if $(NAME),bench/soak/$(NAME).py,$(sort $(wildcard bench/soak/[a-z]*.py))); do $(BIN)/python $$script; done

@@ -12,6 +12,8 @@ import pytest
 
 from penstock import errors
 from penstock.spark.java import java_problem
+from penstock.testing import azure as azure_server
+from penstock.testing import gcs as gcs_server
 from penstock.testing import kafka as kafka_server
 from penstock.testing import s3 as s3_servers
 from penstock.testing import spark_classes
@@ -24,6 +26,7 @@ TESTS = Path(__file__).parent
 os.environ.setdefault("SPARK_SUBMIT_OPTS", spark_classes.options())
 os.environ.setdefault("SPARK_LAUNCHER_OPTS", "-XX:TieredStopAtLevel=1")
 os.environ["PENSTOCK_S3_KEY"], os.environ["PENSTOCK_S3_SECRET"] = s3_servers.KEY, s3_servers.SECRET
+os.environ["PENSTOCK_AZURE_KEY"] = azure_server.KEY
 
 FOLDERS = ("", "schema", "connectors", "faults", "integration", "spark")
 """Tests without a JVM come first: they are the quickest to fail."""
@@ -138,7 +141,7 @@ def _differs_from_sink_to_sink(item: pytest.Item) -> bool:
     name = getattr(item, "originalname", item.name)
     if _is_mode(item) and name in OF_NO_MODE:
         return False
-    if item.path.name == "test_crash_s3.py":
+    if item.path.name in ("test_crash_s3.py", "test_crash_stores.py"):
         if not _differs_from_store_to_store(name, given):
             return False
         if _is_mode(item) and name not in OF_A_MODE_IN_A_STORE:
@@ -244,6 +247,21 @@ def strict_s3(need: Callable[[object, str], None], java: None) -> Iterator[s3_se
     """An S3 server that checks signatures."""
     need(s3_servers.s3proxy().is_file(), "S3Proxy is not installed: make servers")
     with s3_servers.S3ProxyServer() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def gcs(s3: s3_servers.S3Server) -> Iterator[gcs_server.GcsServer]:
+    """The same S3 server, for clients of GCS."""
+    with gcs_server.GcsServer(s3.port) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def azure(need: Callable[[object, str], None]) -> Iterator[azure_server.AzureServer]:
+    """The emulator of Azure's blob storage."""
+    need(azure_server.is_installed(), "Azurite is not installed: python -m penstock.testing.azure")
+    with azure_server.AzureServer() as running:
         yield running
 
 

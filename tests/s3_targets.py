@@ -1,4 +1,4 @@
-"""Targets of the crash suite in an S3 server: which one it is, other processes find in a file beside the test."""
+"""Targets of the crash suite in a store: which one it is, other processes find in a file beside the test."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 
 from penstock import store
 from penstock.config import Config
+from penstock.testing import azure
+from penstock.testing.gcs import GcsServer
 from penstock.testing.s3 import KEY, SECRET, S3Server
 
 
@@ -20,8 +22,11 @@ class _Options(Config):
 
 def note(tmp_path: Path, server: S3Server, **more: Any) -> None:
     """Write the server down for all processes of a test."""
-    found = {"bucket": server.bucket(), "options": server.options(**more)}
-    (tmp_path / "s3.json").write_text(json.dumps(found))
+    write(tmp_path, server.bucket(), server.options(**more))
+
+
+def write(tmp_path: Path, bucket: str, options: dict[str, Any]) -> None:
+    (tmp_path / "s3.json").write_text(json.dumps({"bucket": bucket, "options": options}))
 
 
 def at(path: Path) -> tuple[str, dict[str, Any]]:
@@ -29,6 +34,7 @@ def at(path: Path) -> tuple[str, dict[str, Any]]:
     above = next(each for each in (path, *path.parents) if (each / "s3.json").exists())
     found = json.loads((above / "s3.json").read_text())
     os.environ["PENSTOCK_S3_KEY"], os.environ["PENSTOCK_S3_SECRET"] = KEY, SECRET
+    os.environ["PENSTOCK_AZURE_KEY"] = azure.KEY
     below = path.relative_to(above).as_posix()
     return f"{found['bucket']}/{below}".removesuffix("/."), found["options"]
 
@@ -64,3 +70,19 @@ class InS3:
 
     def empty(self, path: Path) -> None:
         store.delete(entry.place for entry in store.listed(place(path)))
+
+
+class InGcs(InS3):
+    """The same, in the server of the fixture `gcs`."""
+
+    @pytest.fixture(autouse=True)
+    def _in_s3(self, tmp_path: Path, gcs: GcsServer) -> None:
+        write(tmp_path, gcs.bucket(), gcs.options(tmp_path / "account.json"))
+
+
+class InAzure(InS3):
+    """The same, in the server of the fixture `azure`."""
+
+    @pytest.fixture(autouse=True)
+    def _in_s3(self, tmp_path: Path, azure: azure.AzureServer) -> None:
+        note(tmp_path, azure)

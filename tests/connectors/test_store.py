@@ -32,12 +32,13 @@ def options(**given):
     return Options(storage_options=given).storage_options
 
 
-@pytest.fixture(params=["disk", "s3"])
+@pytest.fixture(params=["disk", "s3", "gcs", pytest.param("azure", marks=pytest.mark.soak)])
 def root(request, tmp_path):
     if request.param == "disk":
         return store.at(str(tmp_path))
-    server = request.getfixturevalue("s3")
-    return store.at(f"{server.bucket()}/some/where", options(**server.options()))
+    server = request.getfixturevalue(request.param)
+    given = server.options(tmp_path / "account.json") if request.param == "gcs" else server.options()
+    return store.at(f"{server.bucket()}/some/where", options(**given))
 
 
 def below(root, *names):
@@ -65,6 +66,11 @@ class TestBoth:
         assert store.head(root / "nothing") is None
         (root / "nothing").unlink(missing_ok=True)
         store.delete([root / "nothing", root / "nothing either"])
+
+    def test_a_missing_file_keeps_none_of_the_others_from_being_deleted(self, root):
+        below(root, *(f"t/{number}" for number in range(20)))
+        store.delete([root / name for number in range(20) for name in (f"gone-{number}", f"t/{number}")])
+        assert store.names(root / "t") == []
 
     def test_of_many_who_create_a_file_one_succeeds(self, root):
         store.make_directory(root)
@@ -213,6 +219,13 @@ class TestObjects:
     def test_a_store_that_honours_conditions_passes_the_probe_and_nothing_is_left_of_it(self, bucket):
         store.refuse_without_conditions(bucket)
         assert list(store.listed(bucket)) == []
+
+    def test_a_store_of_google_that_ignores_conditions_is_refused(self, gcs, tmp_path):
+        place = store.at(gcs.bucket(), options(**gcs.options(tmp_path / "account.json")))
+        store.refuse_without_conditions(place)
+        gcs.spoil("PUT", "probe", "without conditions", count=2)
+        with pytest.raises(ConfigError, match="PEN-1040"):
+            store.refuse_without_conditions(place)
 
     def test_keys_over_the_limit_are_refused_before_the_store_does(self, bucket):
         with pytest.raises(FatalError, match=r"PEN-5009.*1024 bytes"):

@@ -161,8 +161,14 @@ class ObjectStore(Store[ObjectPath]):
         return sorted(each["path"].rpartition("/")[2] for each in found)
 
     def delete(self, places: Sequence[ObjectPath]) -> None:
-        with self._bucket.errors(places[0]), contextlib.suppress(FileNotFoundError):
-            library().delete(self._bucket.client, [place.key for place in places])
+        keys = [place.key for place in places]
+        try:
+            with self._bucket.errors(places[0]):
+                library().delete(self._bucket.client, keys)
+        except FileNotFoundError:
+            # GCS says so, and the client stops there: the others go one by one.
+            for place in places if len(keys) > 1 else ():
+                self.delete([place])
 
     def copy(self, source: ObjectPath, target: ObjectPath) -> None:
         with self._bucket.errors(source):

@@ -28,7 +28,7 @@ NAMES = {
         *("virtual_hosted_style_request", "server_side_encryption", "sse_kms_key_id", "metadata_endpoint"),
         "profile",
     },
-    "gs": {"service_account", "service_account_key"},
+    "gs": {"service_account", "service_account_key", "allow_http"},
     "az": {"account_name", "account_key", "sas_token", "endpoint", "allow_http"},
 }
 

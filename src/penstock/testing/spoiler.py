@@ -109,7 +109,8 @@ class Spoiler:
         answer = b""
         if not action or action.startswith(("applied", "without")):
             if action == "without conditions":
-                head = re.sub(r"\r\nif-(none-)?match:[^\r]*", "", head, flags=re.IGNORECASE)
+                named = r"\r\n(if-(none-)?match|x-goog-if-generation-match):[^\r]*"
+                head = re.sub(named, "", head, flags=re.IGNORECASE)
             answer = await self._forward(method, head, body)
         if action and not action.startswith("without"):
             status = action.rpartition(" ")[2]

@@ -53,9 +53,12 @@ class Pushed:
         """Run until all that is there is committed."""
         Forked(lambda: self._run(failpoint, drain=True)).result()
 
-    def payloads(self) -> list[bytes]:
+    def rows(self) -> list[dict[str, Any]]:
         sink = MemorySink(MemorySinkConfig(path=self.path / "target"))
-        return [row["payload"] for row in sink.visible("/all")] if (self.path / "target").exists() else []
+        return list(sink.visible("/all")) if (self.path / "target").exists() else []
+
+    def payloads(self) -> list[bytes]:
+        return [row["payload"] for row in self.rows()]
 
     def ids(self) -> Counter[int]:
         """How often each `{"id": …}` has arrived."""

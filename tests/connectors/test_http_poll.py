@@ -70,6 +70,7 @@ PAGINATIONS: dict[str, dict[str, Any]] = {
     "link": {"type": "link"},
     "next": {"type": "next_url"},
 }
+SECRET = {"env": "API_SECRET"}
 NEWER = {"incremental": {"path": "updated"}, "key": ["id"], "records": "data.items"}
 
 
@@ -335,6 +336,35 @@ class Clock:
 def test_other_answers_are_errors_that_say_what_happens_next(opened, says, error):
     with receiving(lambda asked: says) as api, pytest.raises(error):
         opened(make(api)).poll_batch(10)
+
+
+@pytest.mark.parametrize(
+    ("auth", "sent"),
+    [
+        ({"type": "bearer", "token": SECRET}, {"authorization": "Bearer correct horse"}),
+        ({"type": "basic", "user": "me", "password": SECRET}, {"authorization": "Basic bWU6Y29ycmVjdCBob3JzZQ=="}),
+        ({"type": "api_key", "key": SECRET}, {"x-api-key": "correct horse"}),
+        (
+            {"type": "oauth2", "token_url": "{url}/token", "client_id": "me", "client_secret": SECRET},
+            {"authorization": "Bearer fresh"},
+        ),
+    ],
+    ids=["bearer", "basic", "api_key", "oauth2"],
+)
+def test_every_page_is_asked_for_with_the_credentials(shop, opened, monkeypatch, auth, sent):
+    monkeypatch.setenv("API_SECRET", "correct horse")
+
+    def answer(asked: Asked) -> Any:
+        if asked.path == "/token":
+            return 200, {"access_token": "fresh", "expires_in": 3600}
+        return shop.answer(asked) if sent.items() <= asked.headers.items() else (401, {})
+
+    with receiving(answer) as api:
+        auth = {name: value.format(url=api.url) if name == "token_url" else value for name, value in auth.items()}
+        assert polled(opened(make(api, auth=auth))) == shop.orders
+        pages = [asked for asked in api.asked if asked.path != "/token"]
+        assert len(pages) > 1, "each page is another request"
+        assert len(api.asked) - len(pages) == (auth["type"] == "oauth2"), "a token is fetched once"
 
 
 def test_credentials_do_not_follow_a_page_to_another_server(opened):

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from penstock.connectors.tcp import Tcp, TcpConfig
 from penstock.errors import FatalError, RetryableError
+from penstock.runtime.journal import Journal
 from penstock.runtime.journal.envelopes import placed
 from penstock.source import ProducerConfig, SourceContext
 from penstock.testing import SourceContract
@@ -180,6 +181,29 @@ def test_an_epoch_is_asked_for_when_a_connection_ends(serve: Callable[..., Any])
     dial(source).close()
     assert asked.wait(60)
     assert Tcp(TcpConfig(url="tcp://h:1")).checkpoint_requested() is None
+
+
+@pytest.mark.parametrize("is_reliable", [True, False], ids=["journal", "direct"])
+def test_the_end_of_a_connection_cuts_an_epoch_and_a_route_may_pass_the_journal_by(
+    is_reliable: bool, tmp_path: Path
+) -> None:
+    port = free_port()
+    source = f'connector = "tcp"\nurl = "tcp://127.0.0.1:{port}"\nepoch_on_close = true\n'
+    run = Pushed(tmp_path, source, "epoch_interval_ms = 100_000_000")
+    text = run.file.read_text().replace("exactly-once", "at-least-once")
+    run.file.write_text(text.replace('to = "/all"', f'to = "/all"\nreliable_dispatch = {str(is_reliable).lower()}'))
+    running = run.start()
+    wait_until(lambda: answers(port), "the server to listen")
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
+        here = "{}:{}".format(*sock.getsockname())
+        sock.sendall(b'{"id": 1}\n{"id": 2}\n')
+    run.await_ids(2)
+    running.kill()
+    assert [row["offset"] for row in run.rows()] == [{"partition": here, "value": str(n)} for n in (1, 2)]
+    homes = {each.parent for each in (tmp_path / "state").rglob("*.index")}
+    journal = Journal(next(home for home in homes if not home.name.endswith("-direct")))
+    assert journal.tail == (2 if is_reliable else 0)
+    journal.close()
 
 
 def test_lines_that_are_acknowledged_go_through_the_journal_whatever_a_route_says() -> None:

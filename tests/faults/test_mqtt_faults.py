@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import Counter
@@ -143,6 +144,36 @@ def test_a_network_that_stalls_is_given_up_and_joined_again(topic: str, tmp_path
         running.kill()
         run.drain()
     assert run.ids() == Counter(range(200))
+
+
+def test_a_full_journal_withholds_acknowledgements_and_keeps_the_connection(
+    topic: str, tmp_path: Path, broker: Mosquitto
+) -> None:
+    run = pipeline(tmp_path, broker.url, topic, keepalive_secs=1)
+    text = run.file.read_text()
+    waits = "journal_max_bytes = 100_000\nepoch_interval_ms = 100_000_000\npoll_interval_ms = 600_000\n"
+    run.file.write_text(text.replace("[processing]", f"[processing]\n{waits}"))
+    client = f"c-{topic}"
+    running = run.start()  # no epoch makes room
+    wait_until(lambda: broker.log().count(f"as {client} ") == 2, "the source to connect")
+    sent = [json.dumps({"id": id, "pad": "x" * 1000}).encode() for id in range(300)]
+    with peer(broker) as sender:
+        sender.publish_all(f"{topic}/x", sent)
+    heard = lambda what: broker.log().count(f"{what} {client}")  # noqa: E731
+
+    def await_pings(count: int) -> int:
+        goal = heard("Received PINGREQ from") + count
+        wait_until(lambda: heard("Received PINGREQ from") >= goal, "the connection to be kept alive")
+        return heard("Received PUBACK from")
+
+    wait_until(lambda: heard("Sending PUBLISH to") > 100, "the broker to send more than there is room for")
+    before = await_pings(3)
+    assert await_pings(4) == before < 300, "what is not on disk is not acknowledged"
+    assert heard("as") == 2, "a broker hangs up after one and a half times the keepalive, and has not"
+    running.kill()
+    run.file.write_text(text)
+    run.drain()
+    assert run.ids() == Counter(range(300))
 
 
 @pytest.mark.soak

@@ -29,6 +29,7 @@ from penstock.sink import SinkConnector
 from penstock.source import Connector, Finding, ProducerConfig, Schemas, SourceConnector, SourceContext, StreamingSource
 from penstock.spark.java import find_java, java_problem
 from penstock.spark.master import check_master
+from penstock.spark.rehearsal import on_cluster
 from penstock.spark.versions import check_spark, spark_version
 
 
@@ -73,6 +74,9 @@ def check(
                 context = _context(pipeline, name, Path(scratch)) if kind == "source" else None
                 findings = list(_examine(name, connector, context, streams, looks))
                 report.connector(kind, name, connector, findings)
+        report.part = "cluster"
+        for finding in on_cluster(pipeline, master, Path(scratch, "spark.log")):
+            report.add(finding)
     schemas = list(_schemas(pipeline))
     if schemas:
         report.connector("registry", pipeline.schemas.registry.type, None, schemas)

@@ -58,7 +58,7 @@ class Needs:
         for kind, name, each in connectors:
             entry = BUILT_IN.get((kind, getattr(type(each), "name", "")))
             modules |= {module: type(each).name for module in (entry.modules if entry else ())}
-            secrets += _secrets(each.config)
+            secrets += secrets_of(each.config)
             if (root := _root(each)) is not None:
                 directories[str(root)] = f"{kind} {name!r}"
         return cls(
@@ -69,15 +69,16 @@ class Needs:
         )
 
 
-def _secrets(value: Any) -> Iterator[Secret]:
+def secrets_of(value: Any) -> Iterator[Secret]:
+    """Every secret that a configuration refers to."""
     if isinstance(value, Secret):
         yield value
     elif isinstance(value, BaseModel):
         for name in type(value).model_fields:
-            yield from _secrets(getattr(value, name))
+            yield from secrets_of(getattr(value, name))
     elif isinstance(value, dict | list | tuple):
         for each in value.values() if isinstance(value, dict) else value:
-            yield from _secrets(each)
+            yield from secrets_of(each)
 
 
 def _root(connector: Connector[Any]) -> Path | None:

@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
+from uuid import uuid4
 
 from penstock.store.local import LocalStore
 from penstock.store.objects import ObjectPath, ObjectStore
@@ -66,6 +67,7 @@ __all__ = [
     "refuse_without_conditions",
     "source",
     "sync",
+    "try_writing",
     "writer",
 ]
 
@@ -176,3 +178,10 @@ def refuse_without_conditions(below: Place) -> None:
     Three requests; nothing on a disk, where links are exclusive.
     """
     of(below).refuse_without_conditions(below)
+
+
+def try_writing(below: Place) -> None:
+    """Write and delete a small file; raises what the store has against it."""
+    probe = below / "_penstock" / f".probe-{uuid4().hex}"
+    put(probe, b"")
+    delete([probe])

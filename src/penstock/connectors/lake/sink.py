@@ -45,8 +45,8 @@ class LakeConfig(EvolutionConfig):
     """How to reach an object store, e.g. `{ region = "eu-central-1", access_key_id = { env = "AWS_ACCESS_KEY_ID" } }`. For
     S3: `access_key_id`, `secret_access_key`, `session_token` (all secrets), `region`, `endpoint`, `allow_http`,
     `virtual_hosted_style_request`, `server_side_encryption`, `sse_kms_key_id`, `metadata_endpoint`. For GCS:
-    `service_account` (a file), `service_account_key` (a secret), `allow_http`. For Azure: `account_name`, `account_key` and `sas_token`
-    (secrets), `endpoint`, `allow_http`. Without keys, the role of the machine is used."""
+    `service_account` (a file), `service_account_key` (a secret), `allow_http`. For Azure: `account_name`, `account_key` and
+    `sas_token` (secrets), `endpoint`, `allow_http`. Without keys, the role of the machine is used."""
 
     partition_by: tuple[str, ...] = ()
     """Columns whose values become directories (`day=2026-01-01`) and are left out of the files."""
@@ -157,10 +157,14 @@ class LakeSink(TopicSink[S, StagedFiles]):
         if store.is_local(root):
             return ()
         try:
-            self._probe.once(self)
+            if self.needs_conditional_writes:
+                store.refuse_without_conditions(root)
+            else:
+                store.try_writing(root)
         except ConnectorError as error:
             return [Finding(False, f"{root}: {error.message}", error.hint)]
-        return [Finding(True, f"{root} can be written, and takes conditional writes")]
+        more = ", and takes conditional writes" if self.needs_conditional_writes else ""
+        return [Finding(True, f"{root} can be written{more}")]
 
     def commit_topic(self, epoch: Epoch, topic: Topic, receipts: Sequence[StagedFiles], end: Positions) -> None:
         self.target(topic).commit(Commit(epoch, [receipt.staged[topic] for receipt in receipts], end))

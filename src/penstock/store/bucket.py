@@ -8,6 +8,7 @@ import functools
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ from urllib.parse import urlparse
 from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError
 from penstock.store.options import Options, allows_http, kind_of, revealed
 from penstock.store.places import Changed
+from penstock.store.roles import forget
 
 _RETRIES = {
     "max_retries": 4,
@@ -23,6 +25,8 @@ _RETRIES = {
     "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=2), "base": 2},
 }
 """A server that is gone is noticed within 10 seconds; the runtime goes on trying, and says so."""
+
+_LOOK_SECS = 30.0
 
 _EXPIRED = ("ExpiredToken", "TokenRefreshRequired", "RequestExpired", "token has expired")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
@@ -40,6 +44,8 @@ class Bucket:
         self.options = dict(options)
         self._revealed: dict[str, str] | None = None
         self._made: Any = None
+        self.look_again = 0.0
+        """When the keys of a role are looked at again: they are renewed before they end."""
 
     @property
     def client(self) -> Any:
@@ -53,10 +59,15 @@ class Bucket:
                     code="PEN-5012",
                     hint="fork before the first request, or start a fresh process",
                 )
-            if self._made is None:
-                self._revealed = revealed(self.url, self.options)
-                self._made = _client(self.url, self._revealed)
+            if self._made is None or (self._has_role and time.monotonic() > self.look_again):
+                now, self.look_again = revealed(self.url, self.options), time.monotonic() + _LOOK_SECS
+                if self._made is None or now != self._revealed:
+                    self._revealed, self._made = now, _client(self.url, now)
             return self._made
+
+    @property
+    def _has_role(self) -> bool:
+        return "role_arn" in self.options or "profile" in self.options
 
     def _renewed(self) -> bool:
         """Reveal the secrets again; True if they have changed, and the next request uses them."""
@@ -88,8 +99,11 @@ class Bucket:
             raise self.failed(place, error) from error
 
     def _refused(self, place: object, error: Exception) -> ConnectorError:
+        is_expired = any(mark in str(error) for mark in _EXPIRED)
+        if is_expired:
+            forget(self._revealed or {})
         text, is_renewed = _first_line(error), self._renewed()
-        if is_renewed or any(mark in str(error) for mark in _EXPIRED):
+        if is_renewed or is_expired:
             return RetryableError(
                 f"the store refused expired credentials for {place}: {text}",
                 code="PEN-2001",

@@ -13,6 +13,7 @@ from pydantic import AfterValidator
 from penstock.config import Secret
 from penstock.errors import ConfigError
 from penstock.store.profiles import keys_of
+from penstock.store.roles import assumed
 
 Options = Mapping[str, str | bool | Secret]
 
@@ -26,7 +27,7 @@ NAMES = {
     "s3": {
         *("access_key_id", "secret_access_key", "session_token", "region", "endpoint", "allow_http"),
         *("virtual_hosted_style_request", "server_side_encryption", "sse_kms_key_id", "metadata_endpoint"),
-        "profile",
+        *("profile", "role_arn", "sts_endpoint"),
     },
     "gs": {"service_account", "service_account_key", "allow_http"},
     "az": {"account_name", "account_key", "sas_token", "endpoint", "allow_http"},
@@ -97,7 +98,9 @@ def revealed(where: str, options: Options) -> dict[str, str]:
     texts = {name: value.reveal() if isinstance(value, Secret) else value for name, value in options.items()}
     plain = {name: str(value).lower() if isinstance(value, bool) else value for name, value in texts.items()}
     profile = plain.pop("profile", None)
-    return plain if profile is None else {**keys_of(profile), **plain}
+    found = plain if profile is None else {**keys_of(profile), **plain}
+    role, endpoint = found.pop("role_arn", ""), found.pop("sts_endpoint", "")
+    return {**found, **assumed(role, found, endpoint)} if role else found
 
 
 def allows_http(options: Mapping[str, str]) -> bool:

@@ -183,6 +183,7 @@ class S3ProxyServer(S3Server):
             "s3proxy.endpoint": self.endpoint,
             "s3proxy.identity": KEY,
             "s3proxy.credential": SECRET,
+            "s3proxy.ignore-unknown-headers": "true",  # such as tokens of a role
             "jclouds.provider": "filesystem-nio2",
             "jclouds.filesystem.basedir": str(self._home / "data"),
         }

@@ -44,9 +44,10 @@ class LakeConfig(EvolutionConfig):
     storage_options: StorageOptions = Field(default_factory=dict)
     """How to reach an object store, e.g. `{ region = "eu-central-1", access_key_id = { env = "AWS_ACCESS_KEY_ID" } }`. For
     S3: `access_key_id`, `secret_access_key`, `session_token` (all secrets), `region`, `endpoint`, `allow_http`,
-    `virtual_hosted_style_request`, `server_side_encryption`, `sse_kms_key_id`, `metadata_endpoint`. For GCS:
-    `service_account` (a file), `service_account_key` (a secret), `allow_http`. For Azure: `account_name`, `account_key` and
-    `sas_token` (secrets), `endpoint`, `allow_http`. Without keys, the role of the machine is used."""
+    `virtual_hosted_style_request`, `server_side_encryption`, `sse_kms_key_id`, `metadata_endpoint`, `profile`,
+    `role_arn`, `sts_endpoint`. For GCS: `service_account` (a file), `service_account_key` (a secret), `allow_http`. For
+    Azure: `account_name`, `account_key` and `sas_token` (secrets), `endpoint`, `allow_http`. Without keys, the role of the
+    machine is used."""
 
     partition_by: tuple[str, ...] = ()
     """Columns whose values become directories (`day=2026-01-01`) and are left out of the files."""

@@ -1,8 +1,10 @@
 """
 What an upsert of 1,000 random keys costs in tables of different sizes, by deletion vectors, beside the client's `merge`.
 
-All figures are CPU seconds and written bytes of this process: they say something on a busy machine too. `BENCH_ROWS` is the
-size of the larger table (10 million), `BENCH_EPOCHS` the length of the long run (500).
+All figures but the times until rows are visible are CPU seconds and written bytes of this process: they say something on a busy
+machine too. `BENCH_ROWS` is the size of the larger table (10 million), `BENCH_EPOCHS` the length of the long run (500).
+`BENCH_PARTS` names the parts to run, each with a result of its own: `sizes`, `long` (with scans) and `sustained`, which is
+not run otherwise: 1,000 updates a second for `BENCH_SECS` (600).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +30,8 @@ from penstock.sink import Epoch, Task
 SMALL = 1_000_000
 ROWS = int(os.environ.get("BENCH_ROWS", 10_000_000))
 EPOCHS = int(os.environ.get("BENCH_EPOCHS", 500))
+SECS = float(os.environ.get("BENCH_SECS", 600))
+PARTS = [each for each in os.environ.get("BENCH_PARTS", "").split(",") if each]
 KEYS = 1_000
 FILE_ROWS = min(1_000_000, ROWS // 10)
 TOPIC = "/bench/rows"
@@ -73,10 +77,10 @@ class Upserts:
         self.random = np.random.default_rng(count)
         self.purges = 0
 
-    def epoch(self) -> Cost:
+    def epoch(self, keys: int = KEYS) -> Cost:
         self.number += 1
         epoch = Epoch("bench", "one", self.number)
-        batch = rows(np.sort(self.random.choice(self.count, KEYS, replace=False)), self.number)
+        batch = rows(np.sort(self.random.choice(self.count, keys, replace=False)), self.number)
         return cost(lambda: self._commit(epoch, batch))
 
     def _commit(self, epoch: Epoch, batch: pa.RecordBatch) -> None:
@@ -173,12 +177,54 @@ def scans(bench: Bench, table: Upserts, home: Path) -> None:
         bench.claim(f"upserts_scan_by_{name}", taken[table.path] / taken[home / "compacted"], "<=", 1.3)
 
 
-def main() -> None:
-    bench = Bench("upserts", "Upserts by deletion vectors")
+def sustained(bench: Bench, home: Path) -> None:
+    """Updates that come at a steady rate: each epoch takes those that came during the one before."""
+    table = Upserts(home / "steady", ROWS)
+    table.epoch()  # makes the index
+    ages: list[np.ndarray] = []
+    written = taken = epochs = 0
+    began, cpu = time.monotonic(), time.process_time()
+    while (now := time.monotonic() - began) < SECS:
+        due = min(int(now * KEYS) - taken, ROWS // 2)
+        if due < KEYS // 10:
+            time.sleep(0.1)
+            continue
+        written += table.epoch(due).written
+        came = (np.arange(taken, taken + due) + 1) / KEYS
+        ages.append(time.monotonic() - began - came)
+        taken, epochs = taken + due, epochs + 1
+    every = np.concatenate(ages)
+    p50, p99 = np.percentile(every, (50, 99))
+    new = pa.Table.from_batches([rows(np.arange(KEYS), 1)]).nbytes / KEYS * taken
+    spent = (time.process_time() - cpu) / SECS
+    bench.row(f"{KEYS:,} updates/s into {ROWS:,} rows for {SECS:g} s", f"{taken:,} updates", f"{epochs:,} epochs")
+    bench.row("until visible", f"p50 {p50:.2f} s, p99 {p99:.2f} s", f"{spent:.2f} CPU s a second")
+    bench.row("written", f"{written / 1e6:,.0f} MB", f"{written / new:.0f} × the new rows")
+    bench.claim("upserts_sustained_p50_vs_1s", float(p50), "<=", 1)
+    bench.claim("upserts_sustained_p99_vs_3s", float(p99) / 3, "<=", 1)
+
+
+RUNS: dict[str, Callable[[Bench, Path], object]] = {
+    "sizes": sizes,
+    "long": lambda bench, home: scans(bench, long_run(bench, home), home),
+    "sustained": sustained,
+}
+
+
+def run(name: str, title: str, parts: Sequence[str]) -> None:
+    bench = Bench(name, title)
     with tempfile.TemporaryDirectory(prefix="penstock-upserts-") as home:
-        sizes(bench, Path(home))
-        scans(bench, long_run(bench, Path(home)), Path(home))
+        for each in parts:
+            RUNS[each](bench, Path(home))
     bench.finish()
+
+
+def main() -> None:
+    title = "Upserts by deletion vectors"
+    for part in PARTS:
+        run(f"upserts_{part}", f"{title}: {part}", [part])
+    if not PARTS:
+        run("upserts", title, ["sizes", "long"])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError
 
 EARLY_SECS = 300.0
-"""Keys are asked for again so long before they end."""
+"""Keys are asked for again this much before they end."""
 
 _KEYS = {"AccessKeyId": "access_key_id", "SecretAccessKey": "secret_access_key", "SessionToken": "session_token"}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,17 +13,16 @@ import pytest
 from pydantic import ValidationError
 
 from kafka_topics import delete_topic, fresh, make_topic, records, truncate
-from penstock import store
 from penstock.changes import CHANGE_FIELDS
 from penstock.changes.old_key import pack_key
 from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
-from penstock.errors import ConfigError, DataError, FatalError, RetryableError, SchemaError, StagingLost
+from penstock.errors import ConfigError, DataError, FatalError, RetryableError, SchemaError
+from penstock.formats import WireSchema, load
 from penstock.formats.debezium import Debezium
 from penstock.schema import with_key
 from penstock.sink import Receipt, SinkContext, Task, TopicContext
 from penstock.testing import SinkContract
 from penstock.testing.kafka import KafkaServer
-from penstock.testing.s3 import S3Server
 from penstock.testing.sinks.steps import END, TOPIC, Visible, commit, epoch_of, opened_sink, rows, stage
 
 
@@ -100,95 +98,6 @@ class TestKafkaStagedInFiles(TestKafkaSink):
         return lose
 
 
-@pytest.mark.parametrize("in_tasks_bytes", [0, 128 << 20])
-def test_staged_files_go_with_their_epoch_and_a_rollback_takes_only_its_own(
-    kafka: KafkaServer, tmp_path: Path, in_tasks_bytes: int
-) -> None:
-    sink = make_sink(kafka, fresh("swept"), publish_in_tasks_bytes=in_tasks_bytes)
-    with opened_sink(sink, SinkContext(state_dir=tmp_path / "own")) as opened:
-        dead, epoch = epoch_of(1), epoch_of(1)
-        for each in (dead, epoch):
-            opened.begin_epoch(each, Task(0))
-            opened.write_batch(TOPIC, rows(0))
-            receipt = opened.pre_commit(each)
-        assert len(list((tmp_path / "own").iterdir())) == 2
-        opened.rollback_epoch(dead, ())
-        assert [file.name for file in (tmp_path / "own").iterdir()] == [receipt.chunks[TOPIC][0].name]
-        opened.sweep(epoch, [receipt])
-        opened.commit_epoch(epoch, [receipt], END)
-        assert not list((tmp_path / "own").iterdir())
-
-
-def test_a_staged_file_that_is_cut_short_is_lost_and_not_published_in_part(kafka: KafkaServer, tmp_path: Path) -> None:
-    stem = fresh("short")
-    with opened_sink(make_sink(kafka, stem, staging=str(tmp_path))) as opened:
-        opened.begin_epoch(epoch_of(1), Task(0))
-        opened.write_batch(TOPIC, rows(0))
-        receipt = opened.pre_commit(epoch_of(1))
-        (file,) = tmp_path.rglob("*.arrows")
-        file.write_bytes(file.read_bytes()[:-40])
-        with pytest.raises(StagingLost):
-            opened.commit_epoch(epoch_of(1), [receipt], END)
-    assert seen(kafka, stem) == []
-
-
-def test_files_of_a_run_that_died_after_its_commit_are_removed_by_the_next(kafka: KafkaServer, tmp_path: Path) -> None:
-    stem, epoch, own = fresh("died"), epoch_of(1), tmp_path / "own"
-    sink, context = make_sink(kafka, stem), SinkContext(state_dir=own)
-    with opened_sink(sink, context) as opened:
-        opened.begin_epoch(epoch, Task(0))
-        opened.write_batch(TOPIC, rows(0))
-        receipt = opened.pre_commit(epoch)
-        shutil.copytree(own, tmp_path / "kept")
-        opened.commit_epoch(epoch, [receipt], END)
-    shutil.copytree(tmp_path / "kept", own, dirs_exist_ok=True)  # as if it had not come to the removal
-    with opened_sink(sink, context) as opened:
-        opened.commit_epoch(epoch, [receipt], END)
-    assert not list(own.iterdir())
-    assert len(seen(kafka, stem)) == rows(0).num_rows
-
-
-def test_rows_that_a_local_master_staged_are_published_by_the_driver_where_tasks_run_elsewhere_now(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
-    stem, epoch, context = fresh("moved"), epoch_of(1), SinkContext(state_dir=tmp_path / "own")
-    sink, on_a_worker = (make_sink(kafka, stem, publish_in_tasks_bytes=0) for _ in range(2))
-    with opened_sink(sink, context) as opened:
-        opened.begin_epoch(epoch, Task(0))
-        opened.write_batch(TOPIC, rows(0))
-        receipt = opened.pre_commit(epoch)
-    with opened_sink(sink, context) as driver, opened_sink(on_a_worker) as task:
-        work = driver.plan_epoch(epoch, [receipt])
-        assert work
-        for each in work:
-            task.apply(epoch, each, Task(0))
-        assert seen(kafka, stem) == []
-        driver.commit_epoch(epoch, [receipt], END)
-    assert len(seen(kafka, stem)) == rows(0).num_rows
-
-
-def test_rows_are_staged_in_an_object_store(kafka: KafkaServer, s3: S3Server) -> None:
-    stem, bucket = fresh("object"), s3.bucket()
-    own = {"staging": f"s3://{bucket.removeprefix('s3://')}/rows", "storage_options": s3.options()}
-    for number, in_tasks_bytes in enumerate((128 << 20, 0), 1):
-        write(make_sink(kafka, stem, publish_in_tasks_bytes=in_tasks_bytes, **own), number, rows(number))
-    assert len(seen(kafka, stem)) == 2 * rows(0).num_rows
-    with opened_sink(make_sink(kafka, stem, **own)) as opened:
-        place = opened._directory("kit")
-        assert store.names(place) == []
-        opened.begin_epoch(epoch_of(3), Task(0))
-        opened.write_batch(TOPIC, rows(3))
-        receipt = opened.pre_commit(epoch_of(3))
-        store.delete([place / name for name in store.names(place)])
-        with pytest.raises(StagingLost):
-            opened.commit_epoch(epoch_of(3), [receipt], END)
-
-
-def test_a_relative_staging_directory_is_refused(kafka: KafkaServer) -> None:
-    with pytest.raises(ValidationError, match="absolute directory"):
-        make_sink(kafka, "x", staging="somewhere")
-
-
 class OnlyItsOwn(TestKafkaSink):
     """The laws that only a mode switches on: the others are those of `append`."""
 
@@ -246,17 +155,74 @@ def test_upserts_write_the_row_under_its_key_and_a_tombstone_for_each_key_that_g
     ]
 
 
-@pytest.mark.parametrize(
-    "event", [{"_op": "t"}, {"_op": "u", "id": 1, "_unchanged": ["name"]}, {"_op": "c", "name": "no key"}]
-)
+@pytest.mark.parametrize("event", [{"_op": "u", "id": 1, "_unchanged": ["name"]}, {"_op": "c", "name": "no key"}])
 def test_a_change_that_a_log_of_keys_cannot_say_is_refused_with_its_row(
     kafka: KafkaServer, event: dict[str, Any]
 ) -> None:
     with opened_sink(make_sink(kafka, fresh("refused"), mode="upsert")) as sink:
         sink.begin_epoch(epoch_of(1), Task(0))
         with pytest.raises(DataError) as refused:
-            sink.write_batch(TOPIC, changes({"_op": "c", "id": 7, "name": "good"}, event))
-        assert list(refused.value.rows) == [1]
+            sink.write_batch(TOPIC, changes({"_op": "t"}, {"_op": "c", "id": 7, "name": "good"}, event))
+        assert list(refused.value.rows) == [2]
+
+
+@pytest.mark.parametrize("staging", ["", "topic"])
+def test_a_truncate_is_a_tombstone_for_each_key_that_is_there(kafka: KafkaServer, tmp_path: Path, staging: str) -> None:
+    """Its position says what came before it, in whichever task; the other way round it would remove what came after it."""
+    stem, context = fresh("truncate"), SinkContext(state_dir=tmp_path)
+    sink = make_sink(kafka, stem, mode="upsert", staging=staging, publish_in_tasks_bytes=0)
+
+    def created(*rows: tuple[str, int]) -> pa.RecordBatch:
+        return changes(*({"_op": "c", "_position": at, "id": id, "name": at} for at, id in rows))
+
+    write(sink, 1, created(*((f"0{n}", n) for n in range(1, 9))), context=context)
+    write(sink, 2, changes({"_op": "d", "_position": "09", "id": 8}), context=context)
+    with opened_sink(sink, context) as opened:
+        receipts = []
+        for task, batches in enumerate(
+            (
+                [created(("12", 20), ("14", 21)), changes({"_op": "t", "_position": "13"})],
+                [created(("11", 1), ("15", 2), ("16", 22))],
+            )
+        ):
+            opened.begin_epoch(epoch_of(3), Task(task))
+            for batch in batches:
+                opened.write_batch(TOPIC, batch)
+            receipts.append(opened.pre_commit(epoch_of(3)))
+        assert not opened.plan_epoch(epoch_of(3), receipts)
+        opened.commit_epoch(epoch_of(3), receipts, END)
+        opened.commit_epoch(epoch_of(3), receipts, END)
+    found = seen(kafka, stem)
+    assert sorted(key for key, value in found if value is None) == [b"%d" % n for n in (1, 2, 3, 4, 5, 6, 7, 8)]
+    newest = {key: value["id"] for key, value in dict(found).items() if value is not None}
+    assert newest == {b"21": 21, b"2": 2, b"22": 22}
+    write(sink, 4, changes({"_op": "t", "_position": "20"}), context=context)  # an epoch of nothing else
+    assert not [key for key, value in dict(seen(kafka, stem)).items() if value is not None]
+
+
+def test_a_delete_needs_no_more_than_its_key_whatever_the_schema_requires(kafka: KafkaServer) -> None:
+    stem, avro = fresh("required"), load("avro")
+    fields = [{"name": "id", "type": "long"}, {"name": "name", "type": "string"}]
+    encoder = avro(
+        avro.options_type(), WireSchema("avro", json.dumps({"type": "record", "name": "R", "fields": fields}))
+    )
+    context = SinkContext({TOPIC: TopicContext(encoder=encoder)})
+    sink = make_sink(kafka, stem, mode="upsert", partitions=1)
+    write(sink, 1, changes({"_op": "c", "id": 1, "name": "x"}, {"_op": "d", "id": 1}), context=context)
+    found = [(each.key(), each.value()) for each in records(kafka.bootstrap, f"{stem}.lake.orders")]
+    assert found == [(b"1", b"\x02\x02x"), (b"1", None)]
+
+
+def test_rows_that_are_too_large_are_not_named_where_records_are_no_rows(kafka: KafkaServer) -> None:
+    """A row that gets another key is two records: their numbers would name other rows."""
+    stem = fresh("moved")
+    make_topic(kafka.bootstrap, f"{stem}.lake.orders", max_message_bytes=2000)
+    moved = {"_op": "u", "id": 3, "name": "moved", "_old_key": pack_key({"id": 1})}
+    with opened_sink(make_sink(kafka, stem, mode="upsert")) as sink:
+        sink.begin_epoch(epoch_of(1), Task(0))
+        with pytest.raises(DataError, match="larger than") as refused:
+            sink.write_batch(TOPIC, changes(moved, {"_op": "c", "id": 4, "name": "x" * 3000}))
+        assert list(refused.value.rows) == []
 
 
 def test_changes_in_the_envelope_of_debezium(kafka: KafkaServer) -> None:

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from penstock.changes import Op, is_changelog, own_columns
 from penstock.changes.old_key import unpack_keys
 from penstock.connectors.messages import Messages, encode, refuse_rows
-from penstock.errors import SchemaError
+from penstock.errors import DataError, SchemaError
 from penstock.schema import is_envelope, key_of
 from penstock.sink import TopicContext
 
@@ -23,7 +23,10 @@ class Records:
     """Records of one topic, in order. A null value is a tombstone."""
 
     batch: pa.RecordBatch
-    """`key`, `value` and `headers`; `partition` and `time` where they are given."""
+    """`key`, `value` and `headers`; `partition` and `time` where they are given, `position` in a log of changes."""
+
+    cleared: str = ""
+    """The position of the last truncate among the changes; none: there was none."""
 
     @classmethod
     def of(cls, messages: Messages) -> Records:
@@ -48,6 +51,9 @@ class Records:
 
 
 NAMES = ["key", "value", "headers"]
+POSITION = "position"
+"""A column of staged changes: those before a truncate of their epoch are not sent."""
+_BESIDE = ("_key", "_attributes")
 
 
 def as_messages(batch: pa.RecordBatch, context: TopicContext, config: Any) -> Records:
@@ -68,14 +74,17 @@ def as_messages(batch: pa.RecordBatch, context: TopicContext, config: Any) -> Re
     records = _of_mode(batch, context, config)
     if not more:
         return records
-    if records.batch.num_rows != batch.num_rows:
+    if records.cleared:
+        is_change = pc.not_equal(batch.column("_op"), Op.TRUNCATE.value)
+        more = {name: column.filter(is_change) for name, column in more.items()}
+    if any(len(column) != records.batch.num_rows for column in more.values()):
         raise SchemaError(
             "a row that gets another key is two records, and only one has a time or a partition",
             code="PEN-4002",
             hint='leave `keep_timestamps` and `partition_column` out, or use mode = "changes"',
         )
     columns = [*records.batch.columns, *more.values()]
-    return Records(pa.RecordBatch.from_arrays(columns, names=[*NAMES, *more]))
+    return Records(pa.RecordBatch.from_arrays(columns, names=[*records.batch.schema.names, *more]), records.cleared)
 
 
 def _no_column(name: str, hint: str) -> SchemaError:
@@ -109,41 +118,61 @@ def _keyed(messages: Messages) -> Records:
 
 
 def _upserts(batch: pa.RecordBatch, context: TopicContext, key: Sequence[str]) -> Records:
-    """Changes as rows and tombstones: of a delete, and of the key that a row had before."""
+    """Changes as rows and tombstones: of a delete, and of the key that a row had before. Truncates are left to the commit."""
     _refuse_what_a_log_cannot_say(batch)
-    own = batch.select(own_columns(batch.schema))
-    rows = pa.RecordBatch.from_arrays(own.columns, schema=own.schema.with_metadata(batch.schema.metadata))
-    messages = encode(rows, context, key)
-    is_delete = pc.equal(batch.column("_op"), Op.DELETE.value)
-    values = pc.if_else(is_delete, pa.scalar(None, pa.binary()), messages.payloads.cast(pa.binary()))
-    kept = Records(pa.RecordBatch.from_arrays([messages.keys, values, messages.attributes], names=NAMES))
+    truncates = pc.equal(batch.column("_op"), Op.TRUNCATE.value)
+    messages = _rows_alone(batch, context, key)
+    refuse_rows(
+        pc.and_(messages.keys.is_null(), pc.invert(truncates)),
+        "a change has no key",
+        "set `key` to columns that every row has",
+    )
+    columns = [messages.keys, messages.payloads, messages.attributes, batch.column("_position")]
+    kept = pa.RecordBatch.from_arrays(columns, names=[*NAMES, POSITION])
+    cleared = pc.max(kept.column(POSITION).filter(truncates)).as_py() or ""
+    if cleared:
+        kept, batch = (each.filter(pc.invert(truncates)) for each in (kept, batch))
     at = batch.schema.get_field_index("_old_key")
     moved = np.flatnonzero(batch.column(at).is_valid() if at >= 0 else [])
     if not len(moved):
-        return _keyed_records(kept)
+        return Records(kept, cleared)
     fields = pa.schema([batch.schema.field(name) for name in key])
     old = unpack_keys(batch.column(at).drop_null(), fields).combine_chunks().to_batches()[0]
-    gone = encode(old, TopicContext(), key).keys
     tombstones = pa.RecordBatch.from_arrays(
-        [gone, pa.nulls(len(gone), pa.binary()), pa.nulls(len(gone), kept.batch.column("headers").type)], names=NAMES
+        [
+            encode(old, TopicContext(), key).keys,
+            *(pa.nulls(len(moved), kept.column(name).type) for name in NAMES[1:]),
+            kept.column(POSITION).take(pa.array(moved)),
+        ],
+        names=kept.schema.names,
     )
-    both = pa.Table.from_batches([kept.batch, tombstones]).combine_chunks().to_batches()[0]
+    both = pa.Table.from_batches([kept, tombstones]).combine_chunks().to_batches()[0]
     # The old key comes first, then the row that left it: another row may take it in a later change.
-    places = np.concatenate([np.arange(batch.num_rows) + 0.5, np.asarray(moved, float)])
-    return _keyed_records(Records(both.take(pa.array(np.argsort(places, kind="stable")))))
+    places = np.concatenate([np.arange(kept.num_rows) + 0.5, np.asarray(moved, float)])
+    return Records(both.take(pa.array(np.argsort(places, kind="stable"))), cleared)
 
 
-def _keyed_records(records: Records) -> Records:
-    refuse_rows(records.batch.column("key").is_null(), "a change has no key", "set `key` to columns that every row has")
-    return records
+def _rows_alone(batch: pa.RecordBatch, context: TopicContext, key: Sequence[str]) -> Messages:
+    """Changes as messages. A delete knows no more than its key, which no schema need take for a row: it gets no payload."""
+    own = batch.select(own_columns(batch.schema))
+    rows = pa.RecordBatch.from_arrays(own.columns, schema=own.schema.with_metadata(batch.schema.metadata))
+    is_row = pc.invert(pc.is_in(batch.column("_op"), pa.array([Op.DELETE.value, Op.TRUNCATE.value])))
+    places = np.flatnonzero(is_row)
+    if len(places) == batch.num_rows:
+        found = encode(rows, context, key)
+        return Messages(found.payloads.cast(pa.binary()), found.keys, found.attributes)
+    bare = encode(rows.select([name for name in rows.schema.names if name in (*key, *_BESIDE)]), TopicContext(), key)
+    at = np.full(batch.num_rows, -1)
+    at[places] = np.arange(len(places))
+    try:
+        payloads = encode(rows.filter(is_row), context, key).payloads.cast(pa.binary())
+    except DataError as error:
+        error.rows = [int(places[row]) for row in error.rows]
+        raise
+    return Messages(payloads.take(pa.array(at, mask=at < 0)), bare.keys, bare.attributes)
 
 
 def _refuse_what_a_log_cannot_say(batch: pa.RecordBatch) -> None:
-    refuse_rows(
-        pc.equal(batch.column("_op"), Op.TRUNCATE.value),
-        "a truncate cannot be written: a topic has no record that removes all keys",
-        'use mode = "changes"',
-    )
     if "_unchanged" in batch.schema.names:
         refuse_rows(
             pc.greater(pc.fill_null(pc.list_value_length(batch.column("_unchanged")), 0), 0),

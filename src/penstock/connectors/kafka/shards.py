@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from penstock.connectors.kafka.client import Cluster
 from penstock.connectors.kafka.publish import Publisher
-from penstock.connectors.kafka.staging import SHARDS, Chunk, KafkaReceipt, is_directory, of_shard, staged
+from penstock.connectors.kafka.staging import OWN, SHARDS, Chunk, KafkaReceipt, located, of_shard, staged
 from penstock.errors import RetryableError
 from penstock.sink import ABOUT, CommittedEpoch, Epoch, Work, is_committed
 
@@ -41,9 +42,15 @@ class ShardWork(Work):
     """For each task, in order: the staging topic or directory, and its chunks that hold rows of the shard."""
 
     @property
-    def is_on_a_disk(self) -> bool:
-        """True if rows are staged in files, perhaps of a run whose tasks were on the driver's machine."""
-        return any(is_directory(staging) for staging, _ in self.staged)
+    def is_beside_the_driver(self) -> bool:
+        """True if rows are staged in the sink's own directory, perhaps by a run whose tasks were on the driver's machine."""
+        return any(staging == OWN for staging, _ in self.staged)
+
+    def located(self, own: Path | None) -> ShardWork:
+        """With the sink's own directory as it is here."""
+        return self.model_copy(
+            update={"staged": tuple((located(staging, own), chunks) for staging, chunks in self.staged)}
+        )
 
 
 def topic_of(marker_topic: str) -> str:

@@ -13,6 +13,7 @@ from pydantic import Field, PositiveInt, field_validator
 
 from penstock import failpoints, store
 from penstock.connectors.kafka import files
+from penstock.connectors.kafka.clears import Clears
 from penstock.connectors.kafka.client import Cluster, ClusterConfig
 from penstock.connectors.kafka.publish import Publisher
 from penstock.connectors.kafka.read import peek
@@ -26,10 +27,11 @@ from penstock.connectors.kafka.staging import (
     Stage,
     TopicStage,
     forget,
+    located,
     staged,
 )
 from penstock.connectors.messages import refuse_rows
-from penstock.errors import ConfigError, ConnectorError, FatalError, StagingLost
+from penstock.errors import ConfigError, ConnectorError, DataError, FatalError, StagingLost
 from penstock.sink import (
     Applied,
     CommittedEpoch,
@@ -234,16 +236,21 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
         name = self._target(topic)
         messages = as_messages(batch, self.context.topic(topic), self.config)
         most = self._limits[name]
-        refuse_rows(
-            messages.sizes_over(most - RECORD_OVERHEAD),
-            f"a record is larger than the {most} bytes that the topic {name!r} takes",
-            "raise `max.message.bytes` of the topic, or leave such rows out",
-        )
-        refuse_rows(
-            messages.partitions_over(self._partitions[name]),
-            f"a row names a partition that the topic {name!r} does not have",
-            f"it has {self._partitions[name]} partitions; correct the values of `partition_column`",
-        )
+        try:
+            refuse_rows(
+                messages.sizes_over(most - RECORD_OVERHEAD),
+                f"a record is larger than the {most} bytes that the topic {name!r} takes",
+                "raise `max.message.bytes` of the topic, or leave such rows out",
+            )
+            refuse_rows(
+                messages.partitions_over(self._partitions[name]),
+                f"a row names a partition that the topic {name!r} does not have",
+                f"it has {self._partitions[name]} partitions; correct the values of `partition_column`",
+            )
+        except DataError as error:
+            if messages.batch.num_rows != batch.num_rows:
+                error.rows = ()  # records are not rows here, so the runtime must find them
+            raise
         self._stage.write(topic, name, messages)
         return WriteResult(batch.num_rows, messages.nbytes)
 
@@ -258,6 +265,8 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
         topics = sorted({topic for receipt in receipts for topic in receipt.topics()})
         if not topics:
             return
+        own = self.context.state_dir
+        receipts = [each.model_copy(update={"staging": located(each.staging, own)}) for each in receipts]
         publisher = self._published(epoch.pipeline)
         if left := _left(publisher, epoch, topics):
             try:
@@ -282,19 +291,22 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
         for work in self._shards.work(epoch, receipts) if begun else ():
             self._shards.publish(epoch, work)
         marker = CommittedEpoch(incarnation=epoch.incarnation, number=epoch.number, end=dict(end))
+        clears = Clears(self.config, self._asked, receipts)  # before the transaction: it would wait for its own end
         with publisher.transaction(epoch) as sending:
             for topic in topics:
+                for target, batch in clears.tombstones(topic):
+                    sending.send(target, batch)
                 for receipt in () if begun else receipts:
                     for target, batch in staged(self.config, receipt.staging, receipt.chunks.get(topic, ())):
-                        sending.send(target, batch)
+                        sending.send(target, clears.after(topic, batch))
                 publisher.mark(epoch.pipeline, topic, marker)
                 failpoints.hit("commit.before")
 
     def plan_epoch(self, epoch: Epoch, receipts: Sequence[KafkaReceipt]) -> Sequence[Work]:
         size = sum(chunk.bytes for receipt in receipts for chunks in receipt.chunks.values() for chunk in chunks)
         topics = sorted({topic for receipt in receipts for topic in receipt.topics()})
-        if not topics or size < self.config.publish_in_tasks_bytes:
-            return ()
+        if not topics or size < self.config.publish_in_tasks_bytes or any(receipt.cleared for receipt in receipts):
+            return ()  # a truncate is of all keys, and so of no shard
         publisher = self._published(epoch.pipeline)
         if not _left(publisher, epoch, topics):
             return ()
@@ -304,8 +316,9 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
 
     def apply(self, epoch: Epoch, work: Work, task: Task) -> Applied:
         assert isinstance(work, ShardWork)
-        if not self.config.staging and self.context.state_dir is None and work.is_on_a_disk:
+        if self.context.state_dir is None and work.is_beside_the_driver:
             return Applied(topic=work.topic)  # the driver publishes it at the commit
+        work = work.located(self.context.state_dir)
         # Only looked at: the driver's is the one that writes.
         main = Publisher(self.config, self._asked, work.marker_topic)
         own = publisher_of(self.config, self._asked, work.marker_topic, work.shard)
@@ -324,16 +337,20 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
 
     def sweep(self, epoch: Epoch, keep: Sequence[KafkaReceipt]) -> None:
         """In a topic, what dead tries staged goes with the next commit, or with the topic's retention."""
-        if (directory := self._directory(epoch.pipeline)) is not None:
-            named = {chunk.name for receipt in keep for chunks in receipt.chunks.values() for chunk in chunks}
-            files.sweep(directory, epoch, named)
+        named = {chunk.name for receipt in keep for chunks in receipt.chunks.values() for chunk in chunks}
+        # `staging` may be another one than when it was staged.
+        for directory in {self._directory(epoch.pipeline), self.context.state_dir}:
+            if directory is not None:
+                files.sweep(directory, epoch, named)
 
     def _directory(self, pipeline: str) -> store.Place | None:
         """Where files are staged; None: rows are staged in a topic."""
         if self.config.staging == "topic":
             return None
         if self.config.staging:
-            return store.at(self.config.staging, self.config.storage_options) / self.config.markers(pipeline)
+            cluster = hashlib.sha256(self.config.bootstrap_servers.encode()).hexdigest()[:8]
+            name = f"{self.config.markers(pipeline)}.{cluster}"  # two clusters may have a topic of one name
+            return store.at(self.config.staging, self.config.storage_options) / name
         return self.context.state_dir
 
     # -- topics --------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,13 +50,28 @@ class Chunk(BaseModel):
     """The part that all its rows are of; None: rows of all parts."""
 
 
+OWN = "./"
+"""Stands for the sink's own directory, wherever that is when it is read: a state directory may be moved."""
+
+
+class Cleared(BaseModel):
+    """A truncate: what the Kafka topic held before it goes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    target: str
+    position: str
+
+
 class KafkaReceipt(Receipt):
     staging: str = ""
     """The topic, or the directory: only that has a slash in its name."""
     chunks: Mapping[Topic, Sequence[Chunk]] = Field(default_factory=dict)
+    cleared: Mapping[Topic, Cleared] = Field(default_factory=dict)
+    """The last truncate of each topic that has one."""
 
     def topics(self) -> Iterable[Topic]:
-        return self.chunks.keys()
+        return self.chunks.keys() | self.cleared.keys()
 
 
 class Stage:
@@ -73,9 +89,12 @@ class Stage:
         self._held: dict[tuple[Topic, str], list[pa.RecordBatch]] = {}
         self._held_bytes = 0
         self._sent: list[tuple[Topic, Chunk]] = []
+        self._cleared: dict[Topic, Cleared] = {}
 
     def write(self, topic: Topic, target: str, records: Records) -> None:
         rows = records.batch
+        if records.cleared and ((known := self._cleared.get(topic)) is None or known.position < records.cleared):
+            self._cleared[topic] = Cleared(target=target, position=records.cleared)
         step = max(1, self.chunk_bytes * rows.num_rows // max(1, rows.nbytes))
         for first in range(0, rows.num_rows, step):
             piece = rows.slice(first, step)
@@ -95,7 +114,7 @@ class Stage:
         chunks: dict[Topic, list[Chunk]] = {}
         for topic, chunk in self._sent:
             chunks.setdefault(topic, []).append(chunk)
-        return KafkaReceipt(staging=staging, chunks=chunks)
+        return KafkaReceipt(staging=staging, chunks=chunks, cleared=self._cleared)
 
     def _send(self) -> None:
         for (topic, target), batches in self._held.items():
@@ -285,6 +304,11 @@ def is_directory(staging: str) -> bool:
     return "/" in staging
 
 
+def located(staging: str, own: Path | None) -> str:
+    """Where rows are staged, seen from here; `own`: the sink's own directory."""
+    return str(own) if staging == OWN and own is not None else staging
+
+
 def lost(staging: str) -> StagingLost:
     return StagingLost(f"rows that were staged in the topic {staging!r} are gone")
 
@@ -316,6 +340,7 @@ class FileStage(Stage):
 
     def __init__(self, config: Any, directory: store.Place, epoch: Epoch, task: Task) -> None:
         super().__init__(config, epoch, task)
+        self._named = str(directory) if config.staging else OWN
         self._file = files.StageFile(directory, f"{self._stem}.arrows")
 
     def _put(self, target: str, shard: int | None, batches: Sequence[pa.RecordBatch]) -> Chunk:
@@ -327,4 +352,4 @@ class FileStage(Stage):
 
     def _settled(self) -> str:
         self._file.finish()
-        return str(self._file.place.parent)
+        return self._named

@@ -51,7 +51,7 @@ class Chunk(BaseModel):
 
 
 OWN = "./"
-"""Stands for the sink's own directory, wherever that is when it is read: a state directory may be moved."""
+"""Means the sink's own directory, wherever that is when it is read: a state directory may be moved."""
 
 
 class Cleared(BaseModel):

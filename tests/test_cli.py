@@ -361,6 +361,13 @@ class TestView:
         telemetry.phase(8, "stage")
         assert "epoch 8 staging" in text_of(panel(telemetry.status(), 100))
 
+    def test_every_port_and_the_console_are_listed(self, telemetry):
+        telemetry.url = "http://127.0.0.1:8601"
+        telemetry.ports = [{"address": "127.0.0.1", "port": port, "program": "java"} for port in (8601, 40123)]
+        shown = text_of(panel(telemetry.status(), 80))
+        assert "console http://127.0.0.1:8601" in shown
+        assert "listens on 127.0.0.1:8601 java, 127.0.0.1:40123 java" in shown
+
     def test_skipped_rows_and_retries_are_not_hidden(self, telemetry):
         telemetry.epoch(EpochReport(8, skipped=17))
         telemetry.retry("pipeline", RetryableError("x"), 1)
@@ -810,7 +817,16 @@ class TestDoctor:
     def test_it_looks_at_everything(self, cli, monkeypatch, tmp_path, java):
         monkeypatch.chdir(tmp_path)
         _, out, _ = cli("doctor")
-        for what in ("Python 3.", "Java ", "pyspark 4.3.", "pyarrow", "GB free", "written and synced"):
+        for what in (
+            "Python 3.",
+            "Java ",
+            "pyspark 4.3.",
+            "pyarrow",
+            "GB free",
+            "written and synced",
+            "GB of memory",
+            "open files",
+        ):
             assert what in out
         assert not list(tmp_path.iterdir())
 

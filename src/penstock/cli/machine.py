@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import shutil
 import sys
 import tempfile
@@ -23,6 +24,8 @@ from penstock.spark.java import find_java, java_problem
 from penstock.spark.versions import check_spark
 
 _LEAST_FREE_BYTES = 2_000_000_000
+_LEAST_MEMORY_BYTES = 1_900_000_000
+_LEAST_OPEN_FILES = 1024
 
 
 def show(console: Console) -> bool:
@@ -45,7 +48,12 @@ def examine(directory: Path = Path()) -> Iterator[Finding]:
     yield _package("pyarrow", "")
     yield _package("pandas", "2.")
     yield from _extras()
+    yield _memory()
+    yield _open_files()
     yield _free(directory)
+    temporary = Path(tempfile.gettempdir())
+    if temporary.stat().st_dev != directory.stat().st_dev:
+        yield _free(temporary)
     yield _durable(directory)
 
 
@@ -77,12 +85,31 @@ def _package(name: str, wanted: str) -> Finding:
 
 
 def _extras() -> Iterator[Finding]:
+    there: dict[str, None] = {}
+    missing: dict[str, str] = {}
     for entry in registry.entries():
-        missing = [module for module in entry.modules if importlib.util.find_spec(module) is None]
-        if missing:  # an extra is a choice, so a missing one is not a fault
-            yield Finding(True, f"{entry.name}: not installed", f"pip install 'penstock[{entry.extra}]' if you want it")
-        elif entry.extra:
-            yield Finding(True, f"{entry.name}: installed")
+        if any(importlib.util.find_spec(module) is None for module in entry.modules):
+            missing[entry.name] = entry.extra
+        else:
+            there[entry.name] = None
+    yield Finding(True, f"connectors that can be used: {', '.join(there)}")
+    for name, extra in missing.items():  # an extra is a choice, so a missing one is not a fault
+        yield Finding(True, f"{name}: not installed", f"pip install 'penstock[{extra}]' if you want it")
+
+
+def _memory() -> Finding:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    what = f"{memory / 1e9:,.1f} GB of memory, {cores} {'core' if cores == 1 else 'cores'}"
+    enough = memory >= _LEAST_MEMORY_BYTES
+    return Finding(enough, what, "" if enough else "a run needs the JVM of Spark and Python workers: 2 GB at least")
+
+
+def _open_files() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = soft == resource.RLIM_INFINITY or soft >= _LEAST_OPEN_FILES
+    fix = "" if enough else f"ulimit -n {_LEAST_OPEN_FILES}, or LimitNOFILE= in the unit of systemd"
+    return Finding(enough, f"{'any number of' if soft == resource.RLIM_INFINITY else f'{soft:,}'} open files", fix)
 
 
 def _free(directory: Path) -> Finding:

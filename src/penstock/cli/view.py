@@ -78,6 +78,7 @@ def panel(status: Status, width: int, doing: str = "") -> RenderableType:
     errors = errors[-_ERRORS:]
     if errors:
         parts += [Text(), *(_error(error, width) for error in errors)]
+    parts += _where(status, width)
     engine = f"{status['engine']} · " if status["engine"] and status["state"] != "starting" else ""
     foot = f"{engine}{duration(status['uptime_secs'])}"
     return Panel(
@@ -194,6 +195,8 @@ def _numbers(status: Status, width: int) -> Table:
     bars = Text(sparkline(rows["history"], min(30, max(6, width - 60))), style="green")
     add("in", "", f"{rows['in']:,}", f"{rows['in_per_sec']:,.0f}/s", bars)
     add("out", "", f"{rows['out']:,}", f"{rows['out_per_sec']:,.0f}/s", size(status["bytes"]["out"]))
+    if status.get("latency_secs") is not None:
+        add("visible", "", f"{status['latency_secs']:.2f} s", "", Text("after its commit, the oldest row", "dim"))
     if status["skipped"]:
         add("skipped", "", Text(f"{status['skipped']:,}", style="yellow"), "", "")
     if status["dead_letters"]:
@@ -249,6 +252,16 @@ def _health(part: Status) -> Text:
     colour = _COLOURS.get(part["state"], "dim")
     retries = f", {_count(part['retries'], 'retry', 'retries')}" if part["retries"] else ""
     return Text("" if part["state"] == "unknown" and not retries else f"{part['state']}{retries}", style=colour)
+
+
+def _where(status: Status, width: int) -> list[RenderableType]:
+    """The console, and every port on which the run listens."""
+    if status["state"] in ENDED:
+        return []
+    ports = [f"{port['address']}:{port['port']} {port['program']}" for port in status["ports"]]
+    lines = [f"console {status['url']}"] if status["url"] else []
+    lines += [f"listens on {', '.join(ports)}"] if ports else []
+    return [Text(), *(Text(line, style="dim") for line in lines)] if lines else []
 
 
 def _bad(bad: Status, width: int) -> Text:

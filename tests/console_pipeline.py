@@ -29,6 +29,7 @@ on_error = "dead_letter"
 lag_interval_secs = 1
 epoch_interval_ms = 250
 console_token = {{ env = "CONSOLE_TEST_TOKEN" }}
+{processing}
 
 [[sources]]
 name = "database"
@@ -106,12 +107,12 @@ def _zygote() -> Zygote:
 class Running:
     """The pipeline in a thread of this process, with its console."""
 
-    def __init__(self, directory: Path, more: str = "", prepared: bool = True) -> None:
+    def __init__(self, directory: Path, more: str = "", prepared: bool = True, processing: str = "") -> None:
         self.directory = directory
         self.file = directory / "pipeline.toml"
         if prepared:
             (directory / "database").mkdir(exist_ok=True)
-            self.file.write_text(PIPELINE.format(more=more))
+            self.file.write_text(PIPELINE.format(more=more, processing=processing))
             database = MemoryDatabase(directory / "database")
             for table in ("public.customers", "public.orders"):
                 for number in range(30):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 from console_pipeline import TOKEN, Running, until
 from penstock.runtime.commands import read_audit
 from penstock.runtime.telemetry import history
+from penstock.runtime.telemetry.history import add_run
+from penstock.source import ConnectorMetrics
 
 pytestmark = [pytest.mark.xdist_group("browser"), pytest.mark.processes]
 
@@ -22,6 +25,13 @@ PANELS = [
     "flow", "totals", "rates", "bytes", "lag", "latency", "epochs", "journal", "retries", "parts", "slots", "tables",
     "schemas", "errors", "letters", "file", "about", "audit",
 ]  # fmt: skip
+
+
+SLOT = {"slot_reserved": 1.0, "slot_held_bytes": 12e6, "slot_safe_bytes": 9e8}
+RUN_BEFORE = {
+    "started_at": "2026-01-01T08:00:00Z", "updated_at": "2026-01-01T09:00:00Z", "state": "dead", "reason": "killed",
+    "epochs": 7, "retries": {}, "rows": {"out": 70},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +58,11 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     os.environ["CONSOLE_TEST_TOKEN"] = TOKEN
     sys.path.insert(0, str(Path(__file__).parent))
     before, history.FINE_SECS = history.FINE_SECS, 1
-    made = Running(tmp_path_factory.mktemp("browser"))
+    home = tmp_path_factory.mktemp("browser")
+    (home / "state").mkdir(mode=0o700)
+    add_run(home / "state", RUN_BEFORE)
+    made = Running(home)
+    made.telemetry.counters["source:database"] = lambda: ConnectorMetrics(custom=SLOT)
     until(lambda: made.telemetry.status()["epochs"] > 2 and made.telemetry.status()["dead_letters"])
     made.telemetry.retry("sink:lake", "the store is away", 0.0)
     yield made
@@ -110,9 +124,9 @@ def test_every_panel_shows_live_data_without_a_reload(page: Any, running: Runnin
         "latency": lambda text: "Not enough" not in text and ("s" in text),
         "epochs": lambda text: "commit" in text and "epoch" in text,
         "journal": lambda text: "sensors" in text and "of 1.1 GB" in text,
-        "retries": lambda text: "sink:lake" in text,
+        "retries": lambda text: "sink:lake" in text and "Runs before" in text and "killed" in text,
         "parts": lambda text: "row " in text and "healthy" in text,
-        "slots": lambda text: "No source of this pipeline has a slot." in text,
+        "slots": lambda text: "reserved" in text and "12.0 MB" in text and "900.0 MB" in text,
         "tables": lambda text: "public.orders" in text and "active" in text,
         "schemas": lambda text: "/readings: 2 columns" in text,
         "errors": lambda text: "PEN-5012" in text and "the store is away" in text,
@@ -256,7 +270,24 @@ def test_text_has_enough_contrast(page: Any, theme: str) -> None:
     assert low == []
 
 
-def test_a_phone_has_no_sideways_scroll(page: Any) -> None:
+def test_charts_show_as_much_time_as_is_asked_for(page: Any, running: Running) -> None:
+    now = time.time()
+    rings = history.Rings(running.directory / "state")
+    for hours, rows in ((1, 6e6), (12, 12e6)):
+        at = now - hours * 3600
+        rings.coarse.put(int(at // history.COARSE_SECS), at, [rows] * len(history.FIELDS))
+    page.get("about:blank")
+    page.get(running.url)
+    choose = "const s = document.getElementById('span'); s.value = arguments[0]; s.dispatchEvent(new Event('change'))"
+    until(lambda: script(page, "return document.getElementById('span') !== null"))
+    for hours, peaks in (("0.25", (False, False)), ("2", (True, False)), ("24", (False, True))):
+        script(page, choose, hours)
+        shown = lambda: tuple(peak in text(page, "rates") for peak in ("100.0k", "200.0k"))  # noqa: E731
+        until(lambda shown=shown, peaks=peaks: shown()[1] == peaks[1] and (peaks[1] or shown()[0] == peaks[0]))
+    script(page, "localStorage.removeItem('hours')")
+
+
+def test_a_phone_has_no_sideways_scroll_and_can_be_read(page: Any, running: Running) -> None:
     page.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
     )
@@ -264,6 +295,12 @@ def test_a_phone_has_no_sideways_scroll(page: Any) -> None:
         until(lambda: script(page, "return window.innerWidth") <= 400)
         wide = script(page, "return document.scrollingElement.scrollWidth - document.documentElement.clientWidth")
         assert wide <= 0
+        page.get("about:blank")
+        page.get(running.url)
+        until(lambda: script(page, "return document.querySelectorAll('#panel-flow svg text').length") > 4)
+        least = """return Math.min(...[...document.querySelectorAll('#panel-flow svg, #panel-rates svg, #panel-epochs svg')]
+            .map((s) => 11 * s.getBoundingClientRect().width / s.viewBox.baseVal.width).filter((px) => px > 0))"""
+        assert script(page, least) > 9, "what a picture says can be read"
     finally:
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 

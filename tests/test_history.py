@@ -14,7 +14,7 @@ import pytest
 
 from penstock.runtime.epochs import EpochReport
 from penstock.runtime.telemetry import Telemetry
-from penstock.runtime.telemetry.history import FIELDS, FINE_SECS, History, Ring, Rings
+from penstock.runtime.telemetry.history import FIELDS, FINE_SECS, History, Ring, Rings, read_runs
 from penstock.runtime.telemetry.parts import Looks
 from penstock.runtime.telemetry.schemas import read_schemas
 
@@ -33,6 +33,23 @@ def test_a_ring_keeps_the_newest_and_its_size(tmp_path: Path) -> None:
     assert [values[1] for values in ring.read()] == [float(number) for number in range(15, 25)]
     assert (tmp_path / "a.ring").stat().st_size == 16 + 10 * 24
     assert (tmp_path / "a.ring").stat().st_mode & 0o777 == 0o600
+
+
+def test_how_earlier_runs_ended_is_kept_and_bounded(tmp_path: Path) -> None:
+    for number in range(23):
+        telemetry = Telemetry("shop", sources=["orders"], sinks=["lake"])
+        telemetry.publish(tmp_path)
+        telemetry.close(ValueError(f"run {number} broke") if number == 21 else None)
+    runs = read_runs(tmp_path)
+    assert (len(runs), runs[0]["state"], runs[0]["reason"], runs[1]["state"]) == (
+        20,
+        "failed",
+        "run 21 broke",
+        "stopped",
+    )
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "history").iterdir()} == {0o600}
+    (tmp_path / "history" / "runs.json").write_text("[{")
+    assert read_runs(tmp_path) == []
 
 
 @pytest.mark.parametrize("cut", [0, 7, 16, 30, 200])

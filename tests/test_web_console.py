@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from penstock.errors import CODES, ConfigError
 from penstock.runtime.commands import read_audit
 from penstock.tables import Requests
 from penstock.web import serve_all, server
-from penstock.web.watched import hidden
+from penstock.web.watched import Watched, hidden
 
 pytestmark = pytest.mark.processes
 
@@ -126,6 +127,8 @@ def test_what_may_be_secret_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"Content-Type": "application/json"}, 401),
         ({**AUTH, "Authorization": "Bearer wrong"}, 401),
         ({**AUTH, "Authorization": "Bearer "}, 401),
+        ({**AUTH, "Authorization": TOKEN}, 401),
+        ({**AUTH, "Authorization": f"Basic {TOKEN}"}, 401),
         ({**AUTH, "Origin": "http://evil.example"}, 403),
         ({**AUTH, "Origin": "http://["}, 403),
         ({**AUTH, "Origin": "null"}, 403),
@@ -275,6 +278,40 @@ def test_letters_are_dropped_as_the_command_line_does_it(running: Running, one: 
     assert code == 200
     assert answer["said"][0].startswith("drop ")
     assert read_audit(running.directory / "state")[0]["action"] == "letters drop"
+
+
+def test_letters_of_a_named_sink_are_shown_as_well(tmp_path: Path) -> None:
+    os.environ["CONSOLE_TEST_TOKEN"] = TOKEN
+    sys.path.insert(0, str(Path(__file__).parent))
+    sink = '[[sinks]]\nname = "letters"\nconnector = "files"\npath = "letters/{topic}"\n'
+    sink += '[[routes]]\nto = "/{stream}"\nsinks = ["lake"]\n'
+    made = Running(tmp_path, sink, processing='dead_letter_sink = "letters"')
+    try:
+        until(lambda: made.telemetry.status()["dead_letters"])
+        id = ask(made.url, "/api/pipelines")[1]["pipelines"][0]["id"]
+        found: dict[str, Any] = {}
+        until(lambda: found.update(ask(made.url, f"/api/p/{id}/detail")[1]["letters"]) or found.get("open"))
+        assert not (tmp_path / "state" / "dead_letters").exists()
+        assert {group["rule"] for group in found["groups"]} == {"json.syntax"}
+        assert found["samples"][-1]["payload"] == '{"device": "broken'
+    finally:
+        made.end()
+
+
+def test_a_store_of_letters_that_is_away_holds_nothing_up(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = threading.Event()
+
+    def away(*_: object, **__: object) -> None:
+        assert gone.wait(60)
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("penstock.web.watched.Store", away)
+    watched = Watched.of_run(running.telemetry, running.directory / "state", running.pipeline)
+    detail = watched.detail()
+    assert detail["letters"] == {"counting": True}
+    assert detail["file"]
+    gone.set()
+    until(lambda: watched.detail()["letters"] == {"error": "OSError: no route to host", "hint": ""})
 
 
 def test_another_address_needs_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,9 +75,10 @@ class Access:
         return cls(host, token.reveal() if token is not None else None)
 
     def admits(self, authorization: str | None) -> bool:
-        """True if the header carries the token."""
-        given = (authorization or "").removeprefix("Bearer ")
-        return bool(self.token) and hmac.compare_digest(given.encode(), str(self.token).encode())
+        """True if the header is `Bearer` and the token."""
+        scheme, _, given = (authorization or "").partition(" ")
+        known = bool(self.token) and scheme.lower() == "bearer"
+        return known and hmac.compare_digest(given.strip().encode(), str(self.token).encode())
 
 
 def is_loopback(host: str) -> bool:

@@ -17,8 +17,9 @@ from penstock.errors import ACTIONS, CODES, ConfigError, ConnectorError, FatalEr
 from penstock.pipeline import Pipeline
 from penstock.runtime import commands
 from penstock.runtime.messages.box import Store, plain
+from penstock.runtime.messages.store import wants_letters
 from penstock.runtime.telemetry import STATUS_FILE, Telemetry, read_status
-from penstock.runtime.telemetry.history import Rings
+from penstock.runtime.telemetry.history import Rings, read_runs
 from penstock.runtime.telemetry.schemas import read_schemas
 
 SAMPLES = 5
@@ -29,6 +30,12 @@ DEPTH = 5
 
 LOOK_SECS = 5.0
 """How often new state directories are looked for, and dead letters counted again."""
+
+COUNT_SECS = 1.0
+"""How long an answer waits for a count of dead letters; the next one has it otherwise."""
+
+LOOK_SHARE = 20
+"""Dead letters are counted again after so many times of what the last count took: they may be many, and far away."""
 
 _TABLE_VERBS = ("pause", "resume", "skip", "resync")
 
@@ -44,6 +51,8 @@ class Watched:
         self._pipeline = pipeline
         self._loaded: tuple[tuple[str, int], Pipeline] | None = None
         self._letters: tuple[float, Json] | None = None
+        """What was found of dead letters, and until when that is good enough."""
+        self._counting: threading.Thread | None = None
         self._lock = threading.Lock()
         self.id = hashlib.sha256(str(state_dir).encode()).hexdigest()[:12]
 
@@ -84,6 +93,7 @@ class Watched:
             "file": self._file_text(),
             "letters": self._open_letters(),
             "audit": commands.read_audit(directory),
+            "runs": read_runs(directory),
         }
 
     def act(self, body: Mapping[str, Json], who: str) -> list[str]:
@@ -133,17 +143,37 @@ class Watched:
             return None
 
     def _open_letters(self) -> Json:
+        """As of the last count. A new one is made aside: a store that is far away, or away, must not hold up the page."""
+        with self._lock:
+            if self._counting is None and (self._letters is None or time.monotonic() > self._letters[0]):
+                self._counting = threading.Thread(target=self._count_letters, name="penstock-letters", daemon=True)
+                self._counting.start()
+            counting = self._counting
+        if counting is not None:
+            counting.join(COUNT_SECS)
+        return self._letters[1] if self._letters is not None else {"counting": True}
+
+    def _count_letters(self) -> None:
+        began = time.monotonic()
+        found: Json
+        try:
+            found = _letters(Store(self.pipeline(), whole=True)) if self._has_letters() else {"open": 0}
+        except ConnectorError as error:
+            found = {"error": f"{error.code} {error.message}", "hint": error.hint}
+        except Exception as error:  # noqa: BLE001 (of a client library: the page shows it, and all else that it has)
+            found = {"error": without_secrets(f"{type(error).__name__}: {error}"), "hint": ""}
         now = time.monotonic()
-        if self._letters is None or now - self._letters[0] > LOOK_SECS:
-            try:
-                found = _letters(Store(self.pipeline(), whole=True)) if self._has_letters() else {"open": 0}
-            except ConnectorError as error:
-                found = {"error": error.message}
-            self._letters = (now, found)
-        return self._letters[1]
+        self._letters = (now + max(LOOK_SECS, LOOK_SHARE * (now - began)), found)
+        self._counting = None
 
     def _has_letters(self) -> bool:
-        return self.state_dir is not None and (self.state_dir / "dead_letters").is_dir()
+        if self.state_dir is not None and (self.state_dir / "dead_letters").is_dir():
+            return True
+        status = self.status()
+        if self._pipeline is None and not (status and status["file"]):
+            return False
+        pipeline = self.pipeline()
+        return wants_letters(pipeline) and pipeline.processing.dead_letter_sink is not None
 
 
 def _letters(store: Store) -> Json:

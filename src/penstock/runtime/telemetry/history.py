@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import os
@@ -47,6 +48,8 @@ FINE_SECS, COARSE_SECS = 5, 60
 _SLOTS = 1440
 """Two hours of fine samples, a day of coarse ones."""
 _EPOCHS = 400
+RUNS_FILE, _RUNS = "runs.json", 20
+"""Runs before this one that are kept."""
 
 _MAGIC = b"PENRING1"
 
@@ -120,6 +123,28 @@ def _shown(ring: Ring, since: float) -> list[list[float | None]]:
         for record in ring.read()
         if record[0] > since
     ]
+
+
+def add_run(state_dir: Path, status: Mapping[str, Json]) -> None:
+    """Keep how a run ended, from the last status that it left."""
+    kept = {name: status.get(name) for name in ("started_at", "state", "reason", "epochs", "retries")}
+    run = {**kept, "ended_at": status["updated_at"], "rows_out": status["rows"]["out"]}
+    path = state_dir / FOLDER / RUNS_FILE
+    temporary = path.with_suffix(".new")
+    with _not_worth_a_failure():
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        temporary.touch(0o600)
+        temporary.write_text(json.dumps([run, *read_runs(state_dir)][:_RUNS], ensure_ascii=False))
+        os.replace(temporary, path)
+
+
+def read_runs(state_dir: Path) -> list[Json]:
+    """The runs before this one, the last one first."""
+    try:
+        found = json.loads((state_dir / FOLDER / RUNS_FILE).read_text())
+    except (OSError, ValueError):
+        return []
+    return found if isinstance(found, list) else []
 
 
 class History:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from penstock import __version__
 from penstock.durable import Json
 from penstock.errors import ConnectorError, from_text, printable, without_secrets
-from penstock.runtime.telemetry.history import EPOCH_FIELDS, HEALTH, History
+from penstock.runtime.telemetry.history import EPOCH_FIELDS, HEALTH, History, add_run
 from penstock.runtime.telemetry.names import CUSTOM, SLOT_STATES
 from penstock.runtime.telemetry.parts import MOST_FLOWS, Looks, Parts, named
 from penstock.runtime.telemetry.ports import listening
@@ -280,6 +280,8 @@ class Telemetry:
         with self._lock:
             if earlier is not None and self._last is None:
                 self._last = earlier["last_epoch"]
+        if earlier is not None:
+            add_run(state_dir, earlier)
         self._schemas.begin(state_dir)
         self._history.begin(state_dir)
         self._file.begin(state_dir)

@@ -6,7 +6,7 @@ const ENDED = ["stopped", "failed", "dead"];
 const EVERY_MS = 2000;
 const by = (id) => document.getElementById(id);
 let token = sessionStorage.getItem("token") || "";
-let writable = false, page = null, turn = 0, history_ = null, view = "";
+let writable = false, page = null, turn = 0, history_ = null, view = "", hours = Number(localStorage.getItem("hours")) || 2;
 
 // -- small tools --
 function make(name, attributes, ...children) {
@@ -75,7 +75,7 @@ function panel(id, title, kind, data, draw, now) {
     by("panels").append(node);
   }
   node.querySelector(".now").textContent = now || "";
-  const sign = JSON.stringify(data === undefined ? null : data) + writable;
+  const sign = JSON.stringify(data === undefined ? null : data) + writable + narrow() + hours;
   if (node.dataset.sign === sign) return;
   node.dataset.sign = sign;
   const body = node.querySelector(".body"), focused = document.activeElement && document.activeElement.dataset.key;
@@ -97,17 +97,18 @@ function table(head, rows, empty) {
 const numbers = (pairs) => make("div", { class: "numbers" }, pairs.map(([name, value, kind]) =>
   make("div", {}, make("span", {}, name), make("b", { class: kind || "" }, value))));
 
-// -- pictures --
+// -- pictures: on a phone they have fewer units, so that letters stay as large as they are --
+const narrow = () => innerWidth < 600;
 function chart(series, format, label) {
   const points = series.flatMap((each) => each.points).filter((p) => p[1] !== null);
   if (points.length < 2) return make("p", { class: "quiet" }, "Not enough data yet.");
-  const W = 600, H = 150, left = 46, from = Math.min(...points.map((p) => p[0])), to = Math.max(...points.map((p) => p[0]), from + 1);
+  const W = narrow() ? 360 : 600, H = 150, left = 46, from = Math.min(...points.map((p) => p[0])), to = Math.max(...points.map((p) => p[0]), from + 1);
   const top = Math.max(...points.map((p) => p[1]), 1e-9) * 1.1;
   const x = (at) => left + (at - from) / (to - from) * (W - left - 4), y = (v) => H - 18 - v / top * (H - 28);
   const svg = make("svg:svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": label });
   for (const share of [0, .5, 1]) svg.append(make("svg:line", { class: "grid", x1: left, x2: W - 4, y1: y(top * share / 1.1), y2: y(top * share / 1.1) }),
     make("svg:text", { x: left - 6, y: y(top * share / 1.1) + 4, "text-anchor": "end" }, format(top * share / 1.1)));
-  for (const share of [0, .5, 1]) svg.append(make("svg:text", { x: x(from + (to - from) * share), y: H - 2,
+  for (const share of narrow() ? [0, 1] : [0, .5, 1]) svg.append(make("svg:text", { x: x(from + (to - from) * share), y: H - 2,
     "text-anchor": share === 0 ? "start" : share === 1 ? "end" : "middle" }, clock(from + (to - from) * share)));
   for (const each of series) {
     let path = "", pen = false;
@@ -136,10 +137,11 @@ function flow(status) {
   }
   const shown = Object.keys(topics).sort((a, b) => topics[b] - topics[a]).slice(0, 12), rest = Object.keys(topics).length - shown.length;
   const columns = [Object.keys(status.sources), shown, Object.keys(status.sinks)];
-  const rows = Math.max(...columns.map((each) => each.length), 1), W = 900, H = Math.max(90, rows * 44 + 14), wide = 210;
+  const rows = Math.max(...columns.map((each) => each.length), 1), small = narrow();
+  const W = small ? 372 : 900, H = Math.max(90, rows * 44 + 14), wide = small ? 108 : 210, most = small ? 15 : 27;
   const place = columns.map((names, i) => Object.fromEntries(names.map((name, j) =>
     [name, { x: i * (W - wide) / 2, y: (j + .5) * H / names.length }])));
-  const fastest = Math.max(...links.map((each) => each[3]), 1);
+  const fastest = Math.max(...links.map((each) => each[3]), 1), inset = small ? 6 : 10;
   const svg = make("svg:svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": "Sources, topics and sinks; the width is the rate, the colour is the health" });
   for (const [step, from, to, rate, state] of links) {
     const a = place[step][from], b = place[step + 1][to];
@@ -152,17 +154,17 @@ function flow(status) {
     const at = place[i][name], part = [status.sources, {}, status.sinks][i][name];
     const rate = i === 0 ? part.rows_per_sec : i === 1 ? topics[name] : Object.values(part.topics).reduce((sum, t) => sum + t.rows_per_sec, 0);
     const state = part ? (part.state === "unknown" ? "none" : part.state) : "none";
-    const text = name.length > 27 ? name.slice(0, 26) + "…" : name;
+    const text = name.length > most ? name.slice(0, most - 1) + "…" : name;
     svg.append(make("svg:g", {}, make("svg:rect", { class: "node " + (part ? colour(state) : "none"), x: at.x, y: at.y - 18, width: wide, height: 36, rx: 6 }),
-      make("svg:text", { class: "name", x: at.x + 10, y: at.y - 2 }, text),
-      make("svg:text", { x: at.x + 10, y: at.y + 13 }, `${short(rate)} rows/s` + (part && part.lag ? ` · lag ${short(part.lag)}` : "")),
+      make("svg:text", { class: "name", x: at.x + inset, y: at.y - 2 }, text),
+      make("svg:text", { x: at.x + inset, y: at.y + 13 }, `${short(rate)} rows/s` + (part && part.lag && !small ? ` · lag ${short(part.lag)}` : "")),
       make("svg:title", {}, name + (part ? `: ${part.state} ${part.reason}` : ""))));
   }));
   return [svg, rest > 0 ? make("p", { class: "quiet" }, `and ${rest} more topics`) : null];
 }
 function timeline(epochs) {
   if (!epochs.length) return make("p", { class: "quiet" }, "No epoch yet.");
-  const last = epochs.slice(-60), W = 900, H = 150, left = 46, slot = (W - left) / 60;
+  const shown = narrow() ? 30 : 60, last = epochs.slice(-shown), W = narrow() ? 360 : 900, H = 150, left = 46, slot = (W - left) / shown;
   const total = (e) => PHASES.reduce((sum, p) => sum + (e[p] || 0), 0), top = Math.max(...last.map(total), 1e-3) * 1.05;
   const svg = make("svg:svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": "The last epochs, each with the time of its phases" });
   for (const share of [0, .5, 1]) { const y = H - 18 - share / 1.05 * (H - 28);
@@ -192,19 +194,31 @@ const TABLE_VERBS = { pause: "Its changes are dropped from now on.", resume: "It
   skip: "It is left out until a resync.", resync: "It is cleared and copied again now." };
 
 // -- the page of one pipeline --
+function once(id, data, draw) { // drawn again only when it has changed, so that the focus stays and nothing is read out twice
+  const node = by(id), sign = JSON.stringify(data);
+  if (node.dataset.sign === sign) return;
+  node.dataset.sign = sign;
+  node.replaceChildren(...draw());
+}
+function spans() {
+  const select = make("select", { id: "span" }, [[.25, "15 minutes"], [2, "2 hours"], [24, "a day"]].map(([h, name]) => make("option", { value: h, selected: h === hours }, name)));
+  select.addEventListener("change", () => { hours = Number(select.value); localStorage.setItem("hours", hours); refresh(); });
+  return make("label", { class: "quiet" }, "Charts show ", select);
+}
 function draw(id, status, detail) {
   const fields = history_.fields, epochs = history_.epochs.map((row) => Object.fromEntries(history_.epoch_fields.map((f, i) => [f, row[i]])));
   const first = history_.fine.length ? history_.fine[0][0] : Infinity, older = history_.coarse.filter((row) => row[0] < first - history_.coarse_secs);
-  const rows = [...older, ...history_.fine];
+  const since = Date.now() / 1000 - hours * 3600, kept = older.filter((row) => row[0] > since).length;
+  const rows = [...older, ...history_.fine].filter((row) => row[0] > since);
   const points = (field, share) => rows.map((row, i) => { const v = row[fields.indexOf(field)];
-    return [row[0], v === null || !share ? v : v / (i < older.length ? history_.coarse_secs : history_.fine_secs)]; });
+    return [row[0], v === null || !share ? v : v / (i < kept ? history_.coarse_secs : history_.fine_secs)]; });
   const sources = Object.entries(status.sources), sinks = Object.entries(status.sinks), ended = ENDED.includes(status.state);
   by("state").replaceChildren(dot(status.state), " ", make("span", { class: "quiet" }, `up ${secs(status.uptime_secs)} · pid ${status.pid} on ${status.host} · ${status.engine || ""}` +
     (status.waits || []).map((w) => ` · waits for ${w.for}, ${secs(w.secs)}`).join("")));
-  by("problems").replaceChildren(...status.problems.map((text) => make("p", { class: "problem " + colour(status.state), role: "alert" }, text)));
-  by("ends").replaceChildren(...(ended ? [] : [
+  once("problems", [status.problems, status.state], () => status.problems.map((text) => make("p", { class: "problem " + colour(status.state), role: "alert" }, text)));
+  once("ends", [ended, writable], () => [spans(), ...(ended ? [] : [
     action(id, "Drain", "Drain " + status.pipeline + "?", "All that is there now is committed, then it ends.", { action: "drain" }),
-    action(id, "Stop", "Stop " + status.pipeline + "?", "The epoch in hand is finished, then it ends.", { action: "stop" })]));
+    action(id, "Stop", "Stop " + status.pipeline + "?", "The epoch in hand is finished, then it ends.", { action: "stop" })])]);
 
   panel("flow", "Flow", "wide", [status.sources, status.sinks, status.flows], () => flow(status), `${short(status.rows.in_per_sec)} rows/s in · ${short(status.rows.out_per_sec)} out`);
   panel("totals", "This run", "wide", [status.rows.in, status.rows.out, status.bytes, status.epochs, status.retries, status.skipped, status.dead_letters, status.discarded, status.recovered, status.last_epoch], () => numbers([
@@ -212,7 +226,7 @@ function draw(id, status, detail) {
     ["last epoch", status.last_epoch ? count(status.last_epoch.number) : "–"], ["recovered epochs", count(status.recovered)],
     ["retries", count(Object.values(status.retries).reduce((a, b) => a + b, 0))], ["skipped", count(status.skipped), status.skipped ? "warn" : ""],
     ["discarded", count(status.discarded), status.discarded ? "warn" : ""], ["dead letters", count(status.dead_letters), status.dead_letters ? "warn" : ""]]));
-  panel("rates", "Rows per second", "", rows.length && rows[rows.length - 1], () => chart([{ name: "in", kind: "two", points: points("rows_in", true) }, { name: "out", kind: "one", points: points("rows_out", true) }], short, "Rows per second over time"));
+  panel("rates", "Rows per second", "", rows.length && rows[rows.length - 1], () => chart([{ name: "out", kind: "one", points: points("rows_out", true) }, { name: "in", kind: "two", points: points("rows_in", true) }], short, "Rows per second over time"));
   panel("bytes", "Bytes per second", "", rows.length && rows[rows.length - 1], () => chart([{ kind: "one", points: points("bytes_out", true) }], size, "Bytes per second over time"));
   panel("lag", "Lag", "", rows.length && rows[rows.length - 1], () => chart([{ kind: "one", points: points("lag") }], short, "Lag over time, in the unit of the source"),
     sources.filter(([, s]) => s.lag !== null).map(([n, s]) => `${n} ${short(s.lag)}`).join(" · "));
@@ -225,15 +239,17 @@ function draw(id, status, detail) {
     { n: secs(s.own.journal_oldest_seconds) }, { n: s.own.journal_fsyncs_total ? secs(s.own.journal_fsync_seconds_total / s.own.journal_fsyncs_total) : "–" }])),
     chart([{ kind: "one", points: points("journal") }], size, "Bytes in the journal over time")] : make("p", { class: "quiet" }, "No source of this pipeline needs a journal: each can be read again."));
   panel("retries", "Restarts and retries", "", [status.retries, status.started_at, detail.runs], () => [
-    make("p", {}, `Running since ${new Date(status.started_at).toLocaleString()}. ${count(status.recovered)} epochs of an earlier run were finished.`),
-    table(["component", { n: "retries" }], Object.entries(status.retries).map(([n, c]) => [n, { n: count(c) }]), "No retries in this run.")]);
+    make("p", {}, `${ENDED.includes(status.state) ? "Started" : "Running since"} ${new Date(status.started_at).toLocaleString()}.` + (status.recovered ? ` It finished ${status.recovered === 1 ? "an epoch" : count(status.recovered) + " epochs"} of the run before.` : "")),
+    table(["component", { n: "retries" }], Object.entries(status.retries).map(([n, c]) => [n, { n: count(c) }]), "No retries in this run."),
+    detail.runs.length ? [make("h3", {}, "Runs before"), table(["started", "ended", "how", { n: "epochs" }, { n: "rows out" }], detail.runs.map((run) => [new Date(run.started_at).toLocaleString(), new Date(run.ended_at).toLocaleString(),
+      make("span", {}, dot(run.state), run.reason ? make("div", { class: "quiet" }, run.reason) : null), { n: count(run.epochs) }, { n: count(run.rows_out) }]))] : null]);
   panel("parts", "Sources and sinks", "wide", [status.sources, status.sinks], () => table(["", "name", "state", { n: "rows" }, { n: "rows/s" }, { n: "lag" }, { n: "unacknowledged" }, "read up to", "remarks"], [
     ...sources.map(([n, s]) => ["source", n, dot(s.state), { n: count(s.rows) }, { n: short(s.rows_per_sec) }, { n: short(s.lag) }, { n: secs(s.unacked_secs) }, make("code", {}, s.position || "–"), s.reason || ""]),
     ...sinks.map(([n, s]) => ["sink", n, dot(s.state), { n: count(s.rows) }, { n: short(Object.values(s.topics).reduce((a, t) => a + t.rows_per_sec, 0)) }, { n: "" }, { n: "" }, `${Object.keys(s.topics).length} topics`, s.reason || ""])]));
   const slots = sources.filter(([, s]) => Object.keys(s.own).some((key) => key.startsWith("slot_")));
   panel("slots", "Replication slots", "", slots.map(([n, s]) => [n, s.own]), () => table(["source", "state", { n: "held" }, { n: "until it may be lost" }], slots.map(([n, s]) => {
     const state = ["reserved", "extended", "unreserved", "lost", "missing"].find((each) => s.own["slot_" + each]) || "?";
-    return [n, make("span", { class: state === "reserved" ? "good" : state === "extended" ? "warn" : "bad" }, "● " + state), { n: size(s.own.slot_held_bytes) }, { n: size(s.own.slot_safe_bytes) }]; }), "No source of this pipeline has a slot."));
+    return [n, make("span", { class: state === "reserved" ? "good" : state === "extended" ? "warn" : "bad" }, "● " + state), { n: size(s.own.slot_held_bytes) }, { n: s.own.slot_safe_bytes === undefined ? "no limit" : size(s.own.slot_safe_bytes) }]; }), "No source of this pipeline has a slot."));
   drawTables(id, sources);
   panel("schemas", "Columns of topics", "", detail.schemas, () => Object.keys(detail.schemas.topics).length ? Object.entries(detail.schemas.topics).map(([topic, columns]) => {
     const changes = detail.schemas.changes.filter((c) => c.topic === topic);
@@ -259,7 +275,7 @@ function drawTables(id, sources) {
     all.length > shown.length ? `${shown.length} of ${all.length}` : "");
 }
 function drawLetters(id, letters) {
-  panel("letters", "Dead letters", "wide", letters, () => letters.error ? make("p", { class: "quiet" }, letters.error) : !letters.open ? make("p", { class: "quiet" }, "No open dead letters.") : [
+  panel("letters", "Dead letters", "wide", letters, () => letters.counting ? make("p", { class: "quiet" }, "Being counted …") : letters.error ? make("p", {}, letters.error, letters.hint ? make("span", { class: "quiet" }, " → " + letters.hint) : null) : !letters.open ? make("p", { class: "quiet" }, "No open dead letters.") : [
     make("div", { class: "buttons" }, action(id, "Replay all", "Replay all dead letters?", "They go through the pipeline again, exactly once. One that fails again has one more attempt.", { action: "replay", where: {} }, "act"),
       action(id, "Drop all", "Drop all dead letters?", "They are not shown and not replayed any more.", { action: "drop", where: {} })),
     table([{ n: "letters" }, "topic", "code", "rule", { n: "attempt" }, "actions"], letters.groups.map((g) => [{ n: count(g.count) }, g.topic, make("a", { href: "#/errors/" + g.code }, g.code), g.rule, { n: g.attempt },

@@ -87,7 +87,7 @@ def _save(file: Path, text: str, console: Console) -> None:
     console.print(Text.assemble(("wrote ", "dim"), str(file)), soft_wrap=True)
     wrong = _refused(file)
     if wrong is not None and EXACTLY_ONCE in text:
-        # Not every pair can promise it. The reason is kept beside the line, for whoever wants to change that.
+        # Not every pair can promise it. The reason is kept beside the line, for a reader who wants more.
         file.write_text(
             text.replace(EXACTLY_ONCE, f'delivery = "at-least-once"    # {_reason(wrong)}'), encoding="utf-8"
         )

@@ -217,6 +217,13 @@ class TopicContext:
     encoder: Format[Any] | None = None
     """In a task: how a message sink writes the rows as payloads, by the topic's `[[schemas]]`; None: the sink chooses."""
 
+    keeps_refused: bool = False
+    """
+    In a task: rows that `write_batch` refuses for themselves are kept as dead letters.
+
+    A sink that would otherwise find them when it commits looks for them while it writes, at some cost.
+    """
+
     refilled: bool = False
     """
     In a task: the rows of this epoch follow a clear, and the target takes their types with them.

@@ -97,7 +97,9 @@ class Writer:
             return
         topics = self._topics[name]  # the driver may not have known the topic: then the route says its policy
         known = target.context(topics.get(target.topic, TopicContext()))
-        topics[target.topic] = known if known.encoder else replace(known, encoder=self._encoder(target.topic))
+        keeps = self._job.letters is not None and target.topic != letters.TOPIC
+        encoder = known.encoder or self._encoder(target.topic)
+        topics[target.topic] = replace(known, encoder=encoder, keeps_refused=keeps)
         sink = self._open.get(name) or self._begin(name)
         if target.topic == letters.TOPIC and isinstance(sink, Readable) and not sink.takes_nested:
             batch = letters.flat(batch)

@@ -86,7 +86,8 @@ class Postgres(SinkConnector[PostgresSinkConfig, StagedTables]):
     def begin_epoch(self, epoch: Epoch, task: Task) -> None:
         if self._task is not None:  # what it has staged must not be in the next transaction
             self.close()
-        self._task = TaskSide(self.session, f"{staging_prefix(self, epoch)}{epoch.stem(task)}", self.policy)
+        stem = f"{staging_prefix(self, epoch)}{epoch.stem(task)}"
+        self._task = TaskSide(self.session, stem, self.policy, lambda topic: self.context.topic(topic).keeps_refused)
 
     def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
         assert self._task is not None

@@ -56,7 +56,7 @@ class Known:
         if upserts and is_changelog(rows.schema):
             if "_unchanged" in rows.schema.names and rows.column("_unchanged").null_count < rows.num_rows:
                 whole = rows.slice(0, 0)
-            whole = whole.filter(pc.invert(pc.is_in(whole.column("_op"), value_set=pa.array(_ROWLESS))))
+            whole = whole.filter(has_row(whole))
         for column in self.target.columns.values():
             there = column.name in rows.schema.names
             if column.required and (whole.column(column.name).null_count if there else whole.num_rows):
@@ -74,6 +74,11 @@ class Known:
                         code="PEN-4001",
                         hint=f"ALTER TABLE {self.target.name.sql} ALTER COLUMN {quoted(column.name)} TYPE text",
                     )
+
+
+def has_row(changes: pa.RecordBatch) -> pa.Array:
+    """Which changes bring a row: not deletes and truncates."""
+    return pc.invert(pc.is_in(changes.column("_op"), value_set=pa.array(_ROWLESS)))
 
 
 @dataclass
@@ -167,18 +172,8 @@ class Stage:
         for (topic, *_), part in self._open.items():
             if not part.held:
                 continue
-            statement = f"COPY {self._sql(part)} FROM STDIN (FORMAT binary)"
-            with (
-                failures.errors(failures.NO_ANSWER),
-                refusals(topic),
-                self.connection.cursor() as cursor,
-                cursor.copy(statement) as copy,
-            ):
-                copy.write(columns.HEADER)
-                for values in part.held:
-                    for first in range(0, len(values[0]), PIECE_ROWS):
-                        copy.write(columns.copied([each.slice(first, PIECE_ROWS) for each in values], topic))
-                copy.write(columns.TRAILER)
+            with failures.errors(failures.NO_ANSWER), refusals(topic):
+                copy_rows(self.connection, self._sql(part), part.held, topic)
             part.held = []
         self._held_bytes = 0
 
@@ -186,6 +181,18 @@ class Stage:
         """Everything staged, and on the server's disk."""
         with failures.errors(failures.NO_ANSWER):
             self.connection.execute("COMMIT")
+
+
+def copy_rows(
+    connection: psycopg.Connection[Any], table: str, held: Sequence[Sequence[pa.Array]], topic: Topic
+) -> None:
+    """Copy rows, given as columns, into a table."""
+    with connection.cursor() as cursor, cursor.copy(f"COPY {table} FROM STDIN (FORMAT binary)") as copy:
+        copy.write(columns.HEADER)
+        for values in held:
+            for first in range(0, len(values[0]), PIECE_ROWS):
+                copy.write(columns.copied([each.slice(first, PIECE_ROWS) for each in values], topic))
+        copy.write(columns.TRAILER)
 
 
 def _with_old_keys(rows: pa.RecordBatch, key: Sequence[str]) -> tuple[pa.RecordBatch, list[pa.Array]]:

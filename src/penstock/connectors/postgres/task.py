@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import psycopg
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from penstock.changes import own_columns
+from penstock.changes import is_changelog, own_columns
 from penstock.changes.checks import check_changes
 from penstock.connectors import upsert
 from penstock.connectors.postgres import columns
 from penstock.connectors.postgres.config import PostgresSinkConfig, StagedTables
 from penstock.connectors.postgres.fit import MOST_COLUMNS, altered, known_types, refuse_rounding, widened
 from penstock.connectors.postgres.refusals import refusals
+from penstock.connectors.postgres.rules import Rules
 from penstock.connectors.postgres.session import Session
-from penstock.connectors.postgres.stage import Known, Open, Stage, exact
+from penstock.connectors.postgres.stage import Known, Open, Stage, exact, has_row
 from penstock.connectors.postgres.target import refuse_unfit
 from penstock.connectors.postgresql import failures
 from penstock.errors import DataError, SchemaError
@@ -27,10 +30,14 @@ from penstock.sink import Topic, WriteResult
 class TaskSide:
     """What one task does for one epoch; one transaction, so that a task that dies leaves nothing."""
 
-    def __init__(self, session: Session, stem: str, policy: Callable[[Topic], Policy]) -> None:
+    def __init__(
+        self, session: Session, stem: str, policy: Callable[[Topic], Policy], keeps: Callable[[Topic], bool]
+    ) -> None:
         self.config: PostgresSinkConfig = session.config
         self._session = session
         self._policy = policy
+        self._keeps = keeps
+        self._rules: dict[Topic, Rules] = {}
         self._upserts = self.config.mode == "upsert"
         self._names: dict[Topic, set[str]] = {}
         self._connection: psycopg.Connection[Any] = session.ask(lambda connection: connection)
@@ -57,6 +64,7 @@ class TaskSide:
         if self._upserts:
             check_changes(pa.Table.from_batches([rows]), key)
         if rows.num_rows:
+            self._refuse_broken(topic, rows, known, rows.num_rows == batch.num_rows)
             self._stage.write(topic, rows, key)
         return WriteResult(rows.num_rows, batch.nbytes, discarded)
 
@@ -84,6 +92,8 @@ class TaskSide:
         if target is not None:
             refuse_unfit(topic, target, key, self.config.soft_delete)
         self._stage.targets[topic] = found = Known(target)
+        if target is not None and self._keeps(topic):
+            self._rules[topic] = self._ask(lambda connection: Rules.of(connection, target))
         return found
 
     def _narrowed(self, topic: Topic, rows: pa.RecordBatch, known: Known) -> pa.RecordBatch:
@@ -121,6 +131,25 @@ class TaskSide:
         rows, discarded = fit(topic, rows, widened(topic, target.schema(), own, policy), policy, key)
         known.refuse_values(topic, rows, kinds, self._upserts)
         return rows, discarded
+
+    def _refuse_broken(self, topic: Topic, rows: pa.RecordBatch, known: Known, in_place: bool) -> None:
+        """Refuse rows that the table's own rules forbid. `in_place`: none of their batch was left out before."""
+        rules = self._rules.get(topic)
+        if rules is None:
+            return
+        at = np.arange(rows.num_rows)
+        whole = rows.drop_columns([name for name in known.generated if name in rows.schema.names])
+        if self._upserts and is_changelog(rows.schema):
+            there = has_row(rows)
+            if "_unchanged" in rows.schema.names:  # what the row will be is known to the table alone
+                there = pc.and_(there, rows.column("_unchanged").is_null())
+            at, whole = at[there.to_numpy(zero_copy_only=False)], rows.filter(there)
+        own = columns.picked(rows.schema, own_columns(rows.schema)) if self._upserts else rows.schema
+        try:
+            rules.refuse(topic, whole, at.tolist(), known.altered.get(exact(own), {}))
+        except DataError as error:
+            error.rows = error.rows if in_place else ()
+            raise
 
     def _rehearse(self, topic: Topic, known: Known, part: Open) -> None:
         """Try the texts that become values of other types, of keys that rows have left too."""

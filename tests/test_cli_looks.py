@@ -127,6 +127,14 @@ def test_peek_shows_the_first_rows_of_files_and_of_delta_tables(cli: Any, tmp_pa
     assert "delta/nothing" in err
 
 
+def test_peek_prints_a_map_as_an_object_and_an_empty_one_too(cli: Any, tmp_path: Path) -> None:
+    kind = pa.map_(pa.string(), pa.list_(pa.map_(pa.int64(), pa.string())))
+    rows = pa.table({"m": pa.array([[], [("a", [[(1, "x")], []])], None], kind)})
+    pq.write_table(rows, tmp_path / "m.parquet")
+    out = cli("peek", tmp_path / "m.parquet", "--json")[1]
+    assert [json.loads(line)["m"] for line in out.splitlines()] == [{}, {"a": [{"1": "x"}, {}]}, None]
+
+
 def test_logs_show_the_last_errors_and_the_end_of_sparks_log(cli: Any, file: Path, tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     telemetry = Telemetry("x", sources=["s"])

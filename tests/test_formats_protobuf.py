@@ -373,6 +373,23 @@ def test_a_wrong_payload_falls_out_with_its_rule(order, payload, rule):
     assert decoded.failures.rules == (rule, rule)
 
 
+def test_a_group_that_the_end_of_another_closes_falls_out_alone(order):
+    begin, end, other = b"\xa3\x06", b"\xa4\x06", b"\xac\x06"  # of the fields 100, 100 and 101
+    within = b"\x82\x01\x04" + begin + other
+    payloads = [
+        begin + end,
+        begin + other,
+        b"\x08\x07",
+        begin + b"\xab\x06" + end + other,
+        within,
+        begin + begin + end + end,
+    ]
+    found = order.decode(binary(payloads))
+    assert found.rows["id"].to_pylist() == [0, 7, 0]
+    assert found.failures.positions.tolist() == [1, 3, 4]
+    assert set(found.failures.rules) == {"protobuf.wire"}
+
+
 def test_text_that_is_no_utf8_falls_out_of_proto2_as_well():
     schema = WireSchema("protobuf", 'syntax = "proto2"; message M { optional string s = 1; }')
     decoded = Protobuf(ProtobufConfig(), schema).decode(binary([b"\x0a\x01a", b"\x0a\x01\xff", b""]))

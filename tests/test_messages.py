@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from deltalake import DeltaTable
 from penstock import cli
 from penstock.config import Config
 from penstock.connectors.files.sink import read_published
-from penstock.errors import ConfigError, ConnectorError, FatalError
+from penstock.errors import ConfigError, ConnectorError, DataError, FatalError
+from penstock.formats import WireSchema
 from penstock.pipeline import Pipeline
 from penstock.runtime import commands, supervisor
 from penstock.runtime.commands import letters_asked
@@ -26,6 +28,7 @@ from penstock.runtime.epochs import Manifest, State
 from penstock.runtime.epochs.messages import Messages
 from penstock.runtime.epochs.stage import Staged
 from penstock.runtime.journal.source import JournalSource
+from penstock.runtime.messages import codecs
 from penstock.runtime.telemetry import Telemetry
 from penstock.sink import Receipt, SinkConnector, WriteResult
 from penstock.source import Offset, PollingSource, SourceCheckpoint, SourceEnvelope, SourceRecord
@@ -450,6 +453,74 @@ def test_a_schema_that_the_table_cannot_follow_is_found_before_the_first_message
             home.run(FIXED + 'compatibility = "none"\n')
     with pytest.raises(ConnectorError, match="PEN-4001 sink 'delta': the column 'a' of /a is int64 in the target"):
         home.run(FIXED + 'compatibility = "none"\n')
+
+
+def test_a_pipeline_that_lived_with_letters_for_a_field_starts_again(
+    home: Home, server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its table lost a column's type meanwhile: the schema is the one that it ran with yesterday."""
+    table = f"f{uuid4().hex[:12]}"
+    text = f'[sink]\nconnector = "postgres"\ndsn = "{server.dsn}"\ntable = "public.{table}"\n'
+    monkeypatch.setattr("test_messages.PIPELINE", PIPELINE[: PIPELINE.index("[sink]")] + text)
+    properties = {"id": {"type": "integer"}, "v": {"type": "string"}}
+    (home.path / "s.json").write_text(json.dumps({"type": "object", "properties": properties}))
+    home.put({"id": 1, "v": "x"})
+    home.run(FIXED)
+    with psycopg.connect(server.dsn, autocommit=True) as connection:
+        connection.execute(f"ALTER TABLE {table} ALTER v TYPE date USING NULL")
+        home.put({"id": 2}, {"id": 3, "v": "x"})
+        with pytest.raises(ConnectorError, match="PEN-4001"):
+            home.run(FIXED, on_error="stop")
+        home.run(FIXED)
+        assert connection.execute(f"SELECT id FROM {table} ORDER BY id").fetchall() == [(1,), (2,)]
+    assert [json.loads(letter["payload"])["id"] for letter in home.letters()] == [3]
+
+
+def test_the_columns_of_messages_are_shown_where_they_are_known(home: Home, capsys: Any) -> None:
+    both = FIXED + JSON.replace("/a", "/b")
+    (home.path / "s.json").write_text(json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}}))
+
+    def shown() -> Any:
+        home.pipeline(both)
+        with contextlib.suppress(SystemExit):
+            cli.main(["check", str(home.path / "pipeline.toml"), "--show-schema", "--json"])
+        topics = json.loads(capsys.readouterr().out)["topics"]
+        return {
+            topic: {n: c for n, c in (about["columns"] or {}).items() if n != "_key"} for topic, about in topics.items()
+        }
+
+    assert shown() == {"/a": {"n": {"type": "int64", "delta": None}}, "/b": {}}
+    home.put({"n": 1})
+    home.put({"x": "y"}, stream="b")
+    home.run(both)
+    assert shown() == {
+        "/a": {"n": {"type": "int64", "delta": "int64"}},
+        "/b": {"x": {"type": "string", "delta": "string"}},
+    }
+
+
+def test_an_id_that_the_registry_lacks_is_asked_for_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Registry:
+        asked = 0
+
+        def fetch_schema_by_id(self, id: int) -> WireSchema:
+            self.asked += 1
+            if id == 7:
+                raise DataError("the registry has no schema with the id 7", code="PEN-3030")
+            return WireSchema("avro", '"int"')
+
+    registry, clock = Registry(), [100.0]
+    monkeypatch.setattr(codecs.time, "monotonic", lambda: clock[0])
+    resolve = codecs.Resolve(registry)  # type: ignore[arg-type]
+    for _ in range(3):
+        with pytest.raises(DataError, match="PEN-3030"):
+            resolve(7)
+        assert resolve(8).text == '"int"'
+    assert registry.asked == 2
+    clock[0] += codecs.REFUSED_SECS + 1
+    with pytest.raises(DataError, match="PEN-3030"):
+        resolve(7)
+    assert registry.asked == 3
 
 
 def test_two_entries_of_one_subject_use_the_versions_that_each_asks_for(home: Home) -> None:

@@ -25,6 +25,7 @@ from penstock.runtime import supervisor
 from penstock.runtime.epochs import State, reset
 from penstock.runtime.job import Job, Part
 from penstock.runtime.messages import letters
+from penstock.runtime.messages.box import Store
 from penstock.runtime.messages.letters import REPLAY
 from penstock.runtime.messages.replay import Replay, ReplayConfig, Replayed, ReplayRequests, Step
 from penstock.runtime.reading import Reading, Rows
@@ -115,6 +116,17 @@ def test_what_is_dropped_does_not_come_back(home: Home) -> None:
     home.run(JSON)
     assert len(home.rows()) == 1
     assert sorted(letter["attempt"] for letter in home.letters()) == [1, 1, 2]
+
+
+def test_a_drop_wins_over_a_replay_that_was_asked_for_before_and_has_not_begun(home: Home) -> None:
+    home.put({"id": 1}, {"no": 2}, "{")
+    home.run(NUMBERS)
+    ask(home)
+    ask(home, "drop", rule="key.missing")
+    home.run(JSON)
+    assert len(home.rows()) == 1
+    assert attempts(home) == [1, 1, 2]
+    assert sorted(Store(home.pipeline()).states()) == ["dropped", "open", "replayed"]
 
 
 class Back(RangeSource[Config, Position]):

@@ -11,9 +11,11 @@ from typer.testing import CliRunner
 
 from penstock.cli.schemas import SchemaFile, make_app
 from penstock.errors import DataError
+from penstock.formats import WireSchema
 from penstock.schema.compatibility import Compatibility
 from penstock.schema.inference import infer_json_schema
 from penstock.schema.registry.embedded import Embedded, EmbeddedConfig
+from penstock.schema.registry.versions import ensure_registered
 from thorough import examples
 
 V1 = '{"type":"record","name":"Order","fields":[{"name":"id","type":"long"}]}'
@@ -153,6 +155,18 @@ def test_infer_prints_a_schema_for_samples(run, tmp_path):
         "note": {"type": "null"},
     }
     assert found["required"] == ["id", "tags"]
+
+
+def test_what_infer_writes_can_get_a_property(tmp_path):
+    text = infer_json_schema([b'{"id": 1, "at": {"x": 1}}']).text
+    registry = Embedded(EmbeddedConfig(), tmp_path)
+    ensure_registered(registry, "s", WireSchema("json_schema", text), compatibility=Compatibility.BACKWARD)
+    wider = json.loads(text)
+    wider["properties"]["note"] = wider["properties"]["at"]["properties"]["y"] = {"type": "string"}
+    found = ensure_registered(
+        registry, "s", WireSchema("json_schema", json.dumps(wider)), compatibility=Compatibility.BACKWARD
+    )
+    assert found.version == 2
 
 
 def test_samples_that_are_no_json_are_counted():

@@ -23,7 +23,7 @@ from penstock.errors import CODES, ConfigError, ConnectorError, from_text, is_of
 from penstock.pipeline import Pipeline
 from penstock.pipeline.checks import stream_notices
 from penstock.runtime import readiness
-from penstock.runtime.messages.foreseen import misfits
+from penstock.runtime.messages.foreseen import message_targets, misfits
 from penstock.schema import discover
 from penstock.sink import SinkConnector
 from penstock.source import Connector, Finding, ProducerConfig, Schemas, SourceConnector, SourceContext, StreamingSource
@@ -250,6 +250,7 @@ def _places(name: str, sink: SinkConnector[Any, Any], streams: dict[str, Schemas
         for stream in known
         for target in targets(looks.pipeline, source, stream)
     ]
+    found += message_targets(looks.decoders(), looks.pipeline.router, looks.pipeline.sources, streams)
     for topic in sorted({target.topic for target in found if name in target.sinks}):
         try:
             looks.targets[name, topic] = sink.schema(topic)
@@ -257,7 +258,7 @@ def _places(name: str, sink: SinkConnector[Any, Any], streams: dict[str, Schemas
             if not is_of_stream(error):
                 raise
             yield Finding(False, f"{topic} is left out: {error.code} {error.message}", error.hint)
-    for misfit in misfits(looks.decoders(), looks.pipeline.router, looks.pipeline.sources, {name: sink}, streams):
+    for _, misfit in misfits(looks.decoders(), looks.pipeline.router, looks.pipeline.sources, {name: sink}, streams):
         yield _refusal(misfit)
 
 

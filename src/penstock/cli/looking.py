@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -16,11 +17,14 @@ from penstock.errors import ConfigError, ConnectorError, printable
 from penstock.pipeline import Pipeline
 from penstock.pipeline.routing import Target
 from penstock.runtime import readiness
+from penstock.runtime.epochs import State
 from penstock.runtime.messages.codecs import Codecs
 from penstock.runtime.messages.decoding import Decoders
+from penstock.runtime.messages.foreseen import message_targets
 from penstock.runtime.sampling import Sample, sample
+from penstock.schema.codec import unpack_schema
 from penstock.sink import Topic
-from penstock.source import Finding, RangeSource, Schemas, SourceConnector
+from penstock.source import ENVELOPE_SCHEMA, Finding, RangeSource, Schemas, SourceConnector
 
 _WIDEST = 40
 """Characters of a value that are shown."""
@@ -99,19 +103,31 @@ class Looks:
     def columns(self, streams: Mapping[str, Schemas]) -> dict[Topic, Json]:
         """Per topic its columns, each with its type here and in the targets; None: the target does not have it yet."""
         found: dict[Topic, Json] = {}
-        decoders = Codecs(self.pipeline.schemas, self.pipeline.processing.state_dir).decoders_unregistered()
+        decoders = replace(self.decoders(), columns=self._inferred())
+
+        def add(target: Target, schema: pa.Schema | None) -> None:
+            there = {sink: self.targets.get((sink, target.topic)) for sink in target.sinks}
+            found[target.topic] = {
+                "sinks": list(target.sinks),
+                "columns": None
+                if schema is None
+                else {each.name: {"type": str(each.type), **_types(each.name, there)} for each in schema},
+            }
+
         for source, known in streams.items():
             for stream, given in sorted(known.items()):
                 for target in targets(self.pipeline, source, stream):
-                    schema = decoders.schema(target.topic, given)
-                    there = {sink: self.targets.get((sink, target.topic)) for sink in target.sinks}
-                    found[target.topic] = {
-                        "sinks": list(target.sinks),
-                        "columns": None
-                        if schema is None
-                        else {each.name: {"type": str(each.type), **_types(each.name, there)} for each in schema},
-                    }
+                    add(target, decoders.schema(target.topic, given))
+        for target in message_targets(decoders, self.pipeline.router, self.pipeline.sources, streams):
+            add(target, decoders.schema(target.topic, ENVELOPE_SCHEMA))
         return found
+
+    def _inferred(self) -> dict[Topic, pa.Schema]:
+        """The columns that the messages of earlier runs had, where the format finds them."""
+        with contextlib.suppress(ConnectorError):
+            newest = State(self.pipeline.processing.state_dir, self.pipeline.name).peek().newest
+            return {topic: unpack_schema(text) for topic, text in newest.columns.items()} if newest else {}
+        return {}
 
     def show_columns(self, streams: Mapping[str, Schemas], console: Console) -> None:
         """Print the columns of each topic as a table."""

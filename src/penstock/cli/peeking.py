@@ -29,7 +29,9 @@ def peek(target: str, pipeline: Pipeline | None, rows: int, json: bool, console:
     if not table.num_rows:
         raise ConfigError(f"{place} holds no rows yet", hint="penstock status FILE says how far the pipeline is")
     if json:
+        kind = pa.struct(list(table.schema))
         for row in table.to_pylist():
+            row = _plain(row, kind)
             print(codec.dumps(row, default=str, ensure_ascii=False))
         return
     shown = Table(*map(printable, table.schema.names), box=None, header_style="dim", padding=(0, 2, 0, 0))
@@ -37,6 +39,19 @@ def peek(target: str, pipeline: Pipeline | None, rows: int, json: bool, console:
         shown.add_row(*(Text("" if value is None else printable(str(value))) for value in row.values()))
     console.print(Text.assemble((f"{place} ", "dim"), f"{table.num_rows} rows shown, {len(table.schema)} columns"))
     console.print(shown)
+
+
+def _plain(value: Any, kind: pa.DataType) -> Any:
+    """A value as JSON has it: a map is an object."""
+    if value is None:
+        return None
+    if pa.types.is_map(kind):
+        return {str(key): _plain(each, kind.item_type) for key, each in value}
+    if pa.types.is_struct(kind):
+        return {each.name: _plain(value[each.name], each.type) for each in kind}
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return [_plain(each, kind.value_type) for each in value]
+    return value
 
 
 def _in_place(place: Path, rows: int) -> tuple[str, pa.Table]:

@@ -305,6 +305,21 @@ class _Supervisor:
                 self.telemetry.retry(label, error, pause)
                 self.stop.wait(pause)
 
+    def _lived_with(self, state: State) -> Callable[[Target], bool]:
+        """Whether committed epochs had a topic's schema of now, and what does not fit becomes letters: then a start goes on."""
+        newest, schemas = state.newest, self.pipeline.schemas
+        versions = newest.versions if newest is not None and newest.state == "committed" else {}
+        now = self.messages.versions_now() if versions else {}
+
+        def lived_with(target: Target) -> bool:
+            entry = schemas.of(target.topic, "source")
+            named = [target.route.source] if target.route.source else [*self.pipeline.sources]
+            keeps = all(self.messages.on_error.of(each, target.route) == "dead_letter" for each in named)
+            same = entry is not None and entry.place in versions and versions[entry.place] == now.get(entry.place)
+            return same and keeps
+
+        return lived_with
+
     def _loop(self, state: State, engine: Engine) -> EpochLoop:
         processing = self.pipeline.processing
         loop = EpochLoop(
@@ -329,8 +344,11 @@ class _Supervisor:
         known = self._placed({name: discover(source) for name, source in self._own_ranges()}, state)
         for notice in stream_notices(self.pipeline, known):
             self.telemetry.message("warning", notice)
-        for misfit in misfits(decoders, self.router, self.pipeline.sources, self.pipeline.sinks, known):
-            raise misfit
+        sources, sinks = self.pipeline.sources, self.pipeline.sinks
+        for stops, misfit in misfits(decoders, self.router, sources, sinks, known, self._lived_with(state)):
+            if stops:
+                raise misfit
+            self.telemetry.message("warning", f"{misfit.code} {misfit.message}: such messages become dead letters")
         for name, schemas in known.items():
             for stream, given in schemas.items():
                 for target in self.router.targets(name, stream):

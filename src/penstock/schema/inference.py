@@ -14,7 +14,8 @@ def infer_json_schema(payloads: Iterable[bytes]) -> WireSchema:
     """
     The narrowest schema of this shape that allows every payload: types, nested objects and lists.
 
-    A property is required when every object has it. Objects stay open, so that what was not among the samples is no error.
+    A property is required when every object has it. Objects are closed: by the rules of compatibility a property can be
+    added to such an object later, and never to an open one.
     """
     merged: dict[str, Any] | None = None
     for number, payload in enumerate(payloads, 1):
@@ -35,7 +36,8 @@ def infer_json_schema(payloads: Iterable[bytes]) -> WireSchema:
 def _schema_of(value: Any) -> dict[str, Any]:
     if isinstance(value, dict):
         properties = {name: _schema_of(each) for name, each in value.items()}
-        return {"type": "object", "properties": properties, "required": sorted(properties)}
+        required = sorted(properties)
+        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
     if isinstance(value, list):
         items: dict[str, Any] | None = None
         for each in value:
@@ -60,6 +62,7 @@ def _merged(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, Any]:
         names = dict.fromkeys(name for each in parts for name in each["properties"])
         made["properties"] = {name: _merge_all(each["properties"].get(name) for each in parts) for name in names}
         made["required"] = sorted(set.intersection(*(set(each["required"]) for each in parts)))
+        made["additionalProperties"] = False
     items = [each["items"] for each in (one, two) if "items" in each]
     if items:
         made["items"] = _merge_all(items)

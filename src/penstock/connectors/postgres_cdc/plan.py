@@ -371,7 +371,7 @@ class Planner:
         for stream in [s for s in new if _has_lost_changes(new[s], kept.get(s))]:
             what = f"{stream} was not fully published for a while; changes may be missing"
             if self._config.snapshot == "never":
-                hint = f"`penstock tables FILE resync {stream}` copies it, `resume` goes on without them"
+                hint = f"`penstock tables resync FILE {stream}` copies it, `resume` goes on without them"
                 start = self._set_aside(start, new.pop(stream), TableError(what, hint=hint))
             else:
                 logger.warning("%s: it is copied again", what)

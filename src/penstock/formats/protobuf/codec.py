@@ -19,10 +19,12 @@ from penstock.formats import varint
 from penstock.formats.pieces import record_batch
 from penstock.formats.protobuf import columns
 from penstock.formats.protobuf.files import message_names, pool_of
+from penstock.formats.protobuf.groups import groups_close
 from penstock.formats.protobuf.repeats import can_repeat, repeats
 from penstock.formats.varint import Ints
 
 WIRE = ("protobuf.wire", "the payload is no Protobuf message: it is cut off, or not made of fields")
+GROUPS = ("protobuf.wire", "a group of the payload is closed by the end of another")
 CONTENT = ("protobuf.content", "a field of the payload is malformed, or its text is no UTF-8")
 
 _CONFIG = ptars.PtarsConfig(enum_repr="string", timestamp_unit="us", duration_unit="us")
@@ -48,7 +50,18 @@ class Codec:
         rows = self._attempt(bodies)
         if rows is None:
             rows, bad = self._without_bad(bodies)
+        left, bodies = _without(list(bad), np.arange(len(bodies)), bodies)
+        torn = self._torn(bodies)
+        if torn:
+            bad |= {int(left[place]): GROUPS for place in torn}
+            rows = rows.filter(pa.array(np.isin(np.arange(len(left)), torn, invert=True)))
         return rows, bad
+
+    def _torn(self, bodies: pa.Array) -> list[int]:
+        """Payloads in which another group's end closes a group: the decoder takes them, the official parser does not."""
+        suspects = _suspects(self.shells[1], bodies)
+        suspected = bodies.take(pa.array(suspects, pa.int64())).to_pylist()
+        return [at for at, body in zip(suspects, suspected, strict=True) if not groups_close(body, self.message)]
 
     def encode(self, rows: pa.RecordBatch) -> pa.Array:
         given = rows.schema.names

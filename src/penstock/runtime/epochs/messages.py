@@ -56,6 +56,10 @@ class Messages:
             "pinned": dict(self._pinned),
         }
 
+    def versions_now(self) -> dict[str, int]:
+        """The versions that an epoch would have if it were planned now."""
+        return self._codecs.choose() if self._codecs else {}
+
     def file_versions(self) -> dict[str, int]:
         """The versions that the schema files of the pipeline are."""
         return self._codecs.file_versions() if self._codecs else {}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
 import pyarrow as pa
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, DataError
 from penstock.formats import Failed, WireSchema
 from penstock.formats.framing import WrongSubject
 from penstock.pipeline.schemas import TopicSchema, TopicSchemas
@@ -18,6 +19,12 @@ from penstock.schema.registry import Registry
 from penstock.schema.registry.versions import choose, ensure_registered
 from penstock.sink import Topic
 
+REFUSED_SECS = 10.0
+"""For this long a task does not ask the registry again for an id that it did not have, or not under the subject."""
+
+MOST_REFUSED = 10_000
+"""Of these ids that are remembered: bytes of a payload without a frame may pass for any."""
+
 
 @dataclass(frozen=True)
 class Resolve:
@@ -25,8 +32,29 @@ class Resolve:
 
     registry: Registry
     expected: str | None = None
+    _known: dict[int, WireSchema] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _refused: dict[int, tuple[float, DataError]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[type[Resolve], tuple[Registry, str | None]]:
+        return Resolve, (self.registry, self.expected)
 
     def __call__(self, id: int) -> WireSchema:
+        """The schema of an id, which never changes; one that is refused is not asked for again for a while."""
+        if id in self._known:
+            return self._known[id]
+        since, refusal = self._refused.get(id, (0.0, None))
+        if refusal is not None and time.monotonic() < since + REFUSED_SECS:
+            raise refusal
+        try:
+            self._known[id] = found = self._asked(id)
+        except DataError as error:
+            if len(self._refused) >= MOST_REFUSED:
+                self._refused.clear()
+            self._refused[id] = (time.monotonic(), error.with_traceback(None))
+            raise
+        return found
+
+    def _asked(self, id: int) -> WireSchema:
         schema = self.registry.fetch_schema_by_id(id)
         if self.expected is not None and self.expected not in {subject for subject, _ in self.registry.places(id)}:
             raise WrongSubject(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -23,14 +23,17 @@ def misfits(
     sources: Mapping[str, SourceConnector[Any]],
     sinks: Mapping[str, SinkConnector[Any, Any]],
     streams: Mapping[str, Schemas],
-) -> Iterator[ConnectorError]:
+    lived_with: Callable[[Target], bool] = lambda target: False,
+) -> Iterator[tuple[bool, ConnectorError]]:
     """
     What is wrong with topics whose format fixes their columns; what SQL makes of them is known to Spark alone.
 
     `streams`: what the sources say of their streams. Messages that are pushed or polled name theirs only when they come.
+    `lived_with`: whether earlier runs had the same schema and kept what does not fit as dead letters. Each error comes with
+    whether it must stop the start.
     """
     asked: set[tuple[str, str]] = set()
-    for target in _targets(decoders, router, sources, streams):
+    for target in message_targets(decoders, router, sources, streams):
         decoder = decoders.of(target.topic)
         if decoder is None or decoder.format.columns() is None:
             continue
@@ -39,7 +42,7 @@ def misfits(
         except ConfigError as error:
             if ("", target.topic) not in asked:
                 asked.add(("", target.topic))
-                yield error
+                yield not lived_with(target), error
             continue
         for name in target.sinks if is_plain(target.route) else ():
             sink = sinks.get(name)
@@ -52,7 +55,10 @@ def misfits(
             try:
                 sink.check_columns(target.topic, columns)
             except SchemaError as error:
-                yield type(error)(f"sink {name!r}: {error.message}", code=error.code, hint=error.hint)
+                yield (
+                    not lived_with(target),
+                    type(error)(f"sink {name!r}: {error.message}", code=error.code, hint=error.hint),
+                )
 
 
 def _columns(target: Target, decoder: Decoder) -> pa.Schema:
@@ -69,9 +75,10 @@ def _columns(target: Target, decoder: Decoder) -> pa.Schema:
     return schema
 
 
-def _targets(
+def message_targets(
     decoders: Decoders, router: Router, sources: Mapping[str, SourceConnector[Any]], streams: Mapping[str, Schemas]
 ) -> Iterator[Target]:
+    """Where messages go, as far as that is known before they come."""
     for source, known in streams.items():
         for stream, schema in known.items():
             if is_envelope(schema):

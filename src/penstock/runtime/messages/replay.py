@@ -53,6 +53,10 @@ class Step(BaseModel):
         same = self.incarnation == other.incarnation
         return same and self.epoch >= other.epoch and self.where.items() <= other.where.items()
 
+    def replaces(self, earlier: Step) -> bool:
+        """True if the earlier step says nothing besides this one: what was dropped is never said to be replayed."""
+        return self.covers(earlier) and (self.verb == "drop" or earlier.verb == "replay")
+
 
 class ReplayRequest(BaseModel):
     """What somebody asks for with `penstock dlq`."""
@@ -137,6 +141,9 @@ class Replay(RangeSource[ReplayConfig, Replayed]):
         if not waiting:
             return start
         steps = [each.step for each in waiting if each.step.incarnation == self.config.incarnation]
+        steps.sort(
+            key=lambda step: step.verb != "drop"
+        )  # a replay that has not begun takes nothing that is dropped since
         return Replayed(steps=(*start.steps, *steps), requests=tuple(each.name for each in waiting))
 
     def split(self, start: Replayed, end: Replayed) -> Sequence[Letters]:
@@ -157,7 +164,7 @@ class Replay(RangeSource[ReplayConfig, Replayed]):
     def next_start(self, end: Replayed, notes: Sequence[Json]) -> Replayed:
         """Without the steps that a later one covers, or of a lost state: the position would grow for ever."""
         mine = [step for step in end.steps if step.incarnation == self.config.incarnation]
-        kept = [step for at, step in enumerate(mine) if not any(later.covers(step) for later in mine[at + 1 :])]
+        kept = [step for at, step in enumerate(mine) if not any(later.replaces(step) for later in mine[at + 1 :])]
         return Replayed(steps=tuple(kept), requests=end.requests)
 
     def ack(self, end: Replayed) -> None:

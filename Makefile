@@ -21,7 +21,8 @@ run: NAME = shop
 run: $(SET_UP) java  ## a live PostgreSQL mirrored into Delta, every row compared; NAME=quickstart: two million generated rows; NAME=messages: bad messages and their replay; NAME=lake: the same PostgreSQL into Delta and Iceberg in an S3 server
 	@$(BIN)/python examples/$(NAME).py
 
-JOBS ?= 3
+# More than there are cores, since many tests wait for servers; those of FAST=1 do not.
+JOBS ?= $(if $(FAST),2,4)
 # In the order of tests/conftest.py, the longest groups first, and not the groups with the most tests.
 WORKERS := --numprocesses=$(JOBS) --dist=loadgroup --no-loadscope-reorder
 

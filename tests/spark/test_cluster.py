@@ -94,6 +94,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "venv" / "bin" / "python"
 
 
+@pytest.mark.soak  # the next one runs the same on the same wheel, in a session; `test_kafka_executors.py` by the command
 @pytest.mark.timeout(240)
 def test_it_runs_on_executors_of_their_own_from_an_installed_wheel(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "my_squares.py").write_text(CONNECTOR)
@@ -154,18 +155,27 @@ print("all tasks ran")
 
 
 @pytest.mark.timeout(240)
-def test_two_runs_in_one_session_ship_once_and_an_executor_that_starts_later_works(tmp_path: Path) -> None:
+def test_two_runs_in_one_session_ship_once_and_an_executor_that_starts_later_works(
+    installed: Path, tmp_path: Path
+) -> None:
     (tmp_path / "my_squares.py").write_text(CONNECTOR)
     files = [tmp_path / "first.toml", tmp_path / "second.toml"]
     for file in files:
         name = file.stem
         text = PIPELINE.replace('"squares"', f'"{name}"').replace("lake/", f"{name}/")
         file.write_text(text + f'\n[processing]\nstate_dir = "{name}-state"\n')
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "SPARK_LOCAL_IP")}
+    environment["PYSPARK_SUBMIT_ARGS"] = LIGHT_EXECUTORS
     done = subprocess.run(
-        [sys.executable, "-c", TWICE, *files],
+        [installed, "-c", TWICE, *files],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYSPARK_PYTHON": sys.executable, "PYSPARK_SUBMIT_ARGS": LIGHT_EXECUTORS},
+        env=environment | {"PYSPARK_PYTHON": str(installed)},
         cwd=tmp_path,
     )
     assert done.stdout.endswith("all tasks ran\n"), done.stderr[-3000:]
+    for name in ("first", "second"):
+        plain = read_published(tmp_path / name / "plain").sort_by("n").to_pydict()
+        assert plain["square"] == [n * n for n in range(100)]
+        assert all(where.split()[1].startswith(str(installed.parent.parent)) for where in plain["where"])
+        assert sorted(read_published(tmp_path / name / "sql")["n"].to_pylist()) == list(range(50))

@@ -160,6 +160,7 @@ def test_the_shop_is_mirrored_while_it_goes_on_selling(shop, examples):
     assert orders["channel"].null_count == 0
 
 
+@pytest.mark.soak
 def test_the_shop_is_mirrored_into_an_object_store(shop, need):
     need(s3.ministack().is_file(), "ministack is not installed: make servers")
     run = shop("lake")
@@ -172,6 +173,7 @@ def test_the_shop_is_mirrored_into_an_object_store(shop, need):
     assert int(found[1]), err
 
 
+@pytest.mark.soak
 def test_a_shop_that_is_interrupted_says_so_and_leaves_no_server(shop):
     run = shop()
     for line in run.stderr:

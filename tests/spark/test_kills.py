@@ -15,9 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.connectors.files.sink import read_published
-from thorough import THOROUGH
 
-KILLS = 3 if THOROUGH else 2
+KILLS = 3
 ROWS = 5_000 * KILLS
 """A kill comes after at most four more epochs of a thousand."""
 
@@ -56,29 +55,37 @@ def command_for(home: Path, route: str = 'to = "/{stream}"', rows: int = ROWS) -
     ]
 
 
-def test_a_jvm_that_is_killed_ends_the_run_with_a_clear_word_and_the_next_run_goes_on(tmp_path: Path) -> None:
-    command = command_for(tmp_path, rows=5000)
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while newest_epoch(tmp_path) < 2:
+def reach(home: Path, epoch: int, run: subprocess.Popen[str]) -> None:
+    while newest_epoch(home) < epoch:
         assert run.poll() is None
         time.sleep(0.01)
+
+
+def test_a_jvm_that_is_killed_ends_the_run_with_a_clear_word_and_a_killed_driver_is_followed_as_well(
+    tmp_path: Path,
+) -> None:
+    command = command_for(tmp_path, rows=9000)
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    reach(tmp_path, 2, run)
     (jvm,) = (child for child in psutil.Process(run.pid).children() if child.name() == "java")
     jvm.kill()
     _, told = run.communicate(timeout=30)
     assert run.returncode == 1
     assert "PEN-5014 the JVM that runs Spark is gone" in told
     assert "Traceback" not in told
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True)
+    reach(tmp_path, newest_epoch(tmp_path) + 2, run)
+    run.kill()
+    run.wait()
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert sorted(read_published(tmp_path / "lake" / "rows")["id"].to_pylist()) == list(range(5000))
+    assert sorted(read_published(tmp_path / "lake" / "rows")["id"].to_pylist()) == list(range(9000))
 
 
 def test_a_signal_to_the_whole_process_group_ends_the_run_like_any_stop(tmp_path: Path) -> None:
     command = [word for word in command_for(tmp_path) if word != "--drain"]
     run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0)
-    while newest_epoch(tmp_path) < 2:
-        assert run.poll() is None
-        time.sleep(0.01)
+    reach(tmp_path, 2, run)
     os.killpg(run.pid, signal.SIGTERM)
     _, told = run.communicate(timeout=60)
     assert run.returncode == 0, told[-3000:]
@@ -88,7 +95,8 @@ def test_a_signal_to_the_whole_process_group_ends_the_run_like_any_stop(tmp_path
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("sql", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["passthrough", "sql"])
+@pytest.mark.soak
+@pytest.mark.parametrize("sql", [False, True], ids=["passthrough", "sql"])
 def test_random_kills_lose_nothing_and_double_nothing(tmp_path: Path, sql: bool) -> None:
     seed = int(os.environ.get("SEED", time.time_ns() % 10**6))
     choice = random.Random(seed)

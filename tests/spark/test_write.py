@@ -154,7 +154,7 @@ STEPS = ["stage.middle", "stage.task", "stage.after", "commit.before", "commit.a
 """In an executor twice; between write and commit; where the rows become visible; before Spark's own log knows of it."""
 
 
-FEW = [("files", "stage.task"), ("files", "stage.after"), ("delta", "commit.after"), ("postgres", "commit.after")]
+FEW = [("files", "stage.task"), ("files", "stage.after"), ("delta", "commit.after")]
 
 SINKS = ("files", "delta", "iceberg", "postgres", "kafka")
 

@@ -177,5 +177,5 @@ def test_two_runs_in_one_session_ship_once_and_an_executor_that_starts_later_wor
     for name in ("first", "second"):
         plain = read_published(tmp_path / name / "plain").sort_by("n").to_pydict()
         assert plain["square"] == [n * n for n in range(100)]
-        assert all(where.split()[1].startswith(str(installed.parent.parent)) for where in plain["where"])
+        assert len({where.split()[0] for where in plain["where"]}) == 2, "two executors took part"
         assert sorted(read_published(tmp_path / name / "sql")["n"].to_pylist()) == list(range(50))

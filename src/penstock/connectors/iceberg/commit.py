@@ -18,13 +18,14 @@ from pyiceberg.exceptions import (
     TableAlreadyExistsError,
 )
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
+from pyiceberg.table.refs import MAIN_BRANCH
 from sqlalchemy.exc import IntegrityError
 
 from penstock import durable, store
 from penstock.connectors.iceberg.catalog import AnyCatalog
 from penstock.connectors.iceberg.columns import Columns, iceberg_schema, ids_of, nests_structs, read_stats, widens
 from penstock.connectors.iceberg.layout import Layout
-from penstock.connectors.iceberg.table import PROPERTIES, SEEDED, Table
+from penstock.connectors.iceberg.table import PROPERTIES, SEEDED, Table, seeded_key
 from penstock.connectors.iceberg.upsert import Changed, Known, Upsert, own_rows
 from penstock.connectors.lake import commit as loop
 from penstock.connectors.lake import lists
@@ -55,6 +56,7 @@ class IcebergTarget(LakeTarget[Table]):
         super().__init__(topic, sink.targets.claim(topic), sink.targets.root)
         self.sink = sink
         self.layout = sink.layout
+        self.branch = sink.config.branch
         self.identifier = sink.names.claim(topic)
         self._noted = ""
         self._unseen = SeededNote(self)
@@ -73,7 +75,9 @@ class IcebergTarget(LakeTarget[Table]):
     def load(self) -> Table | None:
         with self.sink.catalog_errors(self.topic):
             try:
-                table = Table(self.topic, self.catalog.load_table(self.identifier), self.catalog, self.path)
+                table = Table(
+                    self.topic, self.catalog.load_table(self.identifier), self.catalog, self.path, self.branch
+                )
             except NoSuchTableError:
                 return None
         self.layout.refuse_another(self.topic, table.metadata.schema(), table.metadata.spec())
@@ -97,6 +101,8 @@ class IcebergTarget(LakeTarget[Table]):
         with self.sink.catalog_errors(self.topic):
             if loaded is None:
                 self._create(commit.schemas())
+                return False
+            if loaded.fork():
                 return False
             self._commit(commit, loaded)
             return True
@@ -125,7 +131,14 @@ class IcebergTarget(LakeTarget[Table]):
                 files = [file for part in stages[0].finish().values() for file in part.files]
             else:
                 files = _with_ids(self, commit, columns, stages[0])
-            if known.renewed(columns.schema) and table.metadata.current_snapshot() is not None:
+            renewed = known.renewed(columns.schema) if table.snapshot is not None else []
+            if renewed and self.branch != MAIN_BRANCH:
+                raise SchemaError(
+                    f"the columns {', '.join(renewed)} of {self.topic} get other types, and a branch cannot follow that alone",
+                    code="PEN-4001",
+                    hint="write such rows to main, or cast the columns in the route's SQL",
+                )
+            if renewed:
                 rewritten = list(map(as_data, _rewrite(stages[1], self.topic, table.batches(), columns)))
             added = list(map(as_data, files))
             is_written = True
@@ -183,7 +196,7 @@ class IcebergTarget(LakeTarget[Table]):
             schema,
             location=str(self.path),
             partition_spec=self.layout.spec(schema),
-            properties={**PROPERTIES, **({SEEDED: "true"} if seeded else {})},
+            properties={**PROPERTIES, **({seeded_key(self.branch): "true"} if seeded else {})},
         )
         if seeded:
             self._unseen.clear()

@@ -79,6 +79,10 @@ class IcebergConfig(LakeConfig):
     namespace: str = "default"
     """Namespace of tables whose name has none."""
 
+    branch: str = "main"
+    """The branch of the table that is written. One that is not there yet begins at what `main` shows. Old snapshots of another
+    branch than `main` are kept."""
+
     partition_by: tuple[str, ...] = ()
     """Partitions of tables that are created: columns, or transforms of them: `["country", "day(ts)", "bucket(16, id)"]`.
     There are `year`, `month`, `day`, `hour`, `bucket(n, column)` and `truncate(n, column)`. An existing table must have the

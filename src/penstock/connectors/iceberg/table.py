@@ -25,7 +25,7 @@ from pyiceberg.table import Table as IcebergTable
 from pyiceberg.table import TableProperties
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.name_mapping import update_mapping
-from pyiceberg.table.refs import MAIN_BRANCH
+from pyiceberg.table.refs import MAIN_BRANCH, SnapshotRefType
 from pyiceberg.table.snapshots import Operation, Snapshot
 from pyiceberg.table.sorting import SortOrder
 from pyiceberg.table.update import (
@@ -41,6 +41,7 @@ from pyiceberg.table.update import (
     SetCurrentSchemaUpdate,
     SetDefaultSortOrderUpdate,
     SetPropertiesUpdate,
+    SetSnapshotRefUpdate,
 )
 from pyiceberg.types import ListType, NestedField, StructType
 
@@ -49,7 +50,7 @@ from penstock.connectors.iceberg.catalog import AnyCatalog, Rest, local, sync
 from penstock.connectors.iceberg.columns import Columns
 from penstock.connectors.iceberg.snapshots import Append, Replace, SeenTransaction, Stem, Upserted
 from penstock.connectors.iceberg.upsert import Changed
-from penstock.errors import FatalError, SchemaError
+from penstock.errors import ConfigError, FatalError, SchemaError
 from penstock.sink import CommittedEpoch, Epoch, Positions, Topic
 from penstock.store import ObjectPath, Place
 
@@ -72,8 +73,16 @@ class Table:
     catalog: AnyCatalog
     target: Place
     """The place of the topic's table; it is in the same store."""
+    branch: str = MAIN_BRANCH
 
     def __post_init__(self) -> None:
+        ref = self.metadata.refs.get(self.branch)
+        if ref is not None and ref.snapshot_ref_type != SnapshotRefType.BRANCH:
+            raise ConfigError(
+                f"{self.branch!r} is a tag of the Iceberg table {self.name}, and rows go to branches",
+                code="PEN-1003",
+                hint="name another `branch`",
+            )
         if self.metadata.format_version > 2:
             raise SchemaError(
                 f"the Iceberg table {self.name} has format version {self.metadata.format_version}, and 2 is written",
@@ -97,30 +106,50 @@ class Table:
     def name(self) -> str:
         return ".".join(self.iceberg.name())
 
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The newest one of the branch; of `main`, as long as there is no such branch."""
+        found = self.metadata.snapshot_by_name(self.branch) if self.branch in self.metadata.refs else None
+        return found or self.metadata.current_snapshot()
+
+    def scan(self, **options: Any) -> Any:
+        """All rows of the branch."""
+        snapshot = self.snapshot
+        return self.iceberg.scan(snapshot_id=snapshot.snapshot_id if snapshot else None, **options)
+
+    def fork(self) -> bool:
+        """Begin the branch at what `main` shows, or raise `CommitFailedException`; False if it is there, or nothing is."""
+        main = self.metadata.current_snapshot()
+        if self.branch in self.metadata.refs or main is None:
+            return False
+        said = {"ref-name": self.branch, "type": "branch", "snapshot-id": main.snapshot_id}
+        self.iceberg._do_commit((SetSnapshotRefUpdate.model_validate(said),), self._unchanged())
+        return True
+
     def columns(self) -> Columns:
         return Columns.of(self.topic, self.metadata.schema(), self.metadata.last_column_id)
 
     def marker(self, pipeline: str) -> CommittedEpoch | None:
-        text = self.metadata.properties.get(_key(pipeline))
+        text = self.metadata.properties.get(_key(pipeline, self.branch))
         try:
             return CommittedEpoch.model_validate_json(text) if text is not None else None
         except ValidationError as error:
             raise FatalError(
-                f"the property {_key(pipeline)} of the Iceberg table {self.name} is corrupt: {error}",
+                f"the property {_key(pipeline, self.branch)} of the Iceberg table {self.name} is corrupt: {error}",
                 code="PEN-5020",
                 hint="restore the table's properties, or write to a new table",
             ) from error
 
     def sent(self, pipeline: str) -> list[str]:
         """Every column that a pipeline has sent by its upserts. Other columns belong to somebody else."""
-        return list(json.loads(self.metadata.properties.get(_sent_key(pipeline), "[]")))
+        return list(json.loads(self.metadata.properties.get(_sent_key(pipeline, self.branch), "[]")))
 
     def is_seeded(self) -> bool:
-        return self.metadata.properties.get(SEEDED) == "true"
+        return self.metadata.properties.get(seeded_key(self.branch)) == "true"
 
     def mark_seeded(self) -> None:
         """Record it, or raise `CommitFailedException`."""
-        self.iceberg._do_commit((SetPropertiesUpdate(updates={SEEDED: "true"}),), self._unchanged())
+        self.iceberg._do_commit((SetPropertiesUpdate(updates={seeded_key(self.branch): "true"}),), self._unchanged())
 
     def commit(
         self,
@@ -142,9 +171,9 @@ class Table:
         text = durable.canonical(marker.model_dump(mode="json"))
         transaction = SeenTransaction(self.iceberg)
         transaction._stage(self._widening(columns), self._unchanged())
-        said = {_key(epoch.pipeline): text}
+        said = {_key(epoch.pipeline, self.branch): text}
         if changed is not None:
-            said[_sent_key(epoch.pipeline)] = durable.canonical(changed.sent)
+            said[_sent_key(epoch.pipeline, self.branch)] = durable.canonical(changed.sent)
         transaction._stage((SetPropertiesUpdate(updates=said),))
         summary = {
             "penstock.pipeline": epoch.pipeline,
@@ -154,7 +183,7 @@ class Table:
         written: list[str] = []
         for producer, added in ((Replace, rewritten), (Append if changed is None else Upserted, files)):
             if added is not None:
-                change = producer(producer.operation, transaction, self.iceberg.io, Stem(epoch), summary)  # type: ignore[arg-type]
+                change = producer(producer.operation, transaction, self.iceberg.io, Stem(epoch), summary, self.branch)  # type: ignore[arg-type]
                 if isinstance(change, Upserted) and changed is not None:
                     change.changed = changed
                 for file in added:
@@ -162,7 +191,8 @@ class Table:
                 transaction._stage(*change._commit())
                 written += [*change._written_manifests, *change._written_manifest_lists]
         # A service does not see whether a snapshot has got a tag meanwhile: there old ones go by themselves, afterwards.
-        old = [] if isinstance(self.catalog, Rest) else _expired(self.metadata, keep_snapshots)
+        expires = self.branch == MAIN_BRANCH
+        old = _expired(self.metadata, keep_snapshots) if expires and not isinstance(self.catalog, Rest) else []
         left = self._left_by(old) if old else []
         if old:
             transaction._stage(
@@ -177,7 +207,7 @@ class Table:
             if not self._is_named(written):
                 self._delete([*written, self.catalog.last.written])  # no version will ever name them
             raise
-        left += self._expire(keep_snapshots) if isinstance(self.catalog, Rest) else []
+        left += self._expire(keep_snapshots) if expires and isinstance(self.catalog, Rest) else []
         kept = {self._place(each).name for each in written}
         metadata = self._place(written[-1]).parent
         others = [name for name in store.names(metadata) if f"{epoch.stem()}-" in name and name.endswith(".avro")]
@@ -214,7 +244,7 @@ class Table:
         """All rows, batch by batch: `to_record_batches` would hold whole files."""
         scan = ArrowScan(self.metadata, self.iceberg.io, self.metadata.schema(), AlwaysTrue())
         try:
-            for task in self.iceberg.scan().plan_files():
+            for task in self.scan().plan_files():
                 deletes = _read_all_delete_files(self.iceberg.io, [task])
                 yield from scan._record_batches_from_scan_tasks_and_deletes([task], deletes)
         except (ValueError, NotImplementedError, ResolveError) as error:  # deletes by value, files that are not Parquet
@@ -233,9 +263,9 @@ class Table:
 
     def _unchanged(self) -> tuple[Any, ...]:
         """What must still hold at the commit: the marker was read in this very snapshot."""
-        main = self.metadata.refs.get(MAIN_BRANCH)
+        head = self.metadata.refs.get(self.branch)
         return (
-            AssertRefSnapshotId.model_validate({"ref": MAIN_BRANCH, "snapshot-id": main.snapshot_id if main else None}),
+            AssertRefSnapshotId.model_validate({"ref": self.branch, "snapshot-id": head.snapshot_id if head else None}),
             AssertTableUUID(uuid=self.metadata.table_uuid),
             AssertCurrentSchemaId.model_validate({"current-schema-id": self.metadata.current_schema_id}),
             AssertLastAssignedFieldId.model_validate({"last-assigned-field-id": self.metadata.last_column_id}),
@@ -356,9 +386,18 @@ def _line(metadata: TableMetadata) -> list[Snapshot]:
     return found
 
 
-def _key(pipeline: str) -> str:
-    return f"penstock.epoch.{quote(pipeline, safe='')}"
+def seeded_key(branch: str) -> str:
+    return SEEDED + _of(branch)
 
 
-def _sent_key(pipeline: str) -> str:
-    return f"penstock.columns.{quote(pipeline, safe='')}"
+def _key(pipeline: str, branch: str) -> str:
+    return f"penstock.epoch.{quote(pipeline, safe='')}{_of(branch)}"
+
+
+def _sent_key(pipeline: str, branch: str) -> str:
+    return f"penstock.columns.{quote(pipeline, safe='')}{_of(branch)}"
+
+
+def _of(branch: str) -> str:
+    """What the names of properties end with: those of `main` with nothing."""
+    return "" if branch == MAIN_BRANCH else f"@{quote(branch, safe='')}"

@@ -106,7 +106,7 @@ class Contents:
     """The files of the newest snapshot of a table."""
 
     def __init__(self, table: Table, known: Known) -> None:
-        io, snapshot = table.iceberg.io, table.metadata.current_snapshot()
+        io, snapshot = table.iceberg.io, table.snapshot
         manifests = {each.manifest_path: each for each in (snapshot.manifests(io) if snapshot else [])}
         known.manifests = {
             path: known.manifests.get(path) or [entry.data_file for entry in each.fetch_manifest_entry(io)]

@@ -46,6 +46,9 @@ soak: $(SET_UP_DEV) java  ## all soaks, or NAME= one; NAME=tests: the tests, wit
 ifeq ($(NAME),tests)
 	@$(BIN)/python -m penstock.testing.azure --is-installed || { \
 		echo "fetching Azure's emulator (360 MB); only this once" && $(BIN)/python -m penstock.testing.azure; } || true
+	@$(BIN)/python -m penstock.testing.spark_reader --is-installed || { \
+		echo "fetching Spark with the jars of Delta and Iceberg (600 MB); only this once" && \
+		$(BIN)/python -m penstock.testing.spark_reader; } || true
 	@PENSTOCK_THOROUGH=1 $(BIN)/python -m pytest $(WORKERS) -m 'soak or not soak' $(ARGS)
 else
 	@set -e; for script in $(if $(NAME),bench/soak/$(NAME).py,$(sort $(wildcard bench/soak/[a-z]*.py))); do $(BIN)/python $$script; done

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+from uuid import uuid4
 
 import pyarrow as pa
 from pydantic import ValidationError
@@ -118,10 +119,21 @@ class Table:
         return self.iceberg.scan(snapshot_id=snapshot.snapshot_id if snapshot else None, **options)
 
     def fork(self) -> bool:
-        """Begin the branch at what `main` shows, or raise `CommitFailedException`; False if it is there, or nothing is."""
-        main = self.metadata.current_snapshot()
-        if self.branch in self.metadata.refs or main is None:
+        """
+        Begin the branch at what `main` shows, or raise `CommitFailedException`; False if it is there.
+
+        Where `main` shows nothing yet, it gets a snapshot without rows first: no other branch may have the first one.
+        """
+        if self.branch == MAIN_BRANCH or self.branch in self.metadata.refs:
             return False
+        main = self.metadata.current_snapshot()
+        if main is None:
+            transaction = SeenTransaction(self.iceberg)
+            empty = Append(Append.operation, transaction, self.iceberg.io, uuid4())
+            transaction._stage(*empty._commit())
+            sync(*empty._written_manifest_lists)
+            self.iceberg._do_commit(transaction._updates, transaction._requirements)
+            return True
         said = {"ref-name": self.branch, "type": "branch", "snapshot-id": main.snapshot_id}
         self.iceberg._do_commit((SetSnapshotRefUpdate.model_validate(said),), self._unchanged())
         return True

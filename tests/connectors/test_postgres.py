@@ -513,6 +513,21 @@ def test_columns_are_added_and_widened_and_one_that_is_no_longer_sent_is_null(ma
     ]
 
 
+@pytest.mark.parametrize("mode", ["append", "upsert"])
+def test_an_epoch_that_fails_leaves_neither_columns_nor_types(make, connection, mode):
+    sink = make(mode=mode, key=["id"] if mode == "upsert" else [])
+    commit(sink, 1, batch(id=[1], n=pa.array([7], pa.int32())))
+    connection.execute("ALTER TABLE lake.orders ADD CHECK (n < 2 ^ 41)")
+    before, e = kinds(connection), epoch(2)
+    wider = stage(sink, e, batch(id=[2], n=[2**40], more=["x"]))
+    assert kinds(connection) == before, "the commit alters the table, in its transaction"
+    with pytest.raises(SchemaError):
+        sink.commit_epoch(e, [wider, stage(sink, e, batch(id=[3], n=[2**42], more=["x"]), task=1)], END)
+    assert kinds(connection) == before
+    sink.commit_epoch(e, [wider], END)
+    assert kinds(connection) == {"id": "bigint", "n": "bigint", "more": "text"}
+
+
 def test_a_policy_other_than_evolve_is_kept(make, connection):
     commit(make(), 1, batch(id=[1], n=[1]))
     for policy, rows, error in (

@@ -65,8 +65,9 @@ class DeltaTarget(LakeTarget[Table]):
         )  # the client of a loaded table would keep credentials that have been renewed
         is_same, self._options = options == self._options, options
         if known is not None and is_same and known.is_the_same():
-            with delta_errors(self.path):
-                known.refresh()
+            if not known.is_read():
+                with delta_errors(self.path):
+                    known.refresh()
             self._table = known
         elif not store.is_local(self.path) or (self.path / "_delta_log").exists():
             with contextlib.suppress(TableNotFoundError), delta_errors(self.path):

@@ -85,8 +85,15 @@ class Table:
         """True if nobody has made a version after the loaded one. In this order: a log is cleaned up from its old end on."""
         return not identity_of(_entry(self.path, self.version + 1)) and self.is_the_same()
 
+    def is_read(self) -> bool:
+        """True if the client has read every version; asked after `is_the_same`. It takes milliseconds to find out itself."""
+        return self.delta.version() == self.version and not identity_of(_entry(self.path, self.version + 1))
+
     def refresh(self) -> None:
         self.delta.update_incremental()
+        self._is_at_the_client()
+
+    def _is_at_the_client(self) -> None:
         self.version, self.took = self.delta.version(), None
         self._seen = self._newest()
 
@@ -168,6 +175,7 @@ class Table:
             self.publish(actions, {"operation": "MERGE", **info})
         else:
             _write(self.delta, self.hooks, files, removed, markers, info, schema)
+            self._is_at_the_client()  # which has read what it wrote
         self.sync(version)
         self.markers[epoch.pipeline] = (sequence, sidecar)
         sidecars = _sidecars(hidden).items()

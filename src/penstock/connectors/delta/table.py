@@ -91,9 +91,6 @@ class Table:
 
     def refresh(self) -> None:
         self.delta.update_incremental()
-        self._is_at_the_client()
-
-    def _is_at_the_client(self) -> None:
         self.version, self.took = self.delta.version(), None
         self._seen = self._newest()
 
@@ -175,7 +172,6 @@ class Table:
             self.publish(actions, {"operation": "MERGE", **info})
         else:
             _write(self.delta, self.hooks, files, removed, markers, info, schema)
-            self._is_at_the_client()  # which has read what it wrote
         self.sync(version)
         self.markers[epoch.pipeline] = (sequence, sidecar)
         sidecars = _sidecars(hidden).items()

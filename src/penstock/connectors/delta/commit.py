@@ -21,7 +21,7 @@ from penstock.connectors.delta.entries import wants_vectors
 from penstock.connectors.delta.evolve import Evolution
 from penstock.connectors.delta.files import Log
 from penstock.connectors.delta.hint import Hint
-from penstock.connectors.delta.table import Table, claim, enable_vectors, refuse_unsupported
+from penstock.connectors.delta.table import Table, claim, enable_vectors, is_read, refuse_unsupported
 from penstock.connectors.delta.upkeep import Upkeep
 from penstock.connectors.lake import lists
 from penstock.connectors.lake.changed import changes_of
@@ -65,7 +65,7 @@ class DeltaTarget(LakeTarget[Table]):
         )  # the client of a loaded table would keep credentials that have been renewed
         is_same, self._options = options == self._options, options
         if known is not None and is_same and known.is_the_same():
-            if not known.is_read():
+            if not is_read(known):
                 with delta_errors(self.path):
                     known.refresh()
             self._table = known

@@ -85,10 +85,6 @@ class Table:
         """True if nobody has made a version after the loaded one. In this order: a log is cleaned up from its old end on."""
         return not identity_of(_entry(self.path, self.version + 1)) and self.is_the_same()
 
-    def is_read(self) -> bool:
-        """True if the client has read every version; asked after `is_the_same`. It takes milliseconds to find out itself."""
-        return self.delta.version() == self.version and not identity_of(_entry(self.path, self.version + 1))
-
     def refresh(self) -> None:
         self.delta.update_incremental()
         self.version, self.took = self.delta.version(), None
@@ -286,6 +282,11 @@ class Table:
 
     def _newest(self) -> str:
         return identity_of(_entry(self.path, self.version))
+
+
+def is_read(table: Table) -> bool:
+    """True if the client has read every version; asked after `is_the_same`. It takes milliseconds to find out itself."""
+    return table.delta.version() == table.version and not identity_of(_entry(table.path, table.version + 1))
 
 
 def _drop_old_entries(delta: DeltaTable) -> None:

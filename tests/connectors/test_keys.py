@@ -1,5 +1,5 @@
 """
-Keys of every type, captured from PostgreSQL and applied by every sink that upserts.
+Keys of every type, captured from PostgreSQL and applied by every sink of tables that upserts.
 
 PostgreSQL says when two keys are the same: 2.0 and 2.00 are, 'a' and 'a ' are in one type and not in another. A sink that
 sees it otherwise loses a row, keeps one that is gone, or gives a row the value of another.
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from mirrored import Lake, database_on
 from penstock.changes.keys import Equality, codes_of
 from penstock.connectors.delta import Delta, DeltaConfig
+from penstock.connectors.iceberg import Iceberg, IcebergConfig
 from penstock.connectors.postgres import Postgres, PostgresSinkConfig
 from penstock.connectors.postgresql.types import SESSION, Column, TypeCatalog, parse_text, select_text, table_schema
 from penstock.testing.memory import MemorySink, MemorySinkConfig
@@ -119,6 +120,7 @@ def lake(database, path):
     sinks = {
         "postgres": Postgres(PostgresSinkConfig(dsn=database.dsn, mode="upsert", table="mirror.{table}")),
         "delta": Delta(DeltaConfig(path=str(path / "lake/{topic}"), mode="upsert")),
+        "iceberg": Iceberg(IcebergConfig(path=str(path / "ice/{topic}"), mode="upsert")),
         "memory": MemorySink(MemorySinkConfig(path=path / "memory", mode="upsert", key=("k",))),
     }
     return Lake(path, database.source(), sinks)
@@ -154,10 +156,13 @@ class Writer:
 def differences(database, path):
     """For each sink the types of key for which it does not hold what the source does."""
     pipeline, found = lake(database, path), {}
+    iceberg = pipeline.sinks["iceberg"]
+    iceberg.open()
     for table, kind in TABLES.items():
         expected = texts(database, table)
         rows = sorted(((n, doc) for _, n, doc in expected), key=repr)
         held = {"delta": pipeline.table(f"public.{table}", ["n", "doc"])}
+        held["iceberg"] = iceberg.read_topic(f"/public.{table}").select(["n", "doc"]).to_pylist()
         if kind not in FAR:
             held["memory"] = pipeline.sinks["memory"].visible(f"/public.{table}")
         if texts(database, f"mirror.{table}") != expected:
@@ -165,6 +170,7 @@ def differences(database, path):
         for sink, its in held.items():
             if sorted(((row["n"], row["doc"]) for row in its), key=repr) != rows:
                 found.setdefault(sink, []).append(kind)
+    iceberg.close()
     return found
 
 

@@ -35,6 +35,8 @@ SECONDS = int(os.environ.get("BENCH_SECONDS", "20"))
 """How long records are written to see how soon they are visible."""
 RATE = 1000
 VALUES = [os.urandom(200) for _ in range(1000)]
+PARTS = ("one", "spark", "latency")
+"""`BENCH_PARTS=one,latency` measures some of them; the figures of the others stay in the result file, if of the same commit."""
 
 PEER = [  # 4.3.0 is not published yet; these run on PySpark 4.3.0
     "org.apache.spark:spark-sql-kafka-0-10_2.13:4.2.0",
@@ -370,29 +372,29 @@ def main() -> None:
     if "--run" in sys.argv:
         run(sys.argv[sys.argv.index("--run") + 1])
         return
-    bench = Bench(
-        "kafka", f"Kafka, {ROWS:,} records of 200 bytes in {PARTITIONS} partitions, broker on the same machine"
-    )
+    parts = os.environ.get("BENCH_PARTS", ",".join(PARTS)).split(",")
+    title = f"Kafka, {ROWS:,} records of 200 bytes in {PARTITIONS} partitions, broker on the same machine"
+    if "one" in parts and shutil.which("kcat") is None:
+        sys.exit("kcat is missing: apt-get install kcat")
+    bench = Bench("kafka", title, part=set(parts) != set(PARTS))
     with KafkaServer() as server, tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
         address, scratch = server.bootstrap, Path(name)
         admin = AdminClient({"bootstrap.servers": address})
         topics = ["rows", "json", "live", *(f"plain-{turn}" for turn in range(TURNS))]
         for future in admin.create_topics([NewTopic(each, PARTITIONS, 1) for each in topics]).values():
             future.result()
-        fill(address, "rows")
         note = "n" * 110
 
         def text(n: int) -> bytes:
             row = {"id": n, "name": f"name {n % 1000}", "amount": n / 7, "active": n % 3 == 0, "note": note}
             return json.dumps(row).encode()
 
-        fill(address, "json", text)
-        parts = os.environ.get("BENCH_PARTS", "one,spark,latency").split(",")
+        if "one" in parts or "spark" in parts:
+            fill(address, "rows")
         if "one" in parts:
-            if shutil.which("kcat") is None:
-                sys.exit("kcat is missing: apt-get install kcat")
             one_process(bench, address, scratch)
         if "spark" in parts:
+            fill(address, "json", text)
             beside_spark(bench, address, scratch)
         if "latency" in parts:
             latency(bench, address, scratch)

@@ -46,6 +46,8 @@ class Bench:
     title: str
     rows: list[tuple[str, str, str]] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
+    part: bool = False
+    """Only a part was measured: what the result file has of the others stays, if it is of the same commit and data."""
     began: float = field(default_factory=time.time)
 
     def row(self, what: str, figure: str, note: str = "") -> None:
@@ -75,10 +77,23 @@ class Bench:
                 for c in self.claims
             ],
         }
-        (RESULTS / f"{self.name}.json").write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+        file = RESULTS / f"{self.name}.json"
+        if self.part and file.exists():
+            result = together(json.loads(file.read_text()), result)
+        file.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
         PAGE.write_text(page())
         for claim in self.claims:
             print(claim)
+
+
+def together(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Two parts of one bench; figures of another commit, machine or amount of data are not shown beside these."""
+    if any(before[each] != now[each] for each in ("title", "commit", "machine")):
+        return now
+    rows = {row[0]: row for row in [*before["rows"], *now["rows"]]}
+    claims = {claim["name"]: claim for claim in [*before["claims"], *now["claims"]]}
+    seconds = before["seconds"] + now["seconds"]
+    return {**now, "seconds": seconds, "rows": list(rows.values()), "claims": list(claims.values())}
 
 
 def commit() -> str:

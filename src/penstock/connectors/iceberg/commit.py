@@ -25,8 +25,8 @@ from penstock import durable, store
 from penstock.connectors.iceberg.catalog import AnyCatalog
 from penstock.connectors.iceberg.columns import Columns, iceberg_schema, ids_of, nests_structs, read_stats, widens
 from penstock.connectors.iceberg.layout import Layout
-from penstock.connectors.iceberg.table import PROPERTIES, SEEDED, Table, seeded_key
-from penstock.connectors.iceberg.upsert import Changed, Known, Upsert, own_rows
+from penstock.connectors.iceberg.table import PROPERTIES, SEEDED, Table, fork, seeded_key
+from penstock.connectors.iceberg.upsert import Changed, Known, Upsert, head, own_rows
 from penstock.connectors.lake import commit as loop
 from penstock.connectors.lake import lists
 from penstock.connectors.lake.changed import changes_of
@@ -102,7 +102,7 @@ class IcebergTarget(LakeTarget[Table]):
             if loaded is None:
                 self._create(commit.schemas())
                 return False
-            if loaded.fork():
+            if fork(loaded):
                 return False
             self._commit(commit, loaded)
             return True
@@ -131,7 +131,7 @@ class IcebergTarget(LakeTarget[Table]):
                 files = [file for part in stages[0].finish().values() for file in part.files]
             else:
                 files = _with_ids(self, commit, columns, stages[0])
-            renewed = known.renewed(columns.schema) if table.snapshot is not None else []
+            renewed = known.renewed(columns.schema) if head(table) is not None else []
             if renewed and self.branch != MAIN_BRANCH:
                 raise SchemaError(
                     f"the columns {', '.join(renewed)} of {self.topic} get other types, and a branch cannot follow that alone",

@@ -17,8 +17,9 @@ from penstock.connectors.iceberg.columns import StatsPart, iceberg_schema, promo
 from penstock.connectors.iceberg.commit import IcebergTarget, data_file
 from penstock.connectors.iceberg.config import IcebergConfig
 from penstock.connectors.iceberg.layout import Layout
-from penstock.connectors.iceberg.table import Table
+from penstock.connectors.iceberg.table import Table, scan
 from penstock.connectors.iceberg.task import IcebergTask
+from penstock.connectors.iceberg.upsert import head
 from penstock.connectors.lake.changed import begin_changes, changes_of
 from penstock.connectors.lake.partitions import Directories
 from penstock.connectors.lake.sink import LakeSink
@@ -129,11 +130,11 @@ class Iceberg(LakeSink[IcebergConfig]):
 
     def read_topic(self, topic: Topic) -> pa.Table | None:
         table = self.target(topic).load()
-        return None if table is None else table.scan().to_arrow()
+        return None if table is None else scan(table).to_arrow()
 
     def first_rows(self, topic: Topic, rows: int) -> pa.Table | None:
         table = self.target(topic).load()
-        return None if table is None else table.scan(limit=rows).to_arrow()
+        return None if table is None else scan(table, limit=rows).to_arrow()
 
     def can_be_double(self, topic: Topic, column: str) -> bool:
         if self.config.upserts or column in [each.column for each in self.layout]:
@@ -153,7 +154,7 @@ class Iceberg(LakeSink[IcebergConfig]):
 
 def _holds_beyond(table: Table, column: str) -> bool:
     """True if a live value of the column lies beyond what doubles can count to."""
-    if column not in table.metadata.schema().column_names or table.snapshot is None:
+    if column not in table.metadata.schema().column_names or head(table) is None:
         return False
     beyond = Or(GreaterThan(column, EXACT), LessThan(column, -EXACT))  # type: ignore[arg-type, call-arg]
-    return bool(table.scan(row_filter=beyond, selected_fields=(column,), limit=1).to_arrow().num_rows)
+    return bool(scan(table, row_filter=beyond, selected_fields=(column,), limit=1).to_arrow().num_rows)

@@ -50,7 +50,7 @@ from penstock import durable, failpoints, store
 from penstock.connectors.iceberg.catalog import AnyCatalog, Rest, local, sync
 from penstock.connectors.iceberg.columns import Columns
 from penstock.connectors.iceberg.snapshots import Append, Replace, SeenTransaction, Stem, Upserted
-from penstock.connectors.iceberg.upsert import Changed
+from penstock.connectors.iceberg.upsert import Changed, head
 from penstock.errors import ConfigError, FatalError, SchemaError
 from penstock.sink import CommittedEpoch, Epoch, Positions, Topic
 from penstock.store import ObjectPath, Place
@@ -106,37 +106,6 @@ class Table:
     @property
     def name(self) -> str:
         return ".".join(self.iceberg.name())
-
-    @property
-    def snapshot(self) -> Snapshot | None:
-        """The newest one of the branch; of `main`, as long as there is no such branch."""
-        found = self.metadata.snapshot_by_name(self.branch) if self.branch in self.metadata.refs else None
-        return found or self.metadata.current_snapshot()
-
-    def scan(self, **options: Any) -> Any:
-        """All rows of the branch."""
-        snapshot = self.snapshot
-        return self.iceberg.scan(snapshot_id=snapshot.snapshot_id if snapshot else None, **options)
-
-    def fork(self) -> bool:
-        """
-        Begin the branch at what `main` shows, or raise `CommitFailedException`; False if it is there.
-
-        Where `main` shows nothing yet, it gets a snapshot without rows first: no other branch may have the first one.
-        """
-        if self.branch == MAIN_BRANCH or self.branch in self.metadata.refs:
-            return False
-        main = self.metadata.current_snapshot()
-        if main is None:
-            transaction = SeenTransaction(self.iceberg)
-            empty = Append(Append.operation, transaction, self.iceberg.io, uuid4())
-            transaction._stage(*empty._commit())
-            sync(*empty._written_manifest_lists)
-            self.iceberg._do_commit(transaction._updates, transaction._requirements)
-            return True
-        said = {"ref-name": self.branch, "type": "branch", "snapshot-id": main.snapshot_id}
-        self.iceberg._do_commit((SetSnapshotRefUpdate.model_validate(said),), self._unchanged())
-        return True
 
     def columns(self) -> Columns:
         return Columns.of(self.topic, self.metadata.schema(), self.metadata.last_column_id)
@@ -203,8 +172,7 @@ class Table:
                 transaction._stage(*change._commit())
                 written += [*change._written_manifests, *change._written_manifest_lists]
         # A service does not see whether a snapshot has got a tag meanwhile: there old ones go by themselves, afterwards.
-        expires = self.branch == MAIN_BRANCH
-        old = _expired(self.metadata, keep_snapshots) if expires and not isinstance(self.catalog, Rest) else []
+        old = [] if isinstance(self.catalog, Rest) else _expired(self.metadata, keep_snapshots, self.branch)
         left = self._left_by(old) if old else []
         if old:
             transaction._stage(
@@ -219,7 +187,7 @@ class Table:
             if not self._is_named(written):
                 self._delete([*written, self.catalog.last.written])  # no version will ever name them
             raise
-        left += self._expire(keep_snapshots) if expires and isinstance(self.catalog, Rest) else []
+        left += self._expire(keep_snapshots) if isinstance(self.catalog, Rest) else []
         kept = {self._place(each).name for each in written}
         metadata = self._place(written[-1]).parent
         others = [name for name in store.names(metadata) if f"{epoch.stem()}-" in name and name.endswith(".avro")]
@@ -227,7 +195,7 @@ class Table:
 
     def _expire(self, keep: int) -> list[str]:
         """Drop old snapshots in a commit of its own; gives the files that nobody needs any more."""
-        old = _expired(self.metadata, keep + 1)
+        old = _expired(self.metadata, keep + 1, self.branch)
         if not old:
             return []
         left = self._left_by(old)
@@ -256,7 +224,7 @@ class Table:
         """All rows, batch by batch: `to_record_batches` would hold whole files."""
         scan = ArrowScan(self.metadata, self.iceberg.io, self.metadata.schema(), AlwaysTrue())
         try:
-            for task in self.scan().plan_files():
+            for task in scan(self).plan_files():
                 deletes = _read_all_delete_files(self.iceberg.io, [task])
                 yield from scan._record_batches_from_scan_tasks_and_deletes([task], deletes)
         except (ValueError, NotImplementedError, ResolveError) as error:  # deletes by value, files that are not Parquet
@@ -378,9 +346,9 @@ def _is_replacement(snapshot: Snapshot) -> bool:
     return summary.operation in (Operation.REPLACE, Operation.OVERWRITE)
 
 
-def _expired(metadata: TableMetadata, keep: int) -> list[Snapshot]:
+def _expired(metadata: TableMetadata, keep: int, branch: str) -> list[Snapshot]:
     """The snapshots that are to go with the next commit, oldest first."""
-    if metadata.properties.get("gc.enabled", "true") != "true":
+    if metadata.properties.get("gc.enabled", "true") != "true" or branch != MAIN_BRANCH:
         return []
     named = {ref.snapshot_id for ref in metadata.refs.values()}
     old = _line(metadata)[max(keep - 1, 1) :]
@@ -396,6 +364,33 @@ def _line(metadata: TableMetadata) -> list[Snapshot]:
         found.append(each)
         each = by_id.get(each.parent_snapshot_id) if each.parent_snapshot_id is not None else None
     return found
+
+
+def scan(table: Table, **options: Any) -> Any:
+    """All rows of the branch."""
+    snapshot = head(table)
+    return table.iceberg.scan(snapshot_id=snapshot.snapshot_id if snapshot else None, **options)
+
+
+def fork(table: Table) -> bool:
+    """
+    Begin the branch at what `main` shows, or raise `CommitFailedException`; False if it is there.
+
+    Where `main` shows nothing yet, it gets a snapshot without rows first: no other branch may have the first one.
+    """
+    if table.branch == MAIN_BRANCH or table.branch in table.metadata.refs:
+        return False
+    main = table.metadata.current_snapshot()
+    if main is None:
+        transaction = SeenTransaction(table.iceberg)
+        empty = Append(Append.operation, transaction, table.iceberg.io, uuid4())
+        transaction._stage(*empty._commit())
+        sync(*empty._written_manifest_lists)
+        table.iceberg._do_commit(transaction._updates, transaction._requirements)
+        return True
+    said = {"ref-name": table.branch, "type": "branch", "snapshot-id": main.snapshot_id}
+    table.iceberg._do_commit((SetSnapshotRefUpdate.model_validate(said),), table._unchanged())
+    return True
 
 
 def seeded_key(branch: str) -> str:

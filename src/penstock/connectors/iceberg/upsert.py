@@ -22,6 +22,7 @@ from pyiceberg.expressions import AlwaysTrue
 from pyiceberg.io.pyarrow import ArrowScan, _read_deletes
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 from pyiceberg.table import FileScanTask
+from pyiceberg.table.snapshots import Snapshot
 from pyiceberg.typedef import Record
 
 from penstock.changes import own_columns
@@ -106,7 +107,7 @@ class Contents:
     """The files of the newest snapshot of a table."""
 
     def __init__(self, table: Table, known: Known) -> None:
-        io, snapshot = table.iceberg.io, table.snapshot
+        io, snapshot = table.iceberg.io, head(table)
         manifests = {each.manifest_path: each for each in (snapshot.manifests(io) if snapshot else [])}
         known.manifests = {
             path: known.manifests.get(path) or [entry.data_file for entry in each.fetch_manifest_entry(io)]
@@ -322,6 +323,12 @@ class Upsert:
                 for each in wanted
             ]
             yield pa.table(columns, schema=pa.schema([pa.field(each.name, each.type) for each in wanted]))
+
+
+def head(table: Table) -> Snapshot | None:
+    """The newest snapshot of the branch; of `main`, as long as there is no such branch."""
+    found = table.metadata.snapshot_by_name(table.branch) if table.branch in table.metadata.refs else None
+    return found or table.metadata.current_snapshot()
 
 
 def own_rows(config: IcebergConfig, topic: Topic, schema: pa.Schema) -> pa.Schema:

@@ -222,11 +222,11 @@ class Table:
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """All rows, batch by batch: `to_record_batches` would hold whole files."""
-        scan = ArrowScan(self.metadata, self.iceberg.io, self.metadata.schema(), AlwaysTrue())
+        reading = ArrowScan(self.metadata, self.iceberg.io, self.metadata.schema(), AlwaysTrue())
         try:
             for task in scan(self).plan_files():
                 deletes = _read_all_delete_files(self.iceberg.io, [task])
-                yield from scan._record_batches_from_scan_tasks_and_deletes([task], deletes)
+                yield from reading._record_batches_from_scan_tasks_and_deletes([task], deletes)
         except (ValueError, NotImplementedError, ResolveError) as error:  # deletes by value, files that are not Parquet
             raise FatalError(
                 f"the Iceberg table {self.name} cannot be rewritten for a column's wider type: {error}",

@@ -11,10 +11,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from penstock.connectors.danube import DanubeSink
+from penstock.connectors.danube import Danube, DanubeSink, session
 from penstock.connectors.danube.message import identity
 from penstock.connectors.danube.producers import Message, Producers
 from penstock.connectors.danube.sink import DanubeSinkConfig
+from penstock.connectors.danube.source import DanubeSourceConfig
 from penstock.errors import ConfigError, ConnectorError, DataError, RetryableError
 from penstock.formats import Format, WireSchema
 from penstock.formats.json_schema import JsonSchema, JsonSchemaConfig
@@ -23,8 +24,9 @@ from penstock.schema.registry.danube_client import DanubeConfig, fnv1a
 from penstock.schema.registry.versions import Minimum, Pinned
 from penstock.sink import Epoch, SinkContext, Task, TopicContext
 from penstock.source import ENVELOPE_SCHEMA
-from penstock.testing import SinkContract
+from penstock.testing import RecordingSender, SinkContract
 from penstock.testing.danube import DanubeBroker
+from penstock.testing.processes import wait_until
 
 pytestmark = pytest.mark.xdist_group("danube")
 
@@ -273,3 +275,56 @@ def test_a_cluster_makes_the_topic_first(own: DanubeBroker) -> None:
     own.tell("set", is_cluster=True)
     send(own, ROWS)
     assert len(payloads(own)) == 3
+
+
+def test_all_partitions_are_there_before_the_first_message(broker: DanubeBroker) -> None:
+    one = pa.record_batch({"key": ["a"]})
+    send(broker, one, key=["key"], partitions=4)
+    assert set(broker.tell("report")["topics"]) == {f"{TOPIC}-part-{number}" for number in range(4)}
+    broker.tell("create", topic="/shop/cut-part-3")  # its making was cut short after the first of them
+    send(broker, one, key=["key"], partitions=4, topic="/shop/cut")
+    assert {f"/shop/cut-part-{number}" for number in range(4)} <= set(broker.tell("report")["topics"])
+
+
+@pytest.mark.parametrize(
+    ("made", "asked", "says"), [(2, 4, "has 2"), (4, 2, "has 4"), (0, 2, "has no"), (2, 0, "has 2")]
+)
+def test_partitions_other_than_the_topics_own_are_refused(
+    broker: DanubeBroker, made: int, asked: int, says: str
+) -> None:
+    send(broker, ROWS, key=["id"], partitions=made)
+    with pytest.raises(ConfigError, match=f"{says} partitions, and `partitions` is {asked}"):
+        send(broker, ROWS, key=["id"], partitions=asked)
+
+
+def test_a_cluster_makes_every_partition_first(own: DanubeBroker) -> None:
+    own.tell("set", is_cluster=True)
+    send(own, ROWS, key=["id"], partitions=9)
+    assert sum(len(own.messages(f"{TOPIC}-part-{number}")) for number in range(9)) == 3
+
+
+def following(broker: DanubeBroker, **options: Any) -> Danube:
+    return Danube(DanubeSourceConfig(url=broker.url, topics=[TOPIC], subscription="penstock", **options))
+
+
+def test_a_source_makes_the_topic_with_the_partitions_of_what_sends_to_it(broker: DanubeBroker) -> None:
+    following(broker, create_topics=True, partitions=3).open()
+    assert set(broker.tell("report")["topics"]) == {f"{TOPIC}-part-{number}" for number in range(3)}
+    send(broker, ROWS, key=["id"], partitions=3)
+    with pytest.raises(ConfigError, match="has 3 partitions"):
+        following(broker, create_topics=True, partitions=2).open()
+    following(broker, create_topics=True).open()  # it is there
+
+
+def test_partitions_that_are_being_made_are_looked_for_at_once(
+    broker: DanubeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "LOOK_SECS", 3600)
+    parts = [f"{TOPIC}-part-{number}" for number in (2, 1, 0)]
+    broker.tell("create", topic=parts[0])
+    source = following(broker)
+    source.open()
+    with RecordingSender().streaming(source):
+        for part in parts:
+            broker.tell("create", topic=part)
+            wait_until(lambda: broker.subscription(part, "penstock").get("consumers"), part)  # noqa: B023

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from penstock.connectors.danube import partitions as parts
 from penstock.connectors.danube.loop import shared, submit
 from penstock.connectors.messages import Window
 from penstock.errors import ConfigError, ConnectorError, RetryableError
@@ -48,8 +49,9 @@ class _Producer:
 
 
 class Message(NamedTuple):
-    """A message on its way: `topic` is its partition, and `stream_message` lacks only what the producer knows."""
+    """A message on its way: `topic` is its partition of `base`, and `stream_message` lacks only what the producer knows."""
 
+    base: str
     topic: str
     key: str | None
     binding: Binding | None
@@ -68,6 +70,8 @@ class Producers:
         self._window = Window(window, TRIES * config.timeout)
         self._numbers = itertools.count(1)
         self._made: dict[str, asyncio.Future[_Producer]] = {}
+        self._whole: set[str] = set()  # topics whose partitions are all there
+        self._locks: dict[str, asyncio.Lock] = {}  # of topics while that is found out
         self._channels: dict[str, Any] = {}
         self._waiting: deque[Message] = deque()
         self._keys: dict[
@@ -87,6 +91,7 @@ class Producers:
         attributes: Mapping[str, str],
     ) -> Message:
         """A message as it is sent; `number` chooses the partition of one without a key."""
+        base = topic
         if self._partitions:
             chosen = fnv1a(key) if key is not None else number
             topic = f"{topic}-part-{chosen % self._partitions}"
@@ -101,7 +106,7 @@ class Producers:
         made.msg_id.topic_name = topic
         if binding is not None:
             made.schema_id, made.schema_version = binding.id, binding.version
-        return Message(topic, key, binding, made)
+        return Message(base, topic, key, binding, made)
 
     def send(self, messages: Sequence[Message]) -> None:
         """Hand over messages, in their order; raises what an earlier one failed with."""
@@ -158,7 +163,7 @@ class Producers:
         for left in range(TRIES, -1, -1):
             made = self._made.get(topic)
             if made is None:
-                made = self._made[topic] = asyncio.ensure_future(self._create(topic, message.binding))
+                made = self._made[topic] = asyncio.ensure_future(self._produce(message))
             try:
                 producer = made.result() if made.done() else await asyncio.shield(made)
                 sent.msg_id.producer_id = producer.id
@@ -174,6 +179,29 @@ class Producers:
             if self._made.get(topic) is made:  # it may be another broker's by now, or one that was started again
                 del self._made[topic]
             await asyncio.sleep(min(2.0, 0.05 * 2 ** (TRIES - left)) * random.uniform(0.5, 1.0))
+
+    async def _produce(self, message: Message) -> _Producer:
+        """The producer of a partition, once all partitions are there: see `partitions.missing`."""
+        base, binding = message.base, message.binding
+        async with self._locks.setdefault(base, asyncio.Lock()):
+            if base not in self._whole:
+                request = api.TopicLookupRequest(request_id=next(self._numbers), topic=base)
+                discovery = services.DiscoveryStub(self._channel(self._config.url))
+                answer = await discovery.TopicPartitions(request, **self._with())
+                for topic in parts.missing(base, self._partitions, answer.partitions):
+                    await self._make(topic, binding)
+                self._whole.add(base)
+        return await self._create(message.topic, binding)
+
+    async def _make(self, topic: str, binding: Binding | None) -> None:
+        for left in range(TRIES, -1, -1):
+            try:
+                await self._create(topic, binding)
+                return
+            except grpc.RpcError as error:  # a cluster makes a topic and answers that it is to be looked up again
+                if not left or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+            await asyncio.sleep(0.05 * (TRIES - left))
 
     async def _create(self, topic: str, binding: Binding | None) -> _Producer:
         place = await self._place(topic)

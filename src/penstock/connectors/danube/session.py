@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.connectors.danube.message import envelope
+from penstock.connectors.danube.partitions import has_gap
 from penstock.connectors.danube.schemas import Refused, Schemas
 from penstock.errors import ConnectorError, RetryableError
 from penstock.schema.registry.danube_client import (
@@ -33,6 +34,8 @@ TRIES = 5
 """So many tries in a row at one partition, and the runtime learns of it: it counts them, and stops in the end."""
 LOOK_SECS = 15.0
 """How often new partitions are looked for, and the broker is asked if it still knows a consumer."""
+SOON_SECS = 0.1
+"""How often they are looked for while a topic is being made: a partition has to be subscribed to before its first message."""
 TICK_SECS = 0.05
 GATHER_SECS = 0.002
 """How long messages gather before they go to the journal together: it takes a hundred as easily as one."""
@@ -107,7 +110,7 @@ class Listener:
 
     async def run(self, sender: Sender) -> None:
         """Until the sender stops, or a partition cannot be had."""
-        self._states, self._no_room = {}, False
+        self._states, self._no_room, self._incomplete = {}, False, False
         self._unsettled: set[int] = set()  # what was handed over and is not yet durable
         self._arrived = asyncio.Event()
         self._waiting: list[tuple[Session, Any, bytes]] = []
@@ -168,16 +171,18 @@ class Listener:
                 if partition not in self._states:
                     self._states[partition] = "connecting"
                     self._start(self._keep_receiving(partition))
-            await asyncio.sleep(LOOK_SECS)
+            await asyncio.sleep(SOON_SECS if self._incomplete else LOOK_SECS)
 
     async def _partitions(self) -> list[str]:
         """Every partition of every topic; a broker that cannot say leaves those that are known."""
         link = channel(self.settings.config, self.settings.config.url, grpc.aio)
         found: list[str] = []
+        self._incomplete = False
         try:
             for topic in self.settings.topics:
                 request = api.TopicLookupRequest(request_id=next(self._numbers), topic=topic)
                 answer = await services.DiscoveryStub(link).TopicPartitions(request, **self._with())
+                self._incomplete |= has_gap(topic, answer.partitions)
                 found += answer.partitions or [topic]
         except grpc.RpcError as error:
             topics = ", ".join(self.settings.topics)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
+from penstock.connectors.danube import partitions
 from penstock.connectors.danube.loop import submit
 from penstock.connectors.danube.session import Listener, Settings
 from penstock.errors import ConfigError
@@ -42,7 +43,10 @@ class DanubeSourceConfig(DanubeConfig):
     """Name of this consumer. Of two with one name the later takes over; with the other types each needs its own."""
 
     create_topics: bool = False
-    """Make a topic that is not there, reliable and without partitions; otherwise that is an error."""
+    """Make a topic that is not there, reliable and with `partitions`; otherwise that is an error."""
+
+    partitions: NonNegativeInt = 0
+    """With `create_topics`: partitions that a topic is made with, as many as what sends to it has; 0: none."""
 
     expected_schema_subject: str | None = Field(default=None, min_length=1)
     """A message whose schema has another subject, or that has none, is refused with a reason (see the page)."""
@@ -64,6 +68,8 @@ class DanubeSourceConfig(DanubeConfig):
     def _filters_fit(self) -> DanubeSourceConfig:
         if self.key_filters and self.subscription_type != "key_shared":
             raise ValueError('`key_filters` need subscription_type = "key_shared"')
+        if self.partitions and not self.create_topics:
+            raise ValueError("`partitions` are for topics that are made: set create_topics = true, or leave it out")
         return self
 
 
@@ -88,15 +94,19 @@ class Danube(StreamingSource[DanubeSourceConfig]):
         super().open(context)
         with Calls(self.config) as calls:
             for topic in self.config.topics:
-                if first(lambda: calls.partitions(topic)):  # noqa: B023 - called at once
-                    continue
+                found = first(lambda: calls.partitions(topic))  # noqa: B023 - called at once
                 if not self.config.create_topics:
+                    if found:
+                        continue
                     raise ConfigError(
                         f"there is no topic {topic} at {self.config.url}",
                         code="PEN-1016",
                         hint="start what sends to it first, make it with danube-admin, or set create_topics = true",
                     )
-                first(lambda: calls.create(topic, reliable=True))  # noqa: B023 - called at once
+                if found and not self.config.partitions:
+                    continue
+                for name in partitions.missing(topic, self.config.partitions, found):
+                    first(lambda: calls.create(name, reliable=True))  # noqa: B023 - called at once
         self._listener = Listener(self._settings())
 
     def close(self) -> None:

@@ -275,6 +275,12 @@ class SinkConnector(Connector[C], Generic[C, R]):
     files must be written again: an epoch that fails leaves no column.
     """
 
+    in_order: ClassVar[bool] = False
+    """
+    True if others see rows as tasks write them, and their order counts. One task then reads an epoch, except for routes
+    whose `partitions` keep the order of each key.
+    """
+
     concurrent: ClassVar[bool] = False
     """True if the sink may commit in a thread of its own beside other sinks, and its topics beside one another."""
 

@@ -6,6 +6,7 @@ import json
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -19,12 +20,14 @@ from penstock.connectors.danube.source import DanubeSourceConfig
 from penstock.errors import ConfigError, ConnectorError, DataError, RetryableError
 from penstock.formats import Format, WireSchema
 from penstock.formats.json_schema import JsonSchema, JsonSchemaConfig
+from penstock.pipeline.routing import Route, Router
+from penstock.runtime.job import Job, Part
 from penstock.schema.registry.danube import DanubeRegistry
 from penstock.schema.registry.danube_client import DanubeConfig, fnv1a
 from penstock.schema.registry.versions import Minimum, Pinned
 from penstock.sink import Epoch, SinkContext, Task, TopicContext
 from penstock.source import ENVELOPE_SCHEMA
-from penstock.testing import RecordingSender, SinkContract
+from penstock.testing import MemorySink, MemorySinkConfig, RecordingSender, SinkContract
 from penstock.testing.danube import DanubeBroker
 from penstock.testing.processes import wait_until
 
@@ -121,6 +124,22 @@ def test_a_key_keeps_its_order_while_many_are_sent_at_once(broker: DanubeBroker)
         seen.setdefault(row["key"], []).append(row["id"])
     assert sum(map(len, seen.values())) == count
     assert all(ids == sorted(ids) for ids in seen.values())
+
+
+def test_one_task_sends_an_epoch_unless_its_route_keeps_keys_apart() -> None:
+    sinks = {
+        "danube": DanubeSink(DanubeSinkConfig(url="http://127.0.0.1:1")),
+        "memory": MemorySink(MemorySinkConfig(path=Path("unused"))),
+    }
+    parts = [Part(number, "source", number) for number in range(8)]
+
+    def tasks(*routes: Route, among: tuple[str, ...] = ("danube", "memory")) -> int:
+        return len(Job(Epoch("p", "i", 1), parts, {}, sinks, Router(routes, among)).groups(4))
+
+    assert tasks() == 1
+    assert tasks(Route(partitions=2)) == 4, "lanes keep the order of each key"
+    assert tasks(Route("a", partitions=2), Route("b")) == 1
+    assert tasks(Route(sinks=("memory",))) == tasks(among=("memory",)) == 4, "what only a lake gets needs no order"
 
 
 def test_no_more_than_the_window_wait_for_an_answer(broker: DanubeBroker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,10 +83,24 @@ class Job:
         return sink in self.sinks and (self.only is None or pair in self.only) and pair not in self.without
 
     def groups(self, count: int) -> list[list[Part]]:
-        """The parts in at most `count` runs of neighbours: one task each, so that order within a task is the source's."""
-        count = max(1, min(count, len(self.parts)))
+        """
+        The parts in at most `count` runs of neighbours: one task each, so that order within a task is the source's.
+
+        Where a sink needs the order of the whole epoch, there is one.
+        """
+        count = 1 if self._in_order() else max(1, min(count, len(self.parts)))
         edges = [round(i * len(self.parts) / count) for i in range(count + 1)]
         return [list(self.parts[a:b]) for a, b in pairwise(edges)]
+
+    def _in_order(self) -> bool:
+        """True if tasks side by side would mix up what a sink has to get in order: a route with lanes keeps it in these."""
+        names = {
+            name
+            for route in self.router.effective
+            if route.partitions == 1
+            for name in route.sinks or self.router.sinks
+        }
+        return any(self.sinks[name].in_order for name in names if name in self.sinks)
 
 
 @dataclass(frozen=True)

@@ -59,15 +59,18 @@ class DanubeSinkConfig(DanubeConfig):
 
 class DanubeSink(SinkConnector[DanubeSinkConfig, Receipt]):
     """
-    Tasks send as they read, many messages at a time and one at a time of each routing key, so that its order holds.
+    A task sends as it reads, many messages at a time and one at a time of each routing key, so that its order holds.
+
+    One task sends an epoch, unless the route's `partitions` spread it over several by key.
 
     At-least-once: a repeat after a crash carries the same `penstock.pipeline`, `penstock.incarnation`, `penstock.epoch` and
     `penstock.sequence` in its attributes, by which our own source drops it, as long as the repeat is among its last 100,000
     messages. Between two Penstocks a row then arrives exactly once, if an epoch that is staged again is read by as many
-    tasks as before.
+    tasks as before: always, where one task sends it.
     """
 
     name = "danube"
+    in_order = True
 
     _producers: Producers | None = None
 

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from penstock.connectors.danube import Danube, DanubeSink, session
+from penstock.connectors.danube import Danube, DanubeSink, room, session
 from penstock.connectors.danube.message import envelope
 from penstock.connectors.danube.sink import DanubeSinkConfig
 from penstock.connectors.danube.source import DanubeSourceConfig
@@ -37,6 +37,7 @@ TOPIC = "/default/events"
 def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """These senders never make the last messages durable: there is nothing to wait for."""
     monkeypatch.setattr(session, "SETTLE_SECS", 0.1)
+    monkeypatch.setattr(room, "HELD_SECS", 600.0)
 
 
 @pytest.fixture(scope="module")
@@ -416,6 +417,48 @@ def test_what_the_journal_has_no_room_for_is_offered_again(shared: DanubeBroker,
             producer.send(str(number).encode())
         assert run.wait(5) == [b"0", b"1", b"2", b"3", b"4"]
         assert offers[0] == offers[1] == offers[2] == offers[3], "the same messages each time"
+
+
+def test_a_source_that_is_held_back_leaves_before_its_messages_are_given_up(
+    own: DanubeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own.tell("set", ack_timeout_ms=200, max_redelivery_count=2)
+    own.tell("create", topic=TOPIC)
+    monkeypatch.setattr(room, "HELD_SECS", 0.05)
+    with Streaming(own, source(own), TOPIC) as run, PlainProducer(own.url, TOPIC) as producer:
+        for number in range(20):
+            producer.send(str(number).encode())
+        wait_until(lambda: "left until the journal" in (run.source.health_check().reason or ""), "its leaving")
+        tries = own.subscription(TOPIC, "penstock")["attempts"]
+        threading.Event().wait(1.0)  # five times as long as the broker waits for an acknowledgement
+        assert own.subscription(TOPIC, "penstock")["attempts"] == tries, "nothing goes to who is not there"
+        own.tell("set", ack_timeout_ms=60_000)
+        monkeypatch.setattr(room, "HELD_SECS", 600.0)
+        wait_until(lambda: run.sender.make_durable() or _acked(own, TOPIC) == 20, "all of them")
+        assert run.source.health_check().state is HealthState.HEALTHY
+    assert {int(payload) for payload in run.sender.rows[TOPIC]} == set(range(20))
+
+
+def test_a_journal_that_is_full_for_long_counts_as_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "HELD_SECS", 0.0)
+    sender = RecordingSender()
+    monkeypatch.setattr(RecordingSender, "full", True)
+    found = room.Room(sender)
+    wait_until(lambda: found.look() or found.held, "its being held")
+    monkeypatch.setattr(RecordingSender, "full", False)
+    found.look()
+    assert not found.held
+
+
+def test_an_acknowledgement_that_fails_is_tried_again(own: DanubeBroker) -> None:
+    own.tell("set", ack_timeout_ms=3_600_000)
+    own.tell("create", topic=TOPIC)
+    own.tell("fail", method="Ack", code="INTERNAL", times=2)
+    with Streaming(own, source(own), TOPIC) as run, PlainProducer(own.url, TOPIC) as producer:
+        producer.send(b"one")
+        run.wait(1)
+        wait_until(lambda: run.sender.make_durable() or _acked(own, TOPIC) == 1, "its acknowledgement")
+        assert own.subscription(TOPIC, "penstock")["attempts"] == {"0": 1}, "it did not have to come again"
 
 
 def test_a_source_ends_beside_a_broker_that_answers_nothing(own: DanubeBroker, monkeypatch: pytest.MonkeyPatch) -> None:

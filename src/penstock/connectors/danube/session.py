@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.connectors.danube.message import envelope
 from penstock.connectors.danube.partitions import has_gap
+from penstock.connectors.danube.room import HELD, Room
 from penstock.connectors.danube.schemas import Refused, Schemas
 from penstock.errors import ConnectorError, RetryableError
 from penstock.schema.registry.danube_client import (
@@ -41,6 +42,8 @@ GATHER_SECS = 0.002
 """How long messages gather before they go to the journal together: it takes a hundred as easily as one."""
 ACKS = 100
 """Acknowledgements of one subscription that may wait for the broker's answer."""
+ACK_PAUSES = (0.0, 0.2, 1.0, 5.0)
+"""Before each try at one acknowledgement: a message that comes again after half a minute may be too old to be known."""
 SETTLE_SECS = 2.0
 """How long a stop waits for the acknowledgements of what was handed over: the rest comes again, and is dropped."""
 
@@ -89,6 +92,8 @@ class Session:
     place: Place
     consumer_id: int = 0
     alive: bool = True
+    call: Any = None
+    """The stream that it receives from."""
     acks: deque[Any] = field(default_factory=deque)
     """Places of messages that are durable, and not yet acknowledged."""
     acking: set[asyncio.Task[None]] = field(default_factory=set)
@@ -111,7 +116,7 @@ class Listener:
     async def run(self, sender: Sender) -> None:
         """Until the sender stops, or a partition cannot be had."""
         self._states, self._no_room, self._incomplete = {}, False, False
-        self._unsettled: set[int] = set()  # what was handed over and is not yet durable
+        self._room = Room(sender)
         self._arrived = asyncio.Event()
         self._waiting: list[tuple[Session, Any, bytes]] = []
         self._sessions: set[Session] = set()
@@ -125,6 +130,9 @@ class Listener:
         try:
             while not sender.stopped and not self._failed.done():
                 await asyncio.wait([self._failed], timeout=TICK_SECS)
+                self._room.look()
+                for session in self._sessions if self._room.held else ():
+                    session.call.cancel()
             await self._settle()
         finally:
             for task in self._tasks:
@@ -197,6 +205,9 @@ class Listener:
         """Connect, receive, and connect again: with a pause that doubles, and an end."""
         tries = 0
         while True:
+            while self._room.held:
+                self._states[partition] = HELD
+                await asyncio.sleep(TICK_SECS)
             began = time.monotonic()
             try:
                 await self._receive(partition)
@@ -204,6 +215,8 @@ class Listener:
                 broken = failure(error, partition, self.settings.config)
             except ConnectorError as error:
                 broken = error
+            if self._room.held:
+                continue  # it was left, and nothing is broken
             if time.monotonic() - began > 10 or not self._states[partition]:
                 tries = 0  # it was connected
             self._states[partition] = broken.message
@@ -218,10 +231,11 @@ class Listener:
         """One life of a subscription: look up, subscribe, receive until it breaks."""
         session = await self._subscribe(partition)
         watching = asyncio.create_task(self._watch(session))
-        self._sessions.add(session)
         try:
             request = api.ReceiveRequest(request_id=next(self._numbers), consumer_id=session.consumer_id)
             call = session.stub.ReceiveMessages(request, metadata=current(self.settings.config, session.place))
+            session.call = call
+            self._sessions.add(session)
             watching.add_done_callback(lambda done: call.cancel())
             await call.wait_for_connection()
             self._states[partition] = ""
@@ -232,6 +246,8 @@ class Listener:
             raise RetryableError(f"{partition}: the consumer was closed, {why} ({code.name})", code="PEN-2001")
         except asyncio.CancelledError:
             own = asyncio.current_task()
+            if self._room.held and not (own and own.cancelling()):
+                raise RetryableError(f"{partition}: {HELD}", code="PEN-2001") from None
             if watching.done() and not watching.cancelled() and not (own and own.cancelling()):
                 raise RetryableError(f"{partition}: {watching.result()}", code="PEN-2001") from None
             raise
@@ -310,7 +326,9 @@ class Listener:
                 await self._refuse(session, message, str(refused))
                 return
         while (self._no_room or self._sender.full) and not self._sender.stopped:
-            await asyncio.sleep(TICK_SECS)  # nothing is taken, and the connection stays
+            if self._room.held:
+                return  # with the session; it comes again
+            await asyncio.sleep(TICK_SECS)  # nothing is taken, and the connection stays for a while
         self._waiting.append((session, message, frame))
         self._arrived.set()
 
@@ -323,11 +341,11 @@ class Listener:
             taken, self._waiting = self._waiting, []
             envelopes = [envelope(message, frame) for _, message, frame in taken]
             places = [(session, message.msg_id) for session, message, _ in taken]
-            unsettled = self._unsettled
-            unsettled.add(id(places))
+            room = self._room
+            room.enter(places)
 
-            def durable(places: list[tuple[Session, Any]] = places, unsettled: set[int] = unsettled) -> None:
-                self._loop.call_soon_threadsafe(self._acknowledge, places, unsettled)  # from the journal's thread
+            def durable(places: list[tuple[Session, Any]] = places, room: Room = room) -> None:
+                self._loop.call_soon_threadsafe(self._acknowledge, places, room)  # from the journal's thread
 
             while not self._sender.stopped and not self._sender.offer(envelopes, durable):
                 self._no_room = True
@@ -336,8 +354,8 @@ class Listener:
             self.counts.records += len(taken)
             self.counts.bytes += sum(len(message.payload) for _, message, _ in taken)
 
-    def _acknowledge(self, places: list[tuple[Session, Any]], unsettled: set[int]) -> None:
-        unsettled.discard(id(places))
+    def _acknowledge(self, places: list[tuple[Session, Any]], room: Room) -> None:
+        room.leave(places)
         for session, place in places:
             if session.alive:
                 session.acks.append(place)
@@ -352,11 +370,14 @@ class Listener:
         name, acks = self.settings.subscription, session.acks
         while acks:
             request = api.AckRequest(request_id=next(self._numbers), msg_id=acks.popleft(), subscription_name=name)
-            try:
-                await session.stub.Ack(request, **self._with(session.place))
-                self.counts.acked += 1
-            except (grpc.RpcError, RetryableError):
-                self.counts.errors += 1  # the message comes again, and is acknowledged then
+            for pause in ACK_PAUSES:
+                await asyncio.sleep(pause)
+                try:
+                    await session.stub.Ack(request, **self._with(session.place))
+                    self.counts.acked += 1
+                    break
+                except (grpc.RpcError, RetryableError):
+                    self.counts.errors += 1  # after the last try the message comes again, and is acknowledged then
 
     async def _refuse(self, session: Session, message: Any, reason: str) -> None:
         """Hand it back with the reason: the broker's own policy says what becomes of it."""
@@ -373,5 +394,5 @@ class Listener:
 
     async def _settle(self) -> None:
         until = time.monotonic() + SETTLE_SECS
-        while (self._unsettled or any(each.acking for each in self._sessions)) and time.monotonic() < until:
+        while (not self._room.is_settled or any(each.acking for each in self._sessions)) and time.monotonic() < until:
             await asyncio.sleep(0.005)

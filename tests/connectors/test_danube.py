@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -329,6 +330,20 @@ def test_every_kind_of_subscription_reads(shared: DanubeBroker, topic: str, kind
             for number in range(5):
                 producer.send(str(number).encode(), key=f"k{number}")
         assert sorted(run.wait(5)) == [b"0", b"1", b"2", b"3", b"4"]
+
+
+def test_a_subscription_that_another_consumer_has_is_said(
+    shared: DanubeBroker, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "TRIES", 1)
+    sender, taken = RecordingSender(), source(shared, topic)
+    with PlainConsumer(shared.url, topic, "penstock", name="other"):
+        taken.open()
+        with contextlib.suppress(RetryableError), sender.streaming(taken):
+            wait_until(lambda: sender.failed, "its refusal")
+        taken.close()
+    assert isinstance(sender.failed, RetryableError)
+    assert "another consumer" in sender.failed.hint
 
 
 def test_key_filters_choose_the_messages(shared: DanubeBroker, topic: str) -> None:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from penstock.connectors.danube import Danube, DanubeSink, session
-from penstock.connectors.danube.message import identity
+from penstock.connectors.danube.message import envelope, identity
 from penstock.connectors.danube.producers import Message, Producers
 from penstock.connectors.danube.sink import DanubeSinkConfig
 from penstock.connectors.danube.source import DanubeSourceConfig
@@ -74,10 +74,11 @@ def send(
     task: int = 0,
     topic: str = TOPIC,
     encoder: Format[Any] | None = None,
+    template: str = "/{topic}",
     **options: Any,
 ) -> None:
     """What one task of an epoch sends."""
-    sink = pickle.loads(pickle.dumps(DanubeSink(DanubeSinkConfig(url=broker.url, **options))))
+    sink = pickle.loads(pickle.dumps(DanubeSink(DanubeSinkConfig(url=broker.url, topic=template, **options))))
     epoch = Epoch("orders", "incarnation", number)
     sink.open(SinkContext({topic: TopicContext(encoder=encoder)}))
     try:
@@ -234,6 +235,53 @@ def test_what_the_broker_will_never_take_is_a_wrong_setting(broker: DanubeBroker
         send(broker, ROWS, schema_subject="orders", version_strategy=Pinned(pinned=7))
     with pytest.raises(ConfigError, match="no topic of Danube's"):
         send(broker, ROWS, topic="/one")
+
+
+def test_a_strategy_without_a_subject_is_refused() -> None:
+    with pytest.raises(ValueError, match="schema_subject"):
+        DanubeSinkConfig(url="http://127.0.0.1:1", version_strategy=Pinned(pinned=3))
+
+
+def test_a_row_over_the_brokers_limit_is_bad_and_the_others_are_sent(broker: DanubeBroker) -> None:
+    rows = pa.record_batch({"id": [1, 2, 3], "x": ["a", "b" * 5_000_000, "c"]})
+    with pytest.raises(DataError) as caught:
+        send(broker, rows)
+    assert list(caught.value.rows) == [1]
+    assert caught.value.others_written
+    with pytest.raises(DataError, match="max_message_bytes"):  # the broker's limit is lower than we were told
+        send(broker, rows, topic="/shop/told", max_message_bytes=10_000_000)
+
+
+def test_a_large_row_does_not_renumber_the_others(broker: DanubeBroker) -> None:
+    rows = pa.record_batch({"id": [1, 2, 3], "x": ["a", "b" * 5_000_000, "c"]})
+    sink = DanubeSink(DanubeSinkConfig(url=broker.url))
+    sink.open(SinkContext({TOPIC: TopicContext()}))
+    sink.begin_epoch(Epoch("orders", "incarnation", 1), Task(0))
+    with pytest.raises(DataError):
+        sink.write_batch(TOPIC, rows)
+    sink.write_batch(TOPIC, ROWS)
+    sink.flush()
+    sink.close()
+    sequences = {message.attributes["penstock.sequence"] for message in broker.messages(TOPIC)}
+    assert sequences == {f"{TOPIC}@0.{number}" for number in (0, 2, 3, 4, 5)}, (
+        "a row's number does not depend on others"
+    )
+
+
+def test_a_value_that_makes_no_topic_is_a_bad_row(broker: DanubeBroker) -> None:
+    with pytest.raises(DataError) as caught:
+        send(broker, pa.record_batch({"k": ["a", "b c", "d"]}), template="/by/{k}")
+    assert list(caught.value.rows) == [1]
+
+
+def test_attributes_without_a_value_and_of_an_earlier_hop_stay_behind(broker: DanubeBroker) -> None:
+    came = [("a", None), ("b", "c"), ("danube.schema_id", "7"), ("danube.publish_time", "1")]
+    row = {"stream": "s", "payload": b"{}", "attributes": came, "timestamp": 0}
+    send(broker, pa.RecordBatch.from_pylist([row], schema=ENVELOPE_SCHEMA))
+    (message,) = broker.messages(TOPIC)
+    assert {name for name in message.attributes if not name.startswith("penstock.")} == {"b"}
+    message.attributes["danube.schema_id"] = "7"  # of a producer that does not know better
+    assert "danube.schema_id" not in envelope(message).record.attributes
 
 
 def test_a_tombstone_is_refused_before_anything_is_sent(broker: DanubeBroker) -> None:

@@ -28,6 +28,9 @@ PRODUCER, PARTITION, SCHEMA_ID, SCHEMA_VERSION, PUBLISHED = (
 )
 """What a message carries besides, as attributes of the envelope."""
 
+BESIDE = frozenset((PRODUCER, PARTITION, SCHEMA_ID, SCHEMA_VERSION, PUBLISHED))
+"""An attribute of a message that has such a name was said about another one, and is left out."""
+
 LAST_MS = 253_402_300_799_999
 """The end of the year 9999: a later time is in another unit, which some clients send, and no table could hold it."""
 
@@ -41,7 +44,7 @@ def stream_of(partition: str) -> str:
 def envelope(message: Any, frame: bytes = b"") -> SourceEnvelope:
     """The message as it is journaled."""
     place = message.msg_id
-    attributes = dict(message.attributes)
+    attributes = {name: value for name, value in message.attributes.items() if name not in BESIDE}
     attributes[PRODUCER], attributes[PARTITION] = message.producer_name, place.topic_name
     if message.HasField("schema_id"):
         attributes[SCHEMA_ID] = str(message.schema_id)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from penstock.connectors.danube import partitions as parts
 from penstock.connectors.danube.loop import shared, submit
 from penstock.connectors.messages import Window
-from penstock.errors import ConfigError, ConnectorError, RetryableError
+from penstock.errors import ConfigError, ConnectorError, DataError, RetryableError
 from penstock.schema.registry.danube_client import (
     DanubeConfig,
     Place,
@@ -253,4 +253,7 @@ def _failure(error: Any, topic: str, config: DanubeConfig) -> ConnectorError:
     if code is grpc.StatusCode.PERMISSION_DENIED and "publish" in details and "draining" not in details:
         hint = "the topic enforces a schema: set `schema_subject` to its subject, or change the topic's policy"
         return ConfigError(f"{topic}: the broker refuses a message: {details[:300]}", code="PEN-1016", hint=hint)
+    if any(words in details for words in ("larger than max", "too large")):
+        hint = "set `max_message_bytes` to the broker's own limit: a row above it becomes a bad row"
+        return DataError(f"{topic}: the broker does not take a message of that size: {details[:300]}", hint=hint)
     return failure(error, topic, config)

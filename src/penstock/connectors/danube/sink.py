@@ -10,12 +10,13 @@ from typing import Annotated
 from urllib.parse import urlsplit
 
 import pyarrow as pa
-from pydantic import Field, NonNegativeInt, PositiveInt
+import pyarrow.compute as pc
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from penstock.connectors.danube.message import EPOCH, INCARNATION, PIPELINE, SEQUENCE
+from penstock.connectors.danube.message import BESIDE, EPOCH, INCARNATION, PIPELINE, SEQUENCE
 from penstock.connectors.danube.producers import Binding, Message, Producers
 from penstock.connectors.messages import Template, encode, refuse_rows
-from penstock.errors import ConfigError, RetryableError
+from penstock.errors import ConfigError, DataError, RetryableError
 from penstock.schema.registry.danube import DanubeRegistry, unpacked
 from penstock.schema.registry.danube_client import Calls, DanubeConfig, first
 from penstock.schema.registry.versions import Pinned, VersionStrategy, choose
@@ -24,6 +25,8 @@ from penstock.source import Finding
 
 HANDED_OVER = 1000
 """Messages that are made before they go to the thread that sends them: one waking for all."""
+PLACE_BYTES = 512
+"""What a message grows by when its producer is known."""
 NAME = re.compile(r"/[\w-]+/[\w-]+")
 
 
@@ -55,6 +58,17 @@ class DanubeSinkConfig(DanubeConfig):
 
     window: PositiveInt = 1000
     """Messages of a task that may wait for the broker's answer."""
+
+    max_message_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
+    """The broker's limit for a message with its key and attributes: 4 MiB unless it was raised. A larger row is a bad row."""
+
+    @model_validator(mode="after")
+    def _strategy_has_subject(self) -> DanubeSinkConfig:
+        if self.version_strategy != "latest" and self.schema_subject is None:
+            raise ValueError(
+                "`version_strategy` is for `schema_subject`: set that too, or set the strategy in [[schemas]]"
+            )
+        return self
 
 
 class DanubeSink(SinkConnector[DanubeSinkConfig, Receipt]):
@@ -114,38 +128,57 @@ class DanubeSink(SinkConnector[DanubeSinkConfig, Receipt]):
     def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
         assert self._producers is not None, "begin_epoch comes first"
         context = self.context.topic(topic)
-        names = Template(self.config.topic).names(topic, batch)
+        names = self._names(topic, batch)
         messages = encode(batch, context, self.config.key, self.config.attributes)
         refuse_rows(messages.payloads.is_null(), "Danube has no message without a payload, which a tombstone is")
         keys = list(_texts(messages.keys))
         first_row = self._sent.get(topic, 0)
-        rows = zip(names.to_pylist(), keys, messages.triples(), strict=True)
+        rows = zip(names, keys, messages.triples(), strict=True)
         made = self._producers.message
         waiting: list[Message] = []
+        large: list[int] = []
+        most = self.config.max_message_bytes - PLACE_BYTES
         for number, (name, key, (_, payload, attributes)) in enumerate(rows, first_row):
-            named = {**dict(attributes), **self._named, SEQUENCE: f"{topic}@{self._task}.{number}"}
-            waiting.append(made(name, self._binding(name, context), payload or b"", key, number, named))
+            named = {**_carried(attributes), **self._named, SEQUENCE: f"{topic}@{self._task}.{number}"}
+            message = made(name, self._binding(name, context), payload or b"", key, number, named)
+            if message.stream_message.ByteSize() > most:
+                large.append(number - first_row)
+                continue
+            waiting.append(message)
             if len(waiting) >= HANDED_OVER:
                 self._producers.send(waiting)
                 waiting = []
         self._producers.send(waiting)
         self._sent[topic] = first_row + len(messages)
+        if large:
+            what = f"a message has more than {self.config.max_message_bytes:,} bytes, which the broker does not take"
+            error = DataError(what, hint="raise `max_message_bytes` if the broker's own limit is higher")
+            error.rows, error.count, error.others_written = large, len(large), True
+            raise error
         return WriteResult(len(messages), messages.nbytes)
 
     def flush(self) -> None:
         if self._producers is not None:
             self._producers.settle()
 
+    def _names(self, topic: Topic, batch: pa.RecordBatch) -> list[str]:
+        """Where each row goes. A value that makes no name is a bad row; without columns in it, `topic` is a wrong setting."""
+        template = Template(self.config.topic)
+        found = template.names(topic, batch)
+        names: list[str] = found.to_pylist()
+        wrong = [name for name in set(names) if not NAME.fullmatch(name)]
+        hint = 'a topic is /namespace/name, of letters, digits, _ and -: set `topic`, such as "/default/orders"'
+        if wrong and template.columns:
+            what = f"a value of the row makes no topic of Danube's by `topic` = {self.config.topic!r}"
+            refuse_rows(pc.is_in(found, pa.array(wrong, found.type)), what, hint)
+        if wrong:
+            raise ConfigError(f"{wrong[0]!r} is no topic of Danube's", code="PEN-1016", hint=hint)
+        return names
+
     def _binding(self, name: str, context: TopicContext) -> Binding | None:
         """The schema that messages of a topic name; asked for once in each epoch."""
         if name in self._bindings:
             return self._bindings[name]
-        if not NAME.fullmatch(name):
-            raise ConfigError(
-                f"{name!r} is no topic of Danube's",
-                code="PEN-1016",
-                hint='a topic is /namespace/name, of letters, digits, _ and -: set `topic`, such as "/default/orders"',
-            )
         found: Binding | None = None
         written = context.encoder.schema if context.encoder is not None else None
         if self.config.schema_subject is not None:
@@ -166,6 +199,11 @@ class DanubeSink(SinkConnector[DanubeSinkConfig, Receipt]):
         return (
             ("pinned_version", strategy.pinned) if isinstance(strategy, Pinned) else ("min_version", strategy.minimum)
         )
+
+
+def _carried(attributes: Sequence[tuple[str, str | None]]) -> dict[str, str]:
+    """What goes on with a message: values that are there, and nothing that an earlier broker said about it."""
+    return {name: value for name, value in attributes if value is not None and name not in BESIDE}
 
 
 def _texts(keys: pa.Array) -> Iterator[str | None]:

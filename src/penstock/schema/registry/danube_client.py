@@ -143,6 +143,10 @@ def current(config: DanubeConfig, place: Place | None = None) -> list[tuple[str,
 
 
 _TOKEN_HINT = "check `token` and the rights of its principal; a token in a file is read again for each call"
+_TAKEN_HINT = (
+    "another consumer has the subscription, or it is of another type: stop that one, use another `subscription`, or the same "
+    "`subscription_type` if it is to be shared"
+)
 _HINTS = {
     "served by another broker": "a standalone broker does not serve its topics again after a restart: make them again, or run a "
     "cluster of one",
@@ -159,6 +163,8 @@ def failure(error: Any, what: str, config: DanubeConfig | None = None) -> Connec
     """The error class of a failed call, by what should happen next."""
     code, details = error.code(), (error.details() or "").partition("\n")[0][:400]
     message = f"{what}: {code.name}: {details}"
+    if code is Code.PERMISSION_DENIED and "not able to subscribe" in details.lower():
+        return RetryableError(message, code="PEN-2000", hint=_TAKEN_HINT)
     if code in (Code.UNAUTHENTICATED, Code.PERMISSION_DENIED):
         return RetryableError(message, code="PEN-2000", hint=_TOKEN_HINT)
     if code in (Code.INVALID_ARGUMENT, Code.FAILED_PRECONDITION, Code.UNIMPLEMENTED):

@@ -7,7 +7,7 @@ import time
 from penstock.source import Sender
 
 HELD_SECS = 15.0
-"""So long they may wait before the source leaves its broker: half of the time that a broker gives an acknowledgement."""
+"""The longest wait before the source leaves its broker: half of the time that a broker gives an acknowledgement."""
 
 HELD = "the source left until the journal has room and is written: what waits too long, the broker gives up"
 
@@ -35,7 +35,7 @@ class Room:
         return not self._waiting
 
     def look(self) -> None:
-        """Find out anew whether messages wait for too long."""
+        """Find out again whether messages wait for too long."""
         now, full = time.monotonic(), self._sender.full
         self._full_since = (self._full_since or now) if full else None
         oldest = min(self._full_since or now, next(iter(self._waiting.values()), now))

@@ -11,6 +11,7 @@ import pytest
 from deltalake import DeltaTable
 
 from kafka_topics import fresh, make_topic, records, send
+from mirrored import database_on
 from penstock.connectors.files.sink import read_published
 from penstock.formats import WireSchema, load
 from penstock.pipeline import Pipeline
@@ -19,6 +20,7 @@ from penstock.schema.registry.confluent import Confluent, ConfluentConfig
 from penstock.testing import ForkEngine
 from penstock.testing.apicurio import ApicurioServer, is_installed
 from penstock.testing.kafka import KafkaServer
+from penstock.testing.postgres import PostgresServer
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 ORDER = {
@@ -163,3 +165,38 @@ def test_changes_of_debezium_in_avro_become_a_table(kafka: KafkaServer, url: str
     drained(tmp_path / "table", text.replace("localhost:9092", kafka.bootstrap).replace("http://localhost:8081", url))
     table = DeltaTable(str(tmp_path / "run/debezium-avro/lake/lake/orders")).to_pyarrow_table().to_pylist()
     assert {row["id"]: row["name"] for row in table} == {1: "updated", 3: None}
+
+
+def test_a_truncate_in_postgresql_empties_the_log_of_keys(
+    kafka: KafkaServer, server: PostgresServer, tmp_path: Path
+) -> None:
+    stem = fresh("shop")
+    with database_on(server, "kafka_truncate") as shop:
+        text = f"""
+        connector_name = "{stem}"
+        delivery = "exactly-once"
+        [source]
+        connector = "postgres_cdc"
+        dsn = "{shop.dsn}"
+        tables = ["public.orders"]
+        [[sinks]]
+        connector = "kafka"
+        bootstrap_servers = "{kafka.bootstrap}"
+        topic = "{stem}.{{topic}}"
+        mode = "upsert"
+        partitions = 2
+        """
+
+        def keys() -> dict[bytes, str | None]:
+            found = records(kafka.bootstrap, f"{stem}.public.orders")
+            return {each.key(): each.value() and json.loads(each.value())["name"] for each in found}
+
+        shop.run("CREATE TABLE orders (id int8 PRIMARY KEY, name text)")
+        shop.run("INSERT INTO orders SELECT n, 'old' FROM generate_series(1, 5) n")
+        drained(tmp_path, text)
+        assert keys() == {b"%d" % n: "old" for n in range(1, 6)}
+        shop.run("INSERT INTO orders VALUES (6, 'gone')")
+        shop.run("TRUNCATE orders")
+        shop.run("INSERT INTO orders VALUES (2, 'new'), (7, 'new')")
+        drained(tmp_path, text)
+        assert {key: name for key, name in keys().items() if name is not None} == {b"2": "new", b"7": "new"}

@@ -8,13 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pyarrow as pa
 import pytest
 
 from kafka_topics import delete_topic, fresh, records, truncate
+from penstock import failpoints
+from penstock.changes import CHANGE_FIELDS
 from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
-from penstock.sink import Work
+from penstock.schema import with_key
+from penstock.sink import Receipt, Work
 from penstock.testing import CrashContract
+from penstock.testing.engine import Killed
 from penstock.testing.kafka import KafkaServer
+from penstock.testing.processes import elsewhere
+from penstock.testing.sinks.steps import END, epoch_of, opened_sink, stage
 from thorough import THOROUGH
 
 
@@ -128,3 +135,40 @@ class TestKafkaPublishedInTasks(TestKafkaCrash):
             few = False
         if not few and not THOROUGH:
             pytest.skip("left to `make soak NAME=tests`")
+
+
+def _commit(config: KafkaSinkConfig, number: int, receipt: Receipt, failpoint: str | None = None) -> None:
+    failpoints.arm(failpoint)
+    with opened_sink(KafkaSink(config)) as driver:
+        driver.commit_epoch(epoch_of(number), [receipt], END)
+
+
+def test_a_driver_that_is_killed_while_it_publishes_a_truncate_removes_each_key_once(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    """The next one reads the keys again, of which the tombstones of the first have removed none."""
+    stem = fresh("truncate")
+    config = KafkaSinkConfig(
+        bootstrap_servers=kafka.bootstrap, topic=stem, mode="upsert", partitions=2, staging=str(tmp_path)
+    )
+    columns = with_key(pa.schema([("id", pa.int64()), *CHANGE_FIELDS]), ["id"])
+
+    def staged(number: int, *events: dict[str, Any]) -> Receipt:
+        batch = pa.RecordBatch.from_pylist([{"_position": f"{number}{n}", **e} for n, e in enumerate(events)], columns)
+        return stage(KafkaSink(config), epoch_of(number), batch)
+
+    def keys(committed: bool = True) -> list[tuple[bytes, bool]]:
+        return sorted((each.key(), each.value() is None) for each in records(kafka.bootstrap, stem, committed))
+
+    first = [{"_op": "c", "id": id} for id in range(4)]
+    _commit(config, 1, staged(1, *first))
+    before = keys()
+    receipt = staged(2, {"_op": "t"}, {"_op": "c", "id": 9})
+    with pytest.raises(Killed):
+        elsewhere(_commit, config, 2, receipt, "commit.before=kill")
+    assert keys() == before
+    tombstones = [(b"%d" % id, True) for id in range(4)]
+    added = [*tombstones, (b"9", False)]
+    assert keys(committed=False) == sorted(before + added), "it was not killed in the middle"
+    _commit(config, 2, receipt)
+    assert keys() == sorted(before + added)

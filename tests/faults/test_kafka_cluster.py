@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import AdminClient, ConfigResource
 
 from kafka_topics import QUIET, batches, fresh, make_topic, records, send
 from penstock import failpoints
@@ -29,6 +29,17 @@ def leader(cluster: KafkaCluster, topic: str) -> KafkaServer:
         return id if id > 0 else None
 
     return cluster.servers[wait_until(found, f"a leader of {topic}") - 1]
+
+
+def settings(address: str, topic: str) -> dict[str, Any]:
+    """What a topic was made with, in the words of the sink's options."""
+    admin = AdminClient({"bootstrap.servers": address, **QUIET})
+    partitions = admin.list_topics(topic, timeout=60).topics[topic].partitions
+    resource = ConfigResource(ConfigResource.Type.TOPIC, topic)
+    (asked,) = admin.describe_configs([resource]).values()
+    kept = int(asked.result(60)["retention.ms"].value)
+    (replicas,) = {len(each.replicas) for each in partitions.values()}
+    return {"partitions": len(partitions), "replication": replicas, "topic_config": {"retention.ms": kept}}
 
 
 def until_done(attempt: Callable[[], Any]) -> None:
@@ -68,10 +79,10 @@ def test_leaders_that_change_lose_and_double_nothing(kafka_installed: None, monk
         down.pop().start()
         cluster.wait_until_all()
 
-        config = KafkaSinkConfig(
-            bootstrap_servers=address, topic=f"{stem}.{{topic}}", marker_topic=f"_{stem}", partitions=2
+        made = {"partitions": 2, "replication": 3, "topic_config": {"retention.ms": 3_600_000}}
+        sink = KafkaSink(
+            KafkaSinkConfig(bootstrap_servers=address, topic=f"{stem}.{{topic}}", marker_topic=f"_{stem}", **made)
         )
-        sink = KafkaSink(config)
         with opened_sink(sink) as driver:
             until_done(lambda: driver.commit_epoch(epoch_of(1), [stage(sink, epoch_of(1), rows(0))], END))
             receipts: list[Any] = []
@@ -85,5 +96,6 @@ def test_leaders_that_change_lose_and_double_nothing(kafka_installed: None, monk
             monkeypatch.setattr(failpoints, "hit", hit)
             until_done(lambda: driver.commit_epoch(epoch_of(2), receipts, END))
         assert len(down) == 1
+        assert settings(address, f"{stem}.lake.orders") == made
         seen = [json.loads(each.value())["id"] for each in records(address, f"{stem}.lake.orders")]
         assert sorted(seen) == list(range(20))

@@ -538,6 +538,14 @@ def test_settings_that_do_not_fit_are_refused(options: dict[str, Any]) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("url", "exposed"),
+    [("http://broker:6650", True), ("https://broker:6650", False), ("http://127.0.0.1:6650", False)],
+)
+def test_a_token_is_exposed_by_a_network_without_tls(url: str, exposed: bool) -> None:
+    assert DanubeConfig.model_validate({"url": url, "token": {"env": "TOKEN"}}).exposes_token is exposed
+
+
 def test_a_process_forked_beside_a_client_lives(shared: DanubeBroker, topic: str) -> None:
     with Streaming(shared, source(shared, topic), topic):
         child = os.fork()

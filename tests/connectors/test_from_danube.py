@@ -193,6 +193,33 @@ def test_no_key_is_dropped_without_a_word(tmp_path: Path, text: str) -> None:
     assert sorted(said) == sorted(f"strange_{number}" for number in range(count + 1))
 
 
+@pytest.mark.parametrize(
+    ("rest", "said"),
+    [
+        ('[mqtt]\n[[mqtt.routes]]\nto = "/a/b"\n', "no 'from'"),
+        ('[mqtt]\n[[mqtt.routes]]\nfrom = "a"\n', "no 'to'"),
+        ('[mqtt]\n[[schemas]]\ntopic = "/a/b"\n', "no 'schema_type'"),
+        ("[mqtt]\nroutes = 3\n", "another kind of value"),
+        ('mqtt = "x"\n', "another kind of value"),
+    ],
+)
+def test_a_file_that_is_not_whole_is_refused_with_what_it_lacks(tmp_path: Path, rest: str, said: str) -> None:
+    file = tmp_path / "connector.toml"
+    file.write_text(f'connector_name = "x"\n{rest}')
+    with pytest.raises(ConfigError, match=said):
+        convert(file)
+
+
+def test_the_version_of_a_plain_schema_goes_to_the_sink_that_names_it(tmp_path: Path) -> None:
+    file = tmp_path / "connector.toml"
+    routes = "".join(f'[[mqtt.routes]]\nfrom = "{name}"\nto = "/a/{name}"\n' for name in "bc")
+    schema = '[[schemas]]\ntopic = "/a/b"\nsubject = "s"\nschema_type = "string"\nversion_strategy = { pinned = 2 }\n'
+    file.write_text(f'connector_name = "x"\n[mqtt]\n{routes}{schema}')
+    named, other = tomllib.loads(convert(file).text("connector.toml"))["sinks"]
+    assert (named["schema_subject"], named["version_strategy"]) == ("s", {"pinned": 2})
+    assert "version_strategy" not in other
+
+
 def test_a_file_that_is_none_of_theirs_is_refused(tmp_path: Path) -> None:
     (tmp_path / "connector.toml").write_text('[source]\nconnector = "files"\n')
     with pytest.raises(ConfigError, match="no file of Danube Connect"):

@@ -71,6 +71,19 @@ def convert(file: Path) -> Moved:
             code="PEN-1016",
             hint="name the connector.toml that CONNECTOR_CONFIG_PATH names there",
         )
+    try:
+        return _moved(data)
+    except KeyError as missing:
+        raise ConfigError(f"{file}: an entry has no {missing}", code="PEN-1016", hint=_COMPLETE) from missing
+    except (TypeError, AttributeError, ValueError) as error:
+        what = f"{file}: a key holds another kind of value than Danube Connect has there ({error})"
+        raise ConfigError(what, code="PEN-1016", hint=_COMPLETE) from error
+
+
+_COMPLETE = "correct it there first: a file that its own connector takes is carried over"
+
+
+def _moved(data: Table) -> Moved:
     moved = Moved()
     moved.root["connector_name"] = data.pop("connector_name", "pipeline")
     moved.root["danube_service_url"] = data.pop("danube_service_url", "http://localhost:6650")
@@ -104,14 +117,17 @@ def _processing(moved: Moved, given: Table, retry: Table) -> None:
     moved.leave("[retry]", retry)
 
 
-def _schemas(moved: Moved, entries: Sequence[Table]) -> dict[str, str]:
-    """`[[schemas]]` of a source there. Answers with the subjects that only the sink's producers name, by topic."""
-    plain: dict[str, str] = {}
+def _schemas(moved: Moved, entries: Sequence[Table]) -> dict[str, Table]:
+    """`[[schemas]]` of a source there. Answers with what only the sink's producers name, by topic."""
+    plain: dict[str, Table] = {}
     for given in entries:
         entry: Table = {"topic": given["topic"], "schema_type": given["schema_type"]}
         subject = given.get("subject")
         if given.get("schema_type") in PLAIN:
-            plain[given["topic"]] = subject or ""
+            if subject:
+                strategy = given.get("version_strategy", "latest")
+                chosen = {} if strategy == "latest" else {"version_strategy": strategy}
+                plain[given["topic"]] = {"schema_subject": subject, **chosen}
             moved.notes.append(
                 f"schemas of {given['topic']}: the subject {subject!r} must be in the registry already; "
                 f"Penstock registers no {given['schema_type']} schemas"
@@ -126,18 +142,20 @@ def _schemas(moved: Moved, entries: Sequence[Table]) -> dict[str, str]:
     return plain
 
 
-def _to_danube(moved: Moved, routes: Sequence[Table], stream: Callable[[Table], str], plain: Mapping[str, str]) -> None:
+def _to_danube(
+    moved: Moved, routes: Sequence[Table], stream: Callable[[Table], str], plain: Mapping[str, Table]
+) -> None:
     """Routes to Danube's topics: one sink for each way in which topics are made there."""
     names: dict[tuple[Any, ...], str] = {}
     for route in routes:
         topic = route.pop("to")
-        made = (route.pop("partitions", 0), route.pop("reliable_dispatch", True), plain.get(topic) or None)
+        schema = plain.get(topic, {})
+        made = (route.pop("partitions", 0), route.pop("reliable_dispatch", True), json.dumps(schema, sort_keys=True))
         if made not in names:
             names[made] = f"danube-{len(names) + 1}" if names else "danube"
             sink: Table = {"name": names[made], "connector": "danube", "partitions": made[0]}
             sink |= {} if made[1] else {"reliable_dispatch": False}
-            sink |= {} if made[2] is None else {"schema_subject": made[2]}
-            moved.sinks.append(sink)
+            moved.sinks.append(sink | schema)
         moved.routes.append({"from": stream(route), "to": topic, "sinks": [names[made]]})
 
 

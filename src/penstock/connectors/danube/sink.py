@@ -110,7 +110,7 @@ class DanubeSink(SinkConnector[DanubeSinkConfig, Receipt]):
     def check(self) -> Sequence[Finding]:
         with Calls(self.config) as calls:
             first(lambda: calls.partitions("/default/penstock-check"))
-        if self.config.token is not None and self.config.url.startswith("http://"):
+        if self.config.exposes_token:
             return [Finding(False, "the token goes over the network in plain text", "use https:// in `url`")]
         return []
 

@@ -122,7 +122,7 @@ class Danube(StreamingSource[DanubeSourceConfig]):
                 for topic in self.config.topics
                 if not calls.partitions(topic) and not self.config.create_topics
             ]
-        if self.config.token is not None and self.config.url.startswith("http://"):
+        if self.config.exposes_token:
             found.append(Finding(False, "the token goes over the network in plain text", "use https:// in `url`"))
         return found
 

@@ -100,6 +100,13 @@ class DanubeConfig(Config):
         return self
 
     @property
+    def exposes_token(self) -> bool:
+        """True if others on the way can read the token."""
+        parts = urlsplit(self.url)
+        near = parts.hostname in ("localhost", "::1") or str(parts.hostname).startswith("127.")
+        return self.token is not None and parts.scheme == "http" and not near
+
+    @property
     def timeout(self) -> float:
         return self.timeout_ms / 1000
 

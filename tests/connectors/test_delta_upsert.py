@@ -330,6 +330,14 @@ def test_truncates_and_soft_deletes_are_done_in_pieces_as_well(make, target, in_
     assert {row["id"]: row["_deleted"] for row in read(target)} == {1: True, 2: False, 3: True, 4: True}
 
 
+def test_a_row_that_moves_to_the_key_of_one_marked_as_deleted_keeps_its_own_values(make, target):
+    sink = make(soft_delete=True)
+    commit(sink, 1, insert(1, 2, 3))
+    commit(sink, 2, changes({"_op": "d", "id": 1}))
+    commit(sink, 3, changes({"_op": "u", "id": 1, "name": "moved", "_old_key": '{"id":2}', "_unchanged": ["doc"]}))
+    assert {row["id"]: row["doc"] for row in read(target) if not row["_deleted"]} == {1: "doc 2", 3: "doc 3"}
+
+
 @pytest.mark.parametrize("way", ["at_once", "in_pieces"])
 @pytest.mark.parametrize("held_rows", [0, 1 << 20])
 def test_random_changes_leave_what_a_dict_of_them_holds(make, target, monkeypatch, held_rows, way, request):

@@ -224,6 +224,15 @@ def test_soft_delete_keeps_the_row_and_marks_it(make, table):
     assert rows == {id: id != 1 for id in range(10)}
 
 
+def test_a_row_that_moves_to_the_key_of_one_marked_as_deleted_keeps_its_own_values(make, table):
+    sink = make(soft_delete=True)
+    fill(sink, 4)
+    commit(sink, 2, upserts({}, deletes=[1]))
+    commit(sink, 3, changes({"_op": "u", "id": 1, "name": "moved", "_unchanged": ["doc"], "_old_key": '{"id":2}'}))
+    rows = [row for row in table().scan().to_arrow().to_pylist() if not row["_deleted"]]
+    assert {row["id"]: row["doc"] for row in rows} == {0: "doc 0", 1: "doc 2", 3: "doc 3"}
+
+
 def test_a_row_leaves_its_partition(make, table):
     sink = make(partition_by=["name"])
     fill(sink, 10)

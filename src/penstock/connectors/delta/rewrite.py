@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.changes.collapse import Collapsed
-from penstock.changes.keys import Keys, Mask
+from penstock.changes.keys import Keys, Mask, bools
 from penstock.connectors.delta import files as table_files
 from penstock.connectors.delta.entries import Marked
 from penstock.connectors.delta.files import TableFile
@@ -156,7 +156,7 @@ class Rewriter:
                 continue
             hits = [self._touched.find(rows) >= 0 for rows in file.read(shape.path, shape.schema, names)]
             pieces = [place for place, hit in enumerate(hits) if hit.any()]
-            found_rows = file.read(shape.path, shape.schema, [*names, *changes.kept], pieces) if pieces else ()
+            found_rows = file.read(shape.path, shape.schema, self._kept.names, pieces) if pieces else ()
             for place, rows in zip(pieces, found_rows, strict=True):
                 self._kept.collect(rows, hits[place])
 
@@ -225,17 +225,23 @@ class _Kept:
     """Stored rows from which unchanged values are taken. They may be many, so they are collected in a file."""
 
     def __init__(self, changes: Collapsed, shape: TableShape) -> None:
-        self.names = [*changes.key, *changes.kept] if changes.kept else []
+        self._mark = shape.mark
+        self._values = [*changes.key, *changes.kept] if changes.kept else []
+        self.names = [*self._values, *([shape.mark] if shape.mark else [])] if changes.kept else []
+        """The columns that `collect` needs."""
         if self.names:
             # It has no name, and is gone when the last reader is.
             below = shape.path / HIDDEN if isinstance(shape.path, Path) else None
             self._file = tempfile.TemporaryFile(dir=below)  # noqa: SIM115 - closed when all is collected
-            schema = pa.schema([shape.schema.field(name) for name in self.names])
+            schema = pa.schema([shape.schema.field(name) for name in self._values])
             self._writer = pa.ipc.new_file(self._file, schema)
 
     def collect(self, rows: pa.Table, hit: Mask) -> None:
+        """Take these rows, but not those marked as deleted: a row that moves to such a key keeps its own values."""
+        if self.names and self._mark is not None:
+            hit = hit & ~bools(pc.fill_null(rows.column(self._mark), False))
         if self.names and hit.any():
-            self._writer.write_table(rows.select(self.names).filter(pa.array(hit)))
+            self._writer.write_table(rows.select(self._values).filter(pa.array(hit)))
 
     def rows(self) -> pa.Table | None:
         """The collected rows, mapped into memory."""

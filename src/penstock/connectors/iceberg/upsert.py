@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyiceberg.expressions import AlwaysTrue
 from pyiceberg.io.pyarrow import ArrowScan, _read_deletes
@@ -202,7 +203,9 @@ class Upsert:
         if changes.kept and len(positions):
             names = [*changes.key, *changes.kept]
             wanted = pa.schema([changes.upserts.schema.field(name) for name in names])
-            self._kept += self._take(file, names, wanted, positions)
+            if self.config.soft_delete:
+                names, wanted = [*names, DELETED], wanted.append(pa.field(DELETED, pa.bool_()))
+            self._kept += (_living(rows) for rows in self._take(file, names, wanted, positions))
         if self.config.soft_delete:
             deleted = positions[places >= changes.upserts.num_rows]
             if changes.truncated:
@@ -329,6 +332,13 @@ def head(table: Table) -> Snapshot | None:
     """The newest snapshot of the branch; of `main`, as long as there is no such branch."""
     found = table.metadata.snapshot_by_name(table.branch) if table.branch in table.metadata.refs else None
     return found or table.metadata.current_snapshot()
+
+
+def _living(rows: pa.Table) -> pa.Table:
+    """Rows that are not marked as deleted, without the mark: a row that moves to the key of such a one keeps its own values."""
+    if DELETED not in rows.column_names:
+        return rows
+    return rows.filter(pc.invert(pc.fill_null(rows.column(DELETED), False))).drop_columns([DELETED])
 
 
 def own_rows(config: IcebergConfig, topic: Topic, schema: pa.Schema) -> pa.Schema:

@@ -9,14 +9,15 @@ import psycopg
 import pytest
 
 from mirrored import Database, Lake, database_on
+from penstock.connectors.postgres import Postgres, PostgresSinkConfig
 from penstock.testing.postgres import PostgresServer, binaries
 
 PAGE = (Path(__file__).parents[2] / "docs/operating.md").read_text()
 
 
-def statements(heading):
-    """The SQL of the first block under a heading, without its comments."""
-    block = PAGE.partition(f"\n{heading}\n")[2].partition("```sql\n")[2].partition("```")[0]
+def statements(heading, block=1):
+    """The SQL of a block under a heading, without its comments."""
+    block = PAGE.partition(f"\n{heading}\n")[2].split("```sql\n")[block].partition("```")[0]
     assert block, heading
     return [each.strip() for each in re.sub(r"--.*", "", block).split(";") if each.strip()]
 
@@ -42,6 +43,21 @@ def test_a_pipeline_that_is_retired_as_the_page_says_leaves_nothing_on_the_serve
         assert names == ["penstock", "penstock", "penstock_inserts", "penstock_truncates"]
         database.run(*statements("## Retiring a pipeline"))
         assert database.rows(made) == []
+
+
+def test_a_pipeline_that_is_retired_as_the_page_says_leaves_the_markers_of_others_in_a_target(server, tmp_path):
+    with database_on(server, "shared", Database) as database:
+        sink = Postgres(PostgresSinkConfig(dsn=database.dsn))
+        sink.open()
+        for name in ("orders-to-lake", "other"):
+            database.run(
+                f"INSERT INTO _penstock.epochs (pipeline, topic, target) VALUES ('{name}', '/{name}', 'public.{name[0]}')",
+                f"INSERT INTO _penstock.seeded VALUES ('/{name}', 'public.{name[0]}', true)",
+            )
+        sink.close()
+        database.run(*statements("## Retiring a pipeline", 2))
+        assert database.rows("SELECT topic FROM _penstock.epochs") == [("/other",)]
+        assert database.rows("SELECT topic FROM _penstock.seeded") == [("/other",)]
 
 
 def test_the_limit_of_the_page_is_one_that_the_server_takes(server):

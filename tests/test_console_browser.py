@@ -120,7 +120,7 @@ def test_every_panel_shows_live_data_without_a_reload(page: Any, running: Runnin
         "flow": lambda text: "sensors" in text and "/readings" in text and "lake" in text,
         "rates": lambda text: "out" in text and "Not enough" not in text,
         "bytes": lambda text: "Not enough" not in text,
-        "lag": lambda text: "sensors" in text and "Not enough" not in text,
+        "lag": lambda text: "sensors" in text and "rows behind" in text and "Not enough" not in text,
         "latency": lambda text: "Not enough" not in text and ("s" in text),
         "epochs": lambda text: "commit" in text and "epoch" in text,
         "journal": lambda text: "sensors" in text and "of 1.1 GB" in text,

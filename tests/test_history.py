@@ -83,7 +83,7 @@ def test_samples_hold_what_came_since_the_one_before_and_minutes_add_them_up(tmp
     history._rings = Rings(tmp_path)
     history._rings.directory.mkdir()
     for rows, lag in ((10, 5.0), (30, math.nan), (60, 3.0)):
-        total |= {"rows_in": rows, "lag": lag}
+        total |= {"rows_in": rows, "lag_rows": lag}
         history.take()
         clock.now += FINE_SECS
     fine, coarse = Rings(tmp_path).fine.read(), Rings(tmp_path).coarse.read()

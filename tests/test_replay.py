@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from deltalake import write_deltalake
 from rich.console import Console
 
 from penstock import cli
@@ -26,7 +29,7 @@ from penstock.runtime.epochs import State, reset
 from penstock.runtime.job import Job, Part
 from penstock.runtime.messages import letters
 from penstock.runtime.messages.box import Store
-from penstock.runtime.messages.letters import REPLAY
+from penstock.runtime.messages.letters import LETTERS, REPLAY
 from penstock.runtime.messages.replay import Replay, ReplayConfig, Replayed, ReplayRequests, Step
 from penstock.runtime.reading import Reading, Rows
 from penstock.sink import DeliveryGuarantee, Epoch, Topic, WriteResult
@@ -416,3 +419,36 @@ def test_names_with_brackets_are_shown_as_they_are(home: Home, capsys: pytest.Ca
     shown = capsys.readouterr().out
     assert "/a[/x]" in shown
     assert "no [[schemas]] that" in shown
+
+
+def test_a_few_letters_are_shown_without_reading_the_payloads_of_all(tmp_path: Path) -> None:
+    file = tmp_path / "pipeline.toml"
+    file.write_text('connector_name = "l"\n[source]\nconnector = "generator"\n[sink]\nconnector = "console"\n')
+    pipeline = Pipeline.from_toml(file)
+    state = State(pipeline.processing.state_dir, "l")
+    state.open()
+    state.close()
+    fixed = {
+        "kind": "message",
+        "topic": "/t",
+        "incarnation": state.identity.incarnation,
+        "attempt": 1,
+        "failed_at": datetime.now(UTC),
+    }
+    for epoch in range(12):
+        bodies = [os.urandom(200_000) for _ in range(4)]
+        rows = [{**fixed, "epoch": epoch, "payload": each} for each in bodies]
+        texts = {"source": "s", "stream": "s", "code": "PEN-3001", "rule": "json.syntax", "reason": f"{epoch}"}
+        write_deltalake(
+            tmp_path / "state" / "dead_letters",
+            pa.Table.from_pylist([{**r, **texts} for r in rows], LETTERS),
+            mode="append",
+        )
+    read = lambda: int(Path("/proc/self/io").read_text().split()[1])  # noqa: E731
+    before = read()
+    store = Store(pipeline)
+    newest = store.newest(5, {})
+    assert read() - before < 4_000_000, "of 9.6 MB"
+    assert [letter["epoch"] for letter, _ in newest] == [10, 11, 11, 11, 11]
+    assert {letter["payload"] for letter, _ in newest[1:]} == set(bodies)
+    assert store.chosen({})[0].num_rows == 48

@@ -612,7 +612,8 @@ def test_lag_is_sampled_as_often_as_the_file_says(build: Any, monkeypatch: pytes
     running = Running(build(behind, lag_interval_secs=1))
     until(lambda: behind.asked >= 3)
     running.stopped()
-    assert running.telemetry.status()["sources"]["source"]["lag"] == 7
+    source = running.telemetry.status()["sources"]["source"]
+    assert (source["lag"], source["lag_unit"]) == (7, "rows")
 
 
 def test_the_same_pipeline_again_is_told_no_change(build: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -355,7 +355,7 @@ class TestHttp:
     def test_metrics_carry_the_documented_names(self, telemetry, url):
         telemetry.epoch(report(0))
         telemetry.retry("source:orders", RetryableError("refused", code="PEN-2001"), 0.1)
-        telemetry.lag("orders", 42)
+        telemetry.lag("orders", 42, "bytes")
         _, text = get(f"{url}/metrics")
         for line in (
             'penstock_rows_total{connector="orders",direction="in",topic=""} 100.0',
@@ -365,7 +365,7 @@ class TestHttp:
             'penstock_epoch_seconds_bucket{le="0.5",phase="stage"} 1.0',
             'penstock_retries_total{component="source:orders"} 1.0',
             'penstock_errors_total{code="PEN-2001"} 1.0',
-            'penstock_lag{connector="orders"} 42.0',
+            'penstock_lag{connector="orders",unit="bytes"} 42.0',
             'penstock_state{component="pipeline",state="starting"} 1.0',
             "penstock_skipped_total 0.0",
         ):

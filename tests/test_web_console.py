@@ -16,12 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from console_pipeline import TOKEN, Running, until
 from penstock.config import Secret
 from penstock.errors import CODES, ConfigError
 from penstock.runtime.commands import read_audit
+from penstock.runtime.telemetry.ports import listening
 from penstock.tables import Requests
 from penstock.web import serve_all, server
 from penstock.web.watched import Watched, hidden
@@ -90,9 +92,21 @@ def test_everything_that_a_panel_needs_is_answered(running: Running, one: str) -
 
 def test_the_ports_of_the_run_are_listed(running: Running) -> None:
     port = int(running.url.rpartition(":")[2])
-    assert {"address": "127.0.0.1", "port": port} in [
-        {"address": each["address"], "port": each["port"]} for each in running.telemetry.status()["ports"]
-    ]
+    listed = {(each["address"], each["port"]) for each in running.telemetry.status()["ports"]}
+    assert ("127.0.0.1", port) in listed
+
+
+def test_ports_are_those_that_another_program_finds(running: Running) -> None:
+    with socket.create_server(("127.0.0.1", 0)), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        mine = psutil.Process()
+        every = [
+            (each.laddr.ip, each.laddr.port)
+            for process in (mine, *mine.children(recursive=True))
+            for each in process.net_connections("tcp")
+            if each.status == psutil.CONN_LISTEN
+        ]
+        assert {(each["address"], each["port"]) for each in listening()} == set(every)
+    assert len(set(every)) >= 3
 
 
 def test_the_file_is_shown_without_secrets(running: Running, one: str) -> None:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar, get_args, get_origin
 
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
@@ -323,8 +323,11 @@ class SourceConnector(Connector[C]):
         """Schema of each stream as of now; on the driver, after `open` and again for each epoch."""
         raise NotImplementedError
 
+    lag_unit: ClassVar[Literal["rows", "bytes"]] = "rows"
+    """What `lag` counts."""
+
     def lag(self) -> int | None:
-        """How much is left to read, in the source's own unit (bytes, rows); asked every `lag_interval_secs`."""
+        """How much is left to read, in `lag_unit`; asked every `lag_interval_secs`."""
         return None
 
     def data_ready_notify(self) -> threading.Event | None:

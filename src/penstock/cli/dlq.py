@@ -40,11 +40,11 @@ def show(
     pipeline: Pipeline, where: Mapping[str, str], console: Console, *, sample: int, json: bool, every: bool
 ) -> None:
     """Print how many letters there are of each kind, and the newest few."""
-    store = Store(pipeline, whole=json or sample > 0)
+    store = Store(pipeline, whole=json and not sample)
     letters, states = store.chosen(where, every=every)
+    newest = store.newest(sample, where, every=every) if sample else []
     if json:
-        chosen = letters.slice(max(0, letters.num_rows - sample)) if sample else letters
-        lines = zip(chosen.to_pylist(), states[letters.num_rows - chosen.num_rows :], strict=True)
+        lines = newest if sample else zip(letters.to_pylist(), states, strict=True)
         print(codec.dumps([plain(letter, state) for letter, state in lines], ensure_ascii=False, indent=1))
         return
     if not letters.num_rows:
@@ -53,7 +53,7 @@ def show(
         )
     else:
         console.print(_summary(letters, states, every))
-    for letter in letters.slice(max(0, letters.num_rows - sample)).to_pylist() if sample else ():
+    for letter, _ in newest:
         console.print(_one(letter), soft_wrap=True)
     for request in ReplayRequests.of(store.directory).pending():
         chosen_by = " ".join(f"{name}={value}" for name, value in request.step.where.items()) or "all"

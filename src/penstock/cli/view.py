@@ -206,7 +206,7 @@ def _numbers(status: Status, width: int) -> Table:
         add("discarded", "", Text(f"{status['discarded']:,}", style="yellow"), "", "")
     add("", "", "", "", "")
     for name, source in status["sources"].items():
-        lag = "" if source["lag"] is None else f"lag {source['lag']:,}"
+        lag = "" if source["lag"] is None else f"lag {_lag(source)}"
         add("source", name, f"{source['rows']:,}", lag, _health(source))
         for table, copy in list(source["tables"].get("copying", {}).items())[:_COPIES]:
             add("copying", table, f"{copy['rows']:,}", *_copied(copy))
@@ -225,6 +225,10 @@ def _numbers(status: Status, width: int) -> Table:
             total = sum(written["rows"] for _, written in rest)
             add("", f"and {_count(len(rest), 'more topic')}", f"{total:,}", "", "")
     return grid
+
+
+def _lag(source: Status) -> str:
+    return size(source["lag"]) if source.get("lag_unit") == "bytes" else _count(source["lag"], "row")
 
 
 def _copied(copy: Status) -> tuple[Text, Text]:

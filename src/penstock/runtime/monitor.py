@@ -17,7 +17,7 @@ from penstock.runtime.ingest import Ingest
 from penstock.runtime.job import Engine
 from penstock.runtime.telemetry import Telemetry
 from penstock.runtime.telemetry.status import patience_secs
-from penstock.source import HealthState, HealthStatus
+from penstock.source import HealthState, HealthStatus, SourceConnector
 
 END_SECS = 0.5
 """How often requests to end are looked for."""
@@ -89,18 +89,16 @@ class Monitor:
             elif health.state is not HealthState.UNKNOWN:
                 telemetry.state(component, health)
 
-        def tell_lag(name: str, ask: Callable[[], int | None]) -> None:
-            lag = _asked(ask, lambda reason: None)
+        def tell_lag(name: str, source: SourceConnector[Any]) -> None:
+            lag = _asked(source.lag, lambda reason: None)
             if not self._closed.is_set():
-                telemetry.lag(name, lag)
+                telemetry.lag(name, lag, source.lag_unit)
 
         for name, source in pipeline.sources.items():
             ingest = self._ingests.get(name)
             ask = ingest.health if ingest else source.health_check
             yield _Question(f"source:{name}", every, partial(tell_health, f"source:{name}", ask))
-            yield _Question(
-                f"source:{name}", pipeline.processing.lag_interval_secs, partial(tell_lag, name, source.lag)
-            )
+            yield _Question(f"source:{name}", pipeline.processing.lag_interval_secs, partial(tell_lag, name, source))
         for name, sink in pipeline.sinks.items():
             yield _Question(f"sink:{name}", every, partial(tell_health, f"sink:{name}", sink.health_check))
 

@@ -20,6 +20,7 @@ from penstock.runtime.messages.box import Store, plain
 from penstock.runtime.messages.store import wants_letters
 from penstock.runtime.telemetry import STATUS_FILE, Telemetry, read_status
 from penstock.runtime.telemetry.history import Rings, read_runs
+from penstock.runtime.telemetry.parts import most_behind
 from penstock.runtime.telemetry.schemas import read_schemas
 
 SAMPLES = 5
@@ -71,14 +72,13 @@ class Watched:
         status = self.status()
         if status is None:
             return None
-        lags = [source["lag"] for source in status["sources"].values() if source["lag"] is not None]
         kept = ("pipeline", "state", "reason", "latency_secs", "dead_letters", "epochs", "uptime_secs")
         return {
             "id": self.id,
             **{name: status.get(name) for name in kept},
             "in_per_sec": status["rows"]["in_per_sec"],
             "out_per_sec": status["rows"]["out_per_sec"],
-            "lag": max(lags, default=None),
+            **{f"lag_{unit}": lag for unit, lag in most_behind(status).items()},
         }
 
     def history(self, since: float) -> dict[str, Json]:
@@ -157,7 +157,7 @@ class Watched:
         began = time.monotonic()
         found: Json
         try:
-            found = _letters(Store(self.pipeline(), whole=True)) if self._has_letters() else {"open": 0}
+            found = _letters(Store(self.pipeline())) if self._has_letters() else {"open": 0}
         except ConnectorError as error:
             found = {"error": f"{error.code} {error.message}", "hint": error.hint}
         except Exception as error:  # noqa: BLE001 (of a client library: the page shows it, and all else that it has)
@@ -177,20 +177,16 @@ class Watched:
 
 
 def _letters(store: Store) -> Json:
-    letters, states = store.chosen({})
+    letters, _ = store.chosen({})
     names = ("topic", "code", "rule", "attempt")
     counts = Counter(zip(*(letters.column(name).to_pylist() for name in names), strict=True))
-    newest = letters.slice(max(0, letters.num_rows - SAMPLES))
     return {
         "open": letters.num_rows,
         "groups": [
             {**dict(zip(names, group, strict=True)), "count": count}
             for group, count in sorted(counts.items(), key=lambda each: (-each[1], repr(each[0])))
         ],
-        "samples": [
-            plain(letter, state)
-            for letter, state in zip(newest.to_pylist(), states[letters.num_rows - newest.num_rows :], strict=True)
-        ],
+        "samples": [plain(letter, state) for letter, state in store.newest(SAMPLES, {})],
     }
 
 

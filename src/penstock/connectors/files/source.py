@@ -221,6 +221,8 @@ class Files(RangeSource[FilesConfig, Inventoried]):
             return HealthStatus.unhealthy(error.message)
         return HealthStatus.degraded(self._problem) if self._problem else HealthStatus.healthy()
 
+    lag_unit = "bytes"
+
     def lag(self) -> int | None:
         """Bytes of files that were found and are not planned yet."""
         return self._behind

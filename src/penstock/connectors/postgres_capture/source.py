@@ -98,6 +98,8 @@ class PostgresCapture(ChangeCapture[PostgresCaptureConfig]):
     def metrics(self) -> ConnectorMetrics:
         return ConnectorMetrics(custom={"truncates_skipped": self._skipped})
 
+    lag_unit = "bytes"
+
     def lag(self) -> int | None:
         """Bytes of log that are not confirmed, asked over a connection of its own."""
         return self._log.session.apart(lambda connection: health.lag(connection, self.config))

@@ -112,6 +112,8 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
         begun = self._planner.made_here and self.config.snapshot in ("initial", "never")
         return self.session.apart(lambda connection: list(findings(connection, self.config, begun)))
 
+    lag_unit = "bytes"
+
     def lag(self) -> int | None:
         """Bytes of log that are not acknowledged."""
         return self.session.apart(lambda connection: health.lag(connection, self.config))

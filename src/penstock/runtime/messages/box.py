@@ -35,7 +35,8 @@ class Store:
                 "or leave out `dead_letter_sink`",
             )
         self.directory = processing.state_dir
-        self.letters = read_letters(pipeline, LETTERS.names if whole else _ABOUT)
+        self._stored = read_letters(pipeline, LETTERS.names if whole else _ABOUT)
+        self.letters = self._stored.letters
         state = State(self.directory, pipeline.name).peek()
         self.incarnation = state.identity.incarnation
         self.done = _position(state).steps
@@ -48,10 +49,21 @@ class Store:
 
     def chosen(self, where: Mapping[str, str], *, every: bool = False) -> tuple[pa.Table, list[str]]:
         """The letters that have these values, the newest last, and what has become of each; only open ones unless `every`."""
+        states, places = self._places(where, every)
+        return self.letters.take(pa.array(places, pa.int64())), states[places].tolist()
+
+    def newest(
+        self, count: int, where: Mapping[str, str], *, every: bool = False
+    ) -> list[tuple[Mapping[str, Any], str]]:
+        """The last few of those letters, whole, and what has become of each."""
+        states, places = self._places(where, every)
+        last = places[max(0, len(places) - count) :]
+        return list(zip(self._stored.whole(last.tolist()).to_pylist(), states[last].tolist(), strict=True))
+
+    def _places(self, where: Mapping[str, str], every: bool) -> tuple[npt.NDArray[np.str_], npt.NDArray[np.int64]]:
         states = self.states()
         places = np.flatnonzero(having(self.letters, where) & (every | (states == "open")))
-        places = places[np.argsort(self.letters.column("epoch").to_numpy()[places], kind="stable")]
-        return self.letters.take(pa.array(places, pa.int64())), states[places].tolist()
+        return states, places[np.argsort(self.letters.column("epoch").to_numpy()[places], kind="stable")]
 
 
 def _position(state: State) -> Replayed:

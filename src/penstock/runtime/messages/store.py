@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +61,48 @@ def has_letters(state_dir: Path) -> bool:
     return (state_dir / FOLDER / "_delta_log").exists()
 
 
-def read_letters(pipeline: Pipeline, columns: Sequence[str] = LETTERS.names) -> pa.Table:
-    """These columns of every letter: in the default store, and in the sink that the file names if it can be read."""
+@dataclass(frozen=True)
+class Stored:
+    """Every letter: in the default store, and in the sink that the file names if it can be read."""
+
+    letters: pa.Table
+    """Some of their columns."""
+    files: Sequence[tuple[str, int]]
+    """The files of the default store with their numbers of rows, in the order of `letters`."""
+    named: pa.Table
+    """The letters of the sink that the file names, whole; they come last."""
+
+    def whole(self, places: Sequence[int]) -> pa.Table:
+        """All columns of a few letters. Of each file only the row groups that hold them are read: payloads may be large."""
+        ends = list(itertools.accumulate(rows for _, rows in self.files))
+        found = [LETTERS.empty_table()]
+        for number, held in itertools.groupby(places, lambda place: bisect.bisect_right(ends, place)):
+            rows = [place - (ends[number - 1] if number else 0) for place in held]
+            found.append(_rows(self.files[number][0], rows) if number < len(ends) else self.named.take(rows))
+        return pa.concat_tables(found)
+
+
+def read_letters(pipeline: Pipeline, columns: Sequence[str] = LETTERS.names) -> Stored:
+    """These columns of every letter."""
     schema = pa.schema([LETTERS.field(name) for name in columns])
     # File by file: Arrow's scanner has threads that may outlive it.
     stored = files(pipeline.processing.state_dir / FOLDER)
     read = [pq.ParquetFile(file).read(columns=list(columns)) for file in stored]
-    if (sink := readable_sink(pipeline)) is not None:
-        read.append(read_sink(sink))
-    return pa.concat_tables([schema.empty_table(), *(each.select(list(columns)).cast(schema) for each in read)])
+    sink = readable_sink(pipeline)
+    named = LETTERS.empty_table() if sink is None else read_sink(sink).select(LETTERS.names).cast(LETTERS)
+    all_of_them = [each.select(list(columns)).cast(schema) for each in (*read, named)]
+    sizes = [(file, each.num_rows) for file, each in zip(stored, read, strict=True)]
+    return Stored(pa.concat_tables(all_of_them), sizes, named)
+
+
+def _rows(file: str, rows: Sequence[int]) -> pa.Table:
+    parquet = pq.ParquetFile(file)
+    sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
+    ends = list(itertools.accumulate(sizes))
+    groups = sorted({bisect.bisect_right(ends, row) for row in rows})
+    left_out = [0, *itertools.accumulate(0 if group in groups else size for group, size in enumerate(sizes))]
+    taken = [row - left_out[bisect.bisect_right(ends, row)] for row in rows]
+    return parquet.read_row_groups(groups).take(taken).select(LETTERS.names).cast(LETTERS)
 
 
 def _default_store(state_dir: Path) -> SinkConnector[Any, Any]:

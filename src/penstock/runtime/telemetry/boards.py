@@ -56,7 +56,7 @@ PANELS = (
     Panel("Rows in and out", "rowsps", ((_rate(names.ROWS, "direction"), "{{direction}}"),), wide=True),
     Panel("Rows by topic", "rowsps", ((_rate(names.ROWS, "topic", 'direction="out"'), "{{topic}}"),)),
     Panel("Bytes by sink", "Bps", ((_rate(names.BYTES, "connector"), "{{connector}}"),)),
-    Panel("Lag", "short", ((_now(names.LAG), "{{connector}}"),)),
+    Panel("Lag", "short", ((_now(names.LAG), "{{connector}}, {{unit}}"),)),
     Panel(
         "Commit to visible, oldest row of each epoch",
         "s",

@@ -62,7 +62,7 @@ COMMITTED_AT = Metric(
     "penstock_last_commit_timestamp_seconds", "gauge", "When the last epoch was committed; 0 before the first."
 )
 QUIET = Metric("penstock_quiet_seconds", "gauge", "Time since the epoch in hand, or the start, made progress; else 0.")
-LAG = Metric("penstock_lag", "gauge", "How far a source is behind, in its own unit.", ("connector",))
+LAG = Metric("penstock_lag", "gauge", "How far a source is behind, in rows or bytes.", ("connector", "unit"))
 UNACKED = Metric(
     "penstock_unacked_seconds", "gauge", "Age of the oldest row of a source that is not acknowledged.", ("connector",)
 )

@@ -41,7 +41,8 @@ class Parts:
     tables: dict[str, Mapping[str, TableState]] = field(default_factory=dict)
     copies: dict[tuple[str, str], tuple[int, float, int]] = field(default_factory=dict)
     """Per source and table that is being copied: which copy, and when it was first seen with how many rows."""
-    lag: dict[str, int | None] = field(default_factory=dict)
+    lag: dict[str, tuple[int | None, str]] = field(default_factory=dict)
+    """How far sources are behind, and in which unit."""
     failing: dict[str, float] = field(default_factory=dict)
     """Since when components have not been reached, or have failed again and again."""
     unacked: dict[str, float] = field(default_factory=dict)
@@ -80,11 +81,13 @@ class Parts:
                 why = f"; {part['reason']}" if part["reason"] else ""
                 part |= {"state": str(HealthState.DEGRADED), "reason": f"{_failures(failed)}{why}"}
             states = {table: known.state for table, known in tables.items()}
+            lag, unit = self.lag.get(name, (None, ""))
             copying = {table: self._copy(name, table, known, now) for table, known in tables.items()}
             found[name] = {
                 "rows": rows,
                 "rows_per_sec": self.meters[name].rates(now)[0],
-                "lag": self.lag.get(name),
+                "lag": lag,
+                "lag_unit": unit,
                 "unacked_secs": self._unacked(name, own.get(f"source:{name}", {}), now),
                 "position": positions.get(name, ""),
                 "own": own.get(f"source:{name}", {}),
@@ -131,6 +134,13 @@ class Parts:
                 "last_epoch": written.last_epoch,
             }
         return sinks
+
+
+def most_behind(status: Mapping[str, Json]) -> dict[str, Json]:
+    """How far the source is behind that is farthest, by unit: rows cannot be compared with bytes."""
+    told = [source for source in status["sources"].values() if source["lag"] is not None]
+    units = ("rows", "bytes")
+    return {unit: max((each["lag"] for each in told if each.get("lag_unit") == unit), default=None) for unit in units}
 
 
 def named(connectors: Mapping[str, Json] | Iterable[str]) -> dict[str, Json]:

@@ -141,7 +141,7 @@ def _health(status: Json) -> Iterator[Sample]:
 def _sources(status: Json) -> Iterator[Sample]:
     for name, source in status["sources"].items():
         if source["lag"] is not None:
-            yield names.LAG, (name,), source["lag"]
+            yield names.LAG, (name, source["lag_unit"]), source["lag"]
         yield names.UNACKED, (name,), source["unacked_secs"]
         states = source["tables"]["states"]
         for state in sorted(set(states.values())):

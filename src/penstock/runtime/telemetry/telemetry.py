@@ -23,7 +23,7 @@ from penstock.durable import Json
 from penstock.errors import ConnectorError, from_text, printable, without_secrets
 from penstock.runtime.telemetry.history import EPOCH_FIELDS, HEALTH, History, add_run
 from penstock.runtime.telemetry.names import CUSTOM, SLOT_STATES
-from penstock.runtime.telemetry.parts import MOST_FLOWS, Looks, Parts, named
+from penstock.runtime.telemetry.parts import MOST_FLOWS, Looks, Parts, most_behind, named
 from penstock.runtime.telemetry.ports import listening
 from penstock.runtime.telemetry.prometheus import Metrics
 from penstock.runtime.telemetry.rates import Rates
@@ -243,10 +243,10 @@ class Telemetry:
         )
         self._file.changed()
 
-    def lag(self, source: str, value: int | None) -> None:
-        """How far a source is behind, in its own unit."""
+    def lag(self, source: str, value: int | None, unit: str = "rows") -> None:
+        """How far a source is behind, in rows or bytes."""
         with self._lock:
-            self._parts.lag[source] = value
+            self._parts.lag[source] = (value, unit)
         self._file.changed()
 
     def message(self, level: str, text: str) -> None:
@@ -373,7 +373,7 @@ class Telemetry:
         if self._samples % _PORTS_EVERY == 0:
             self.ports = listening()
         status = self.status()
-        lags = [source["lag"] for source in status["sources"].values() if source["lag"] is not None]
+        behind = most_behind(status)
         journals = [source["own"].get("journal_bytes", 0) for source in status["sources"].values()]
         return {
             "rows_in": status["rows"]["in"],
@@ -382,7 +382,7 @@ class Telemetry:
             "dead_letters": status["dead_letters"],
             "retries": sum(status["retries"].values()),
             "epochs": status["epochs"],
-            "lag": max(lags, default=math.nan),
+            **{f"lag_{unit}": math.nan if lag is None else lag for unit, lag in behind.items()},
             "latency": math.nan if status["latency_secs"] is None else status["latency_secs"],
             "journal": sum(journals),
             "health": HEALTH.get(status["state"], math.nan),

@@ -37,6 +37,7 @@ function secs(s) {
   const minutes = Math.floor(s / 60);
   return minutes < 90 ? minutes + " min" : minutes < 2880 ? (minutes / 60).toFixed(1) + " h" : (minutes / 1440).toFixed(1) + " d";
 }
+const lag = (s) => s.lag === null ? "–" : s.lag_unit === "bytes" ? size(s.lag) : short(s.lag) + " rows";
 const clock = (at) => new Date(typeof at === "number" ? at * 1000 : at).toLocaleTimeString();
 const colour = (state) => ({ running: "good", healthy: "good", active: "good", degraded: "warn", seeding: "warn", unhealthy: "bad",
   failed: "bad", dead: "bad" })[state] || "none";
@@ -157,7 +158,7 @@ function flow(status) {
     const text = name.length > most ? name.slice(0, most - 1) + "…" : name;
     svg.append(make("svg:g", {}, make("svg:rect", { class: "node " + (part ? colour(state) : "none"), x: at.x, y: at.y - 18, width: wide, height: 36, rx: 6 }),
       make("svg:text", { class: "name", x: at.x + inset, y: at.y - 2 }, text),
-      make("svg:text", { x: at.x + inset, y: at.y + 13 }, `${short(rate)} rows/s` + (part && part.lag && !small ? ` · lag ${short(part.lag)}` : "")),
+      make("svg:text", { x: at.x + inset, y: at.y + 13 }, `${short(rate)} rows/s` + (part && part.lag && !small ? ` · lag ${lag(part)}` : "")),
       make("svg:title", {}, name + (part ? `: ${part.state} ${part.reason}` : ""))));
   }));
   return [svg, rest > 0 ? make("p", { class: "quiet" }, `and ${rest} more topics`) : null];
@@ -228,8 +229,10 @@ function draw(id, status, detail) {
     ["discarded", count(status.discarded), status.discarded ? "warn" : ""], ["dead letters", count(status.dead_letters), status.dead_letters ? "warn" : ""]]));
   panel("rates", "Rows per second", "", rows.length && rows[rows.length - 1], () => chart([{ name: "out", kind: "one", points: points("rows_out", true) }, { name: "in", kind: "two", points: points("rows_in", true) }], short, "Rows per second over time"));
   panel("bytes", "Bytes per second", "", rows.length && rows[rows.length - 1], () => chart([{ kind: "one", points: points("bytes_out", true) }], size, "Bytes per second over time"));
-  panel("lag", "Lag", "", rows.length && rows[rows.length - 1], () => chart([{ kind: "one", points: points("lag") }], short, "Lag over time, in the unit of the source"),
-    sources.filter(([, s]) => s.lag !== null).map(([n, s]) => `${n} ${short(s.lag)}`).join(" · "));
+  panel("lag", "Lag", "", rows.length && rows[rows.length - 1], () => {
+    const units = [["lag_rows", short, "rows"], ["lag_bytes", size, "bytes"]].map(([field, format, unit]) => [points(field), format, unit]).filter(([p]) => p.some((each) => each[1] !== null));
+    return units.length ? units.map(([p, format, unit]) => chart([{ name: units.length > 1 || unit === "rows" ? unit + " behind" : "", kind: "one", points: p }], format, `Lag over time, in ${unit}`)) : make("p", { class: "quiet" }, "No source of this pipeline tells its lag.");
+  }, sources.filter(([, s]) => s.lag !== null).map(([n, s]) => `${n} ${lag(s)}`).join(" · "));
   panel("latency", "Commit to visible, oldest row", "", rows.length && rows[rows.length - 1], () => chart([{ kind: "one", points: points("latency") }], secs, "Latency over time"), secs(status.latency_secs));
   panel("epochs", "Epochs", "wide", epochs.slice(-60), () => timeline(epochs), status.epoch ? `epoch ${status.epoch.number}: ${status.epoch.phase} for ${secs(status.epoch.secs)}` : "idle");
 
@@ -244,7 +247,7 @@ function draw(id, status, detail) {
     detail.runs.length ? [make("h3", {}, "Runs before"), table(["started", "ended", "how", { n: "epochs" }, { n: "rows out" }], detail.runs.map((run) => [new Date(run.started_at).toLocaleString(), new Date(run.ended_at).toLocaleString(),
       make("span", {}, dot(run.state), run.reason ? make("div", { class: "quiet" }, run.reason) : null), { n: count(run.epochs) }, { n: count(run.rows_out) }]))] : null]);
   panel("parts", "Sources and sinks", "wide", [status.sources, status.sinks], () => table(["", "name", "state", { n: "rows" }, { n: "rows/s" }, { n: "lag" }, { n: "unacknowledged" }, "read up to", "remarks"], [
-    ...sources.map(([n, s]) => ["source", n, dot(s.state), { n: count(s.rows) }, { n: short(s.rows_per_sec) }, { n: short(s.lag) }, { n: secs(s.unacked_secs) }, make("code", {}, s.position || "–"), s.reason || ""]),
+    ...sources.map(([n, s]) => ["source", n, dot(s.state), { n: count(s.rows) }, { n: short(s.rows_per_sec) }, { n: lag(s) }, { n: secs(s.unacked_secs) }, make("code", {}, s.position || "–"), s.reason || ""]),
     ...sinks.map(([n, s]) => ["sink", n, dot(s.state), { n: count(s.rows) }, { n: short(Object.values(s.topics).reduce((a, t) => a + t.rows_per_sec, 0)) }, { n: "" }, { n: "" }, `${Object.keys(s.topics).length} topics`, s.reason || ""])]));
   const slots = sources.filter(([, s]) => Object.keys(s.own).some((key) => key.startsWith("slot_")));
   panel("slots", "Replication slots", "", slots.map(([n, s]) => [n, s.own]), () => table(["source", "state", { n: "held" }, { n: "until it may be lost" }], slots.map(([n, s]) => {
@@ -311,7 +314,7 @@ async function showAll() {
   document.title = "Penstock";
   if (view !== "all") { view = "all"; by("main").replaceChildren(make("div", { class: "top" }, make("h1", {}, "Pipelines")), make("div", { id: "panels", class: "panels" })); }
   panel("all", "On this machine", "wide", pipelines, () => table(["pipeline", "state", { n: "rows/s in" }, { n: "rows/s out" }, { n: "lag" }, { n: "latency" }, { n: "dead letters" }, { n: "epochs" }, { n: "up" }, "remarks"],
-    pipelines.map((p) => [make("a", { href: "#/p/" + p.id, "data-key": p.id }, p.pipeline), dot(p.state), { n: short(p.in_per_sec) }, { n: short(p.out_per_sec) }, { n: short(p.lag) }, { n: secs(p.latency_secs) },
+    pipelines.map((p) => [make("a", { href: "#/p/" + p.id, "data-key": p.id }, p.pipeline), dot(p.state), { n: short(p.in_per_sec) }, { n: short(p.out_per_sec) }, { n: [p.lag_rows === null ? "" : short(p.lag_rows) + " rows", p.lag_bytes === null ? "" : size(p.lag_bytes)].filter(Boolean).join(" · ") || "–" }, { n: secs(p.latency_secs) },
       { n: count(p.dead_letters) }, { n: count(p.epochs) }, { n: secs(p.uptime_secs) }, p.reason]), "No pipeline has left a status here yet."));
 }
 async function showErrors(code) {

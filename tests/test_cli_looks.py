@@ -125,6 +125,9 @@ def test_peek_shows_the_first_rows_of_files_and_of_delta_tables(cli: Any, tmp_pa
     code, _, err = cli("peek", "/nothing", tmp_path / "p.toml")
     assert code == 2
     assert "delta/nothing" in err
+    code, _, err = cli("peek", tmp_path / "p.toml")
+    assert code == 2
+    assert "name a topic as well: penstock peek /orders" in err
 
 
 def test_peek_prints_a_map_as_an_object_and_an_empty_one_too(cli: Any, tmp_path: Path) -> None:
@@ -169,12 +172,16 @@ def test_the_view_shows_copies_with_their_end_and_letters_by_code() -> None:
     now[0] += 10
     telemetry.tables("database", {"public.orders": replace(copying["public.orders"], rows=250)})
     telemetry.epoch(replace(report(1), letters={"/orders": 2}, codes={"PEN-3001": 2}))
+    telemetry.lag("database", 12_345_678, "bytes")
     text = text_of(panel(telemetry.status(), 110), 110)
+    assert "lag 12.3 MB" in text
     assert "copying" in text
     assert "25%" in text
     assert "███░░░░░░░░░ ends in 0:00:30" in text
     assert "PEN-3001 2" in text
     assert "/s · epoch 1" in text
+    telemetry.lag("database", 1234, "rows")
+    assert "lag 1,234 rows" in text_of(panel(telemetry.status(), 110), 110)
 
 
 MESSAGES = """

@@ -289,6 +289,8 @@ def peek(
 
     if file is not None and target.endswith(".toml"):  # in either order
         target, file = str(file), Path(target)
+    if file is None and target.endswith(".toml"):
+        raise ConfigError(f"{target} is a pipeline file", hint=f"name a topic as well: penstock peek /orders {target}")
     is_topic = file is not None or (target.startswith("/") and not Path(target).exists())
     peeking.peek(target, load(file) if is_topic else None, rows, json, stdout(), sink)
 

@@ -4,20 +4,27 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import socket
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
 
+from console_pipeline import Running, until
 from penstock.cli import main
 from penstock.config import Secret
 from penstock.pipeline import registry
+from penstock.testing.mosquitto import free_port
+from penstock.testing.s3 import S3Server
 
 pytestmark = pytest.mark.processes
 
@@ -128,3 +135,165 @@ def test_a_secret_is_shown_nowhere(
     shown = out + err + caplog.text + left.decode("utf-8", "replace")
     assert PLANTED not in shown
     assert PLANTED not in Path(f"/proc/{os.getpid()}/cmdline").read_text()
+
+
+RUNNING = f"""
+connector_name = "planted"
+[processing]
+metrics_port = 0
+on_error = "dead_letter"
+max_retries = 100000
+retry_backoff_ms = 50
+max_backoff_ms = 200
+epoch_interval_ms = 100
+log_level = "debug"
+console_token = {REF}
+[[sources]]
+name = "hooks"
+connector = "webhook"
+port = PORT
+endpoints = [{{ path = "/in", stream = "hooked" }}]
+auth = {{ type = "api_key", keys = [{REF}] }}
+[[sources]]
+name = "items"
+connector = "http_poll"
+url = "http://HOST/items"
+stream = "polled"
+interval_secs = 0.2
+auth = {{ type = "bearer", token = {REF} }}
+[[schemas]]
+topic = "#"
+schema_type = "json"
+[[sinks]]
+name = "api"
+connector = "http"
+url = "http://HOST/rows"
+max_tries = 1
+auth = {{ type = "bearer", token = {REF} }}
+[[sinks]]
+name = "lake"
+connector = "delta"
+path = "BUCKET/{{topic}}"
+storage_options = OPTIONS
+"""
+
+
+class Talkative(BaseHTTPRequestHandler):
+    """Asks for the token, and says it in everything that it refuses."""
+
+    is_away = False
+    asked = 0
+
+    def do_GET(self) -> None:
+        type(self).asked += 1
+        rows = json.dumps([{"id": number} for number in range(self.asked)]).encode()
+        self._answer(*((503, self._said()) if self.is_away else (200, rows)))
+
+    def do_POST(self) -> None:
+        row = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        is_bad = row["id"] % 3 == 0
+        self._answer(503 if self.is_away else 422 if is_bad else 200, self._said())
+
+    def _said(self) -> bytes:
+        return f"no entry with {self.headers['Authorization']}".encode()
+
+    def _answer(self, code: int, body: bytes) -> None:
+        assert self.headers["Authorization"] == f"Bearer {PLANTED}"
+        self.send_response(code, "OK" if code == 200 else f"no entry {PLANTED}")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Not of interest."""
+
+
+def test_a_running_pipeline_shows_its_secrets_nowhere(
+    tmp_path: Path,
+    s3: S3Server,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("PLANTED_SECRET", PLANTED)
+    caplog.set_level(logging.DEBUG, "penstock")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Its", (Talkative,), {}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    port = free_port()
+    options = f'{{ endpoint = "{s3.endpoint}", allow_http = true, region = "us-east-1", access_key_id = {REF}, secret_access_key = {REF} }}'
+    text = RUNNING.replace("PORT", str(port)).replace("HOST", f"127.0.0.1:{server.server_port}")
+    (tmp_path / "pipeline.toml").write_text(text.replace("BUCKET", s3.bucket()).replace("OPTIONS", options))
+    made = Running(tmp_path, prepared=False)
+    seen: dict[str, str] = {}
+    try:
+        assert made.url
+        until(lambda: is_open(port))
+        send(port, 1)
+        send(port, 3)
+        until(
+            lambda: made.telemetry.status()["dead_letters"] > 3 and made.telemetry.status()["sinks"]["lake"]["rows"] > 3
+        )
+        assert refused(port) == 401
+        server.RequestHandlerClass.is_away = True  # type: ignore[attr-defined]
+        send(port, 4)
+        until(
+            lambda: {"source:items", "pipeline"} <= {n for n, c in made.telemetry.status()["retries"].items() if c > 1}
+        )
+        made.telemetry._history.take()
+        id = json.loads(fetch(made.url + "/api/pipelines"))["pipelines"][0]["id"]
+        until(lambda: json.loads(fetch(f"{made.url}/api/p/{id}/detail"))["letters"].get("samples"))
+        pages = (
+            "/metrics",
+            "/api/status",
+            "/api/pipelines",
+            "/healthz",
+            *(f"/api/p/{id}/{p}" for p in ("status", "detail", "history")),
+        )
+        seen = {page: fetch(made.url + page) for page in pages}
+        server.RequestHandlerClass.is_away = False  # type: ignore[attr-defined]
+    finally:
+        made.end()
+        server.shutdown()
+        server.server_close()
+    for command in ("status", "dlq show", "logs", "offsets show", "peek"):
+        with contextlib.suppress(SystemExit):
+            main([*command.split(), str(tmp_path / "pipeline.toml")])
+    seen["shown"] = "".join(capfd.readouterr())
+    seen["log"] = caplog.text
+    files = {str(file.relative_to(tmp_path)): file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    assert any("journal" in name for name in files)
+    assert any("history" in name for name in files)
+    for where in ("log", "shown"):
+        assert "was answered 503" in seen[where]
+    seen |= {name: held.decode("utf-8", "replace") for name, held in files.items()}
+    assert [name for name, held in seen.items() if PLANTED in held] == []
+
+
+def is_open(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=60):
+        return True
+    return False
+
+
+def send(port: int, number: int) -> None:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/in", json.dumps({"id": number}).encode())
+    request.add_header("X-API-Key", PLANTED)
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.status == 200
+
+
+def refused(port: int) -> int:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/in", b"{}", {"X-API-Key": PLANTED + "x"})
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(request, timeout=60)
+    assert PLANTED not in error.value.read().decode()
+    return error.value.code
+
+
+def fetch(url: str) -> str:
+    try:
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            return str(answer.read().decode())
+    except urllib.error.HTTPError as error:  # not healthy, and why
+        return error.read().decode()

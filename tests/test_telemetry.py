@@ -17,7 +17,7 @@ from penstock.runtime.epochs import EpochReport
 from penstock.runtime.job import Bad
 from penstock.runtime.telemetry import STATUS_FILE, Telemetry, Verdict, failed_tables, judge, read_status, ready
 from penstock.sink import WriteResult
-from penstock.source import ConnectorMetrics, HealthStatus
+from penstock.source import ConnectorMetrics, HealthState, HealthStatus
 from penstock.tables import TableState
 
 
@@ -256,6 +256,9 @@ class TestHealth:
         assert 'penstock_table{connector="orders",state="failed",table="public.b"} 1.0' in text
         assert 'penstock_table{connector="orders",state="active",table="public.a"} 1.0' in text
         assert caplog.text.count("table public.b failed: PEN-4001 a column changed → cast it") == 1
+        telemetry.state("source:orders", HealthStatus(HealthState.HEALTHY, "slot orders: reserved"))
+        assert "orders is healthy: slot orders" not in caplog.text
+        assert "source:orders is degraded: 1 of its tables failed: public.b" in caplog.text
         telemetry.tables("orders", {"public.a": TableState("active"), "public.b": TableState("seeding")})
         assert telemetry.status()["state"] == "running"
 

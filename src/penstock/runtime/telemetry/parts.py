@@ -56,6 +56,14 @@ class Parts:
         found = {"state": str(health.state), "reason": health.reason, "failing_secs": failing}
         return {**found, "retries": self.totals.retries[name]}
 
+    def failed(self, source: str) -> dict[str, Json]:
+        """Its tables that are set aside, and why."""
+        return {
+            table: {"code": known.code, "error": known.error, "hint": known.hint, "next_try": known.next_try}
+            for table, known in sorted(self.tables.get(source, {}).items())
+            if known.state == "failed"
+        }
+
     def copying(self, source: str, tables: Mapping[str, TableState], now: float) -> None:
         """Remember when each copy began, so that its pace says when it will end."""
         for table, known in tables.items():
@@ -72,11 +80,7 @@ class Parts:
         for name, rows in self.totals.read.items():
             part = self.component(f"source:{name}", now)
             tables = self.tables.get(name, {})
-            failed = {
-                table: {"code": known.code, "error": known.error, "hint": known.hint, "next_try": known.next_try}
-                for table, known in sorted(tables.items())
-                if known.state == "failed"
-            }
+            failed = self.failed(name)
             if failed and part["state"] != HealthState.UNHEALTHY:
                 why = f"; {part['reason']}" if part["reason"] else ""
                 part |= {"state": str(HealthState.DEGRADED), "reason": f"{_failures(failed)}{why}"}

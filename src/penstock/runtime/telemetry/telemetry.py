@@ -149,6 +149,9 @@ class Telemetry:
             retrying = component in self._retrying and status.state is not HealthState.UNHEALTHY
             if status.state is HealthState.HEALTHY:
                 self._retrying.discard(component)
+                if failed := self._parts.failed(component.removeprefix("source:")):  # as every other front says it
+                    some = ", ".join([*list(failed)[:3], *(["…"] if len(failed) > 3 else [])])
+                    status = HealthStatus.degraded(f"{len(failed)} of its tables failed: {some}")
         level = logging.WARNING if status.state in (HealthState.DEGRADED, HealthState.UNHEALTHY) else logging.INFO
         # The line of the retry has said it all.
         log.log(logging.DEBUG if retrying else level, "%s is %s", component, one_line(str(status)))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
-from penstock.cli import main, running
+from penstock.cli import main, running, states
 from penstock.cli.view import panel
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.errors import RetryableError
@@ -323,3 +326,16 @@ def test_everything_to_fix_is_in_one_table_with_a_fix_for_each(
     assert "what to do" in table
     assert "source db" in table
     assert "docs/errors.md" in table, "a finding without a fix of its own still has one"
+
+
+def test_tables_in_a_narrow_terminal_keep_their_names_and_reasons_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = TableState(
+        "failed", code="PEN-4001", error="a column changed, and the target cannot follow", hint="cast it"
+    )
+    known = SimpleNamespace(name="shop", requests=[], states={"public.customers": broken})
+    monkeypatch.setattr(states, "table_sources", lambda _: [known])
+    out = io.StringIO()
+    states.show(None, [], Console(width=40, file=out), json=False)  # type: ignore[arg-type]
+    assert "public.customers  failed" in out.getvalue()
+    assert "…" not in out.getvalue()
+    assert max(map(len, out.getvalue().splitlines())) <= 40

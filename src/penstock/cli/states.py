@@ -7,7 +7,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -26,6 +27,9 @@ _COLOURS = {
     "gone": "dim",
     "left_out": "yellow",
 }
+
+_NARROW = 80
+"""Terminals with fewer columns get lines below each other: in a table, names and reasons would be cut."""
 
 
 def show(pipeline: Pipeline, names: Sequence[str], console: Console, json: bool) -> None:
@@ -48,15 +52,25 @@ def show(pipeline: Pipeline, names: Sequence[str], console: Console, json: bool)
         console.print(f"{pipeline.name} has not read any table yet: penstock run", soft_wrap=True)
         return
     many = len(sources) > 1
+    lines = [
+        ([known.name] if many else [], Text(printable(s)), _state(each, asked), each) for known, s, each, asked in shown
+    ]
+    if console.width < _NARROW:
+        for source, name, state, each in lines:
+            console.print(Text("  ").join([*map(Text, source), name, state]), soft_wrap=True)
+            about = Text("\n").join(text for text in (_error(each), Text(_next(each))) if text)
+            console.print(Padding(Group(f"{_rows(each)} rows copied", *([about] if about else [])), (0, 0, 0, 2)))
+        return
     table = Table(*(["source"] if many else []), "table", "state", "rows copied", "remarks", "next try", box=None)
     table.header_style, table.padding = "dim", (0, 2, 0, 0)
-    for known, stream, each, asked in shown:
-        state = Text(each.state.replace("_", " "), style=_COLOURS.get(each.state, ""))
-        state.append("".join(f" → {verb}" for verb in asked), style="yellow")
-        table.add_row(
-            *([known.name] if many else []), Text(printable(stream)), state, _rows(each), _error(each), _next(each)
-        )
+    for source, name, state, each in lines:
+        table.add_row(*source, name, state, _rows(each), _error(each), _next(each))
     console.print(table)
+
+
+def _state(each: TableState, asked: Sequence[str]) -> Text:
+    state = Text(each.state.replace("_", " "), style=_COLOURS.get(each.state, ""))
+    return state.append("".join(f" → {verb}" for verb in asked), style="yellow")
 
 
 def command(pipeline: Pipeline, verb: Verb, names: Sequence[str], console: Console) -> None:

@@ -234,11 +234,7 @@ class SourceContext:
     """
 
     refused: Callable[[str, Sequence[bytes]], Failed | None] = _none_refused
-    """
-    On the driver: which payloads of a stream the schemas of its topics have no row for, by position: rule and reason.
-
-    None: none of its topics has a schema.
-    """
+    """On the driver: which payloads of a stream no schema of its topics has a row for, by position. None: they have no schema."""
 
     parallelism: int = 1
     """On the driver: how many tasks the epoch in hand was planned for. Split it as before: sinks may name rows by task."""

@@ -155,8 +155,14 @@ class Run:
         """Start it again if it ended by itself, as a service manager does."""
         if not self.alive:
             if self.process is not None:
-                self.ended[self.process.returncode] += 1
+                self.ended_by_itself()
             self.start()
+
+    def ended_by_itself(self) -> None:
+        assert self.process is not None
+        self.ended[self.process.returncode] += 1
+        said = (self.home / "run.log").read_text(errors="replace")[-1500:]
+        print(f"  {self.home.name} ended with {self.process.returncode}:\n{said}", file=sys.stderr, flush=True)
 
     def kill(self) -> None:
         assert self.process is not None
@@ -285,7 +291,7 @@ def killed(runs: list[Run], chance: random.Random, kills: int, under_spark: int)
                 run.kill()
                 point = None
             elif run.process is not None and run.process.returncode != -signal.SIGKILL:
-                run.ended[run.process.returncode] += 1
+                run.ended_by_itself()
         else:
             wait(lambda run=run, before=before: run.epoch > before or not run.alive, "the next epoch", *others)
             time.sleep(chance.uniform(0, 2))

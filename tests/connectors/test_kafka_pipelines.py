@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -13,6 +14,7 @@ from deltalake import DeltaTable
 from kafka_topics import fresh, make_topic, records, send
 from mirrored import database_on
 from penstock.connectors.files.sink import read_published
+from penstock.connectors.kafka.source import Kafka
 from penstock.formats import WireSchema, load
 from penstock.pipeline import Pipeline
 from penstock.runtime import supervisor
@@ -165,6 +167,42 @@ def test_changes_of_debezium_in_avro_become_a_table(kafka: KafkaServer, url: str
     drained(tmp_path / "table", text.replace("localhost:9092", kafka.bootstrap).replace("http://localhost:8081", url))
     table = DeltaTable(str(tmp_path / "run/debezium-avro/lake/lake/orders")).to_pyarrow_table().to_pylist()
     assert {row["id"]: row["name"] for row in table} == {1: "updated", 3: None}
+
+
+def test_a_drain_ends_at_the_offsets_of_its_beginning_though_more_records_come_all_the_time(
+    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stem = make_topic(kafka.bootstrap, fresh("drained"), 2)
+    for partition in (0, 1):
+        send(kafka.bootstrap, stem, [b"first"] * 5, partition)
+    split, epochs = Kafka.split, []
+
+    def late(self: Kafka, *args: Any) -> Any:
+        epochs.append(args)
+        if len(epochs) < 20:  # else one that goes on would never end
+            for partition in (0, 1):
+                send(kafka.bootstrap, stem, [b"late"] * 5, partition)
+        return split(self, *args)
+
+    monkeypatch.setattr(Kafka, "split", late)
+    drained(
+        tmp_path,
+        f"""
+        connector_name = "{stem}"
+        delivery = "exactly-once"
+        [processing]
+        max_epoch_rows = 4
+        [source]
+        connector = "kafka"
+        bootstrap_servers = "{kafka.bootstrap}"
+        topics = ["{stem}"]
+        [[sinks]]
+        connector = "files"
+        path = "lake"
+        """,
+    )
+    assert read_published(tmp_path / "lake").column("payload").to_pylist() == [b"first"] * 10
+    assert 3 <= len(epochs) < 20
 
 
 def test_a_truncate_in_postgresql_empties_the_log_of_keys(

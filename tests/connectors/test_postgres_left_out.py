@@ -109,6 +109,23 @@ def test_the_fix_of_an_unlogged_table_brings_it_in(everything, tmp_path, monkeyp
         assert lake.source.health_check().state == "healthy"
 
 
+def test_a_deferrable_key_tells_no_rows_apart(database, tmp_path):
+    """In the middle of `SET id = id + 1` two rows have one key: mirrored by it, all rows but one were lost."""
+    for name in ("late", "whole"):
+        database.run(f"CREATE TABLE {name} (id int PRIMARY KEY DEFERRABLE)", f"INSERT INTO {name} VALUES (1), (2), (3)")
+    database.run("ALTER TABLE whole REPLICA IDENTITY FULL", "CREATE TABLE plain (id int PRIMARY KEY)")
+    with Lake(tmp_path, database.source()) as lake:
+        lake.catch_up()
+        database.run("UPDATE late SET id = id + 1")  # refused by the server, if the table were published
+        states = lake.source.tables(lake.position)
+        assert {stream: each.state for stream, each in states.items()} == {
+            "public.late": "left_out",
+            "public.plain": "active",
+            "public.whole": "failed",
+        }
+        assert "no key" in states["public.whole"].error
+
+
 def test_tables_and_columns_that_are_left_out_show_in_the_list_of_tables(everything, tmp_path, cli):
     file = tmp_path / "pipeline.toml"
     file.write_text(f'''

@@ -370,10 +370,11 @@ def _is_sent(generated: str, version: int) -> bool:
     return not generated or (generated == "s" and version >= 180000)
 
 
+# Not a deferrable key: two rows may have it at a time (`SET id = id + 1`), and the server takes none as an identity.
 _KEY = """
     coalesce((SELECT array_agg(a.attname::text ORDER BY k.place)
        FROM pg_index i, unnest(i.indkey) WITH ORDINALITY AS k(attnum, place), pg_attribute a
-      WHERE i.indrelid = c.oid AND i.{which} AND i.indisvalid AND k.place <= i.indnkeyatts
+      WHERE i.indrelid = c.oid AND i.{which} AND i.indisvalid AND i.indimmediate AND k.place <= i.indnkeyatts
         AND a.attrelid = c.oid AND a.attnum = k.attnum), '{{}}')"""
 
 # `pg_partition_tree` would wait for a session that has locked one of the partitions.

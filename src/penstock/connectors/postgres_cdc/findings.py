@@ -196,7 +196,7 @@ def _key_finding(table: Table, catalog: TypeCatalog) -> Finding:
         return Finding(True, f"{what}; only inserts are captured")
     if table.key:
         return Finding(True, what)
-    fix = f"ALTER TABLE {table.sql} ADD PRIMARY KEY (…); or use it with sinks that append only"
+    fix = f"ALTER TABLE {table.sql} ADD PRIMARY KEY (…), not DEFERRABLE; or use it with sinks that append only"
     return Finding(False, f"{what}; it is copied in one go, and cannot be upserted", fix)
 
 

@@ -235,6 +235,6 @@ _WITHOUT_IDENTITY = """
             OR EXISTS (SELECT FROM pg_publication_rel r WHERE r.prpubid = p.oid AND r.prrelid = c.oid)
             OR EXISTS (SELECT FROM pg_publication_namespace s WHERE s.pnpubid = p.oid AND s.pnnspid = c.relnamespace))
        AND c.relreplident <> 'f' AND NOT EXISTS (
-            SELECT FROM pg_index i WHERE i.indrelid = c.oid
+            SELECT FROM pg_index i WHERE i.indrelid = c.oid AND i.indimmediate
                AND CASE c.relreplident WHEN 'd' THEN i.indisprimary WHEN 'i' THEN i.indisreplident END)
      LIMIT 1"""

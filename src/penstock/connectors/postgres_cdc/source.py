@@ -53,7 +53,8 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
     Some things cannot be captured; `penstock check` and `penstock tables show` list them. Unlogged tables are left out: the
     log does not hold their changes. Virtual generated columns are left out, and before PostgreSQL 18 stored ones: the server
     does not publish them. An array with two dimensions, or with subscripts that do not start at 1, sets its table aside
-    unless its column is in `text_columns`.
+    unless its column is in `text_columns`. A DEFERRABLE primary key is no key: two rows may have it for a while, and the
+    server takes none as a replica identity.
 
     The slot is made at the first start, and the server does that only once every transaction that writes at that moment has
     ended. Until then the source is degraded and names the transaction; it goes on by itself.

@@ -358,7 +358,7 @@ BAD = [
     (b"\x12\x05a", "protobuf.wire"),
     (b"\xff", "protobuf.wire"),
     (b"\x13", "protobuf.wire"),
-    (b"\x00\x01", "protobuf.content"),
+    (b"\x00\x01", "protobuf.wire"),
     (b"\x08" + b"\xff" * 11, "protobuf.wire"),
     (b"\x12\x02\xff\xff", "protobuf.content"),
     (b"\x5a\x02\x0a\x09", "protobuf.content"),

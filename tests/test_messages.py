@@ -19,6 +19,7 @@ from deltalake import DeltaTable
 from penstock import cli
 from penstock.config import Config
 from penstock.connectors.files.sink import read_published
+from penstock.connectors.postgres import Postgres
 from penstock.errors import ConfigError, ConnectorError, DataError, FatalError
 from penstock.formats import WireSchema
 from penstock.pipeline import Pipeline
@@ -456,7 +457,7 @@ def test_a_schema_that_the_table_cannot_follow_is_found_before_the_first_message
 
 
 def test_a_pipeline_that_lived_with_letters_for_a_field_starts_again(
-    home: Home, server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+    home: Home, server: PostgresServer, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """Its table lost a column's type meanwhile: the schema is the one that it ran with yesterday."""
     table = f"f{uuid4().hex[:12]}"
@@ -471,9 +472,31 @@ def test_a_pipeline_that_lived_with_letters_for_a_field_starts_again(
         home.put({"id": 2}, {"id": 3, "v": "x"})
         with pytest.raises(ConnectorError, match="PEN-4001"):
             home.run(FIXED, on_error="stop")
+        said = _misfits_of_check(home, FIXED, capsys)
+        assert said == [(True, "such messages become dead letters")]
+        assert [ok for ok, _ in _misfits_of_check(home, FIXED, capsys, on_error="stop")] == [False]
         home.run(FIXED)
-        assert connection.execute(f"SELECT id FROM {table} ORDER BY id").fetchall() == [(1,), (2,)]
-    assert [json.loads(letter["payload"])["id"] for letter in home.letters()] == [3]
+        home.put({"id": 4}, {"id": 5, "v": "y"})
+        with monkeypatch.context() as broken:
+            broken.setattr(Postgres, "commit_epoch", _fails)
+            with pytest.raises(FatalError):
+                home.run(FIXED)
+        home.run(FIXED)  # goes on with the epoch that was prepared
+        assert connection.execute(f"SELECT id FROM {table} ORDER BY id").fetchall() == [(1,), (2,), (4,)]
+    assert sorted(json.loads(letter["payload"])["id"] for letter in home.letters()) == [3, 5]
+
+
+def _fails(*_: Any) -> None:
+    raise FatalError("the process dies here")
+
+
+def _misfits_of_check(home: Home, schemas: str, capsys: Any, **parts: str) -> list[tuple[bool, str]]:
+    """What `check` says of fields that a target has no place for."""
+    home.pipeline(schemas, **parts)
+    with contextlib.suppress(SystemExit):
+        cli.main(["check", str(home.path / "pipeline.toml"), "--json"])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    return [(each["ok"], each["fix"]) for each in findings if "PEN-4001" in each["what"]]
 
 
 def test_the_columns_of_messages_are_shown_where_they_are_known(home: Home, capsys: Any) -> None:

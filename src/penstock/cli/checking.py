@@ -23,7 +23,7 @@ from penstock.errors import CODES, ConfigError, ConnectorError, from_text, is_of
 from penstock.pipeline import Pipeline
 from penstock.pipeline.checks import stream_notices
 from penstock.runtime import readiness
-from penstock.runtime.messages.foreseen import message_targets, misfits
+from penstock.runtime.messages.foreseen import LETTERS, message_targets, misfits
 from penstock.schema import discover
 from penstock.sink import SinkConnector
 from penstock.source import Connector, Finding, ProducerConfig, Schemas, SourceConnector, SourceContext, StreamingSource
@@ -258,8 +258,11 @@ def _places(name: str, sink: SinkConnector[Any, Any], streams: dict[str, Schemas
             if not is_of_stream(error):
                 raise
             yield Finding(False, f"{topic} is left out: {error.code} {error.message}", error.hint)
-    for _, misfit in misfits(looks.decoders(), looks.pipeline.router, looks.pipeline.sources, {name: sink}, streams):
-        yield _refusal(misfit)
+    pipeline, lived_with = looks.pipeline, looks.lived_with()
+    for stops, misfit in misfits(
+        looks.decoders(), pipeline.router, pipeline.sources, {name: sink}, streams, lived_with
+    ):
+        yield _refusal(misfit) if stops else Finding(True, f"{misfit.code} {misfit.message}", LETTERS)
 
 
 def _schemas(pipeline: Pipeline) -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from penstock.runtime import readiness
 from penstock.runtime.epochs import State
 from penstock.runtime.messages.codecs import Codecs
 from penstock.runtime.messages.decoding import Decoders
-from penstock.runtime.messages.foreseen import message_targets
+from penstock.runtime.messages.foreseen import lives_with, message_targets
 from penstock.runtime.sampling import Sample, sample
 from penstock.schema.codec import unpack_schema
 from penstock.sink import Topic
@@ -121,6 +121,15 @@ class Looks:
         for target in message_targets(decoders, self.pipeline.router, self.pipeline.sources, streams):
             add(target, decoders.schema(target.topic, ENVELOPE_SCHEMA))
         return found
+
+    def lived_with(self) -> Callable[[Target], bool]:
+        """Which topics a run would start with although a target cannot have all their columns."""
+        with contextlib.suppress(ConnectorError):
+            codecs = Codecs(self.pipeline.schemas, self.pipeline.processing.state_dir)
+            newest = State(self.pipeline.processing.state_dir, self.pipeline.name).peek().newest
+            if newest is not None and newest.versions:
+                return lives_with(self.pipeline, newest.versions, codecs.versions_unregistered())
+        return lambda target: False
 
     def _inferred(self) -> dict[Topic, pa.Schema]:
         """The columns that the messages of earlier runs had, where the format finds them."""

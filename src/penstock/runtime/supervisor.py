@@ -28,7 +28,7 @@ from penstock.runtime.job import Engine, OnErrors
 from penstock.runtime.journal import JournalPosition
 from penstock.runtime.messages import letters
 from penstock.runtime.messages.codecs import Codecs
-from penstock.runtime.messages.foreseen import misfits
+from penstock.runtime.messages.foreseen import LETTERS, lives_with, misfits
 from penstock.runtime.messages.store import letter_sink, replay_source
 from penstock.runtime.monitor import EndWatch, Monitor, Step
 from penstock.runtime.retry import Backoff
@@ -305,21 +305,6 @@ class _Supervisor:
                 self.telemetry.retry(label, error, pause)
                 self.stop.wait(pause)
 
-    def _lived_with(self, state: State) -> Callable[[Target], bool]:
-        """Whether committed epochs had a topic's schema of now, and what does not fit becomes letters: then a start goes on."""
-        newest, schemas = state.newest, self.pipeline.schemas
-        versions = newest.versions if newest is not None and newest.state == "committed" else {}
-        now = self.messages.versions_now() if versions else {}
-
-        def lived_with(target: Target) -> bool:
-            entry = schemas.of(target.topic, "source")
-            named = [target.route.source] if target.route.source else [*self.pipeline.sources]
-            keeps = all(self.messages.on_error.of(each, target.route) == "dead_letter" for each in named)
-            same = entry is not None and entry.place in versions and versions[entry.place] == now.get(entry.place)
-            return same and keeps
-
-        return lived_with
-
     def _loop(self, state: State, engine: Engine) -> EpochLoop:
         processing = self.pipeline.processing
         loop = EpochLoop(
@@ -345,10 +330,12 @@ class _Supervisor:
         for notice in stream_notices(self.pipeline, known):
             self.telemetry.message("warning", notice)
         sources, sinks = self.pipeline.sources, self.pipeline.sinks
-        for stops, misfit in misfits(decoders, self.router, sources, sinks, known, self._lived_with(state)):
+        versions = state.newest.versions if state.newest else {}
+        lived_with = lives_with(self.pipeline, versions, self.messages.versions_now() if versions else {})
+        for stops, misfit in misfits(decoders, self.router, sources, sinks, known, lived_with):
             if stops:
                 raise misfit
-            self.telemetry.message("warning", f"{misfit.code} {misfit.message}: such messages become dead letters")
+            self.telemetry.message("warning", f"{misfit.code} {misfit.message}: {LETTERS}")
         for name, schemas in known.items():
             for stream, given in schemas.items():
                 for target in self.router.targets(name, stream):

@@ -37,31 +37,40 @@ class Codec:
     """As the schema has it; the decoder knows free-form fields as bytes."""
     handler: Any
     nothing: Any
-    """Decodes a message without fields: finds what is wrong with the outermost layer, in a tenth of the time."""
-    shells: tuple[Any, Any]
-    """Classes of a message that repeats that one, and this one: a parser stops at the first that is wrong."""
+    """Decodes a message without fields: says whether something is wrong with the outermost layer."""
+    shell: Any
+    """Class of a message that repeats this one: a parser stops at the first that is wrong."""
     schema: pa.Schema
     merges: Any = None
     """Class of the message, where it can hold something twice that counts once; it has free-form fields as bytes."""
 
     def decode(self, bodies: pa.Array) -> tuple[pa.RecordBatch, dict[int, tuple[str, str]]]:
-        """Rows of a binary array without nulls, and what is wrong with those that are missing."""
-        bad: dict[int, tuple[str, str]] = {}
-        rows = self._attempt(bodies)
+        """
+        Rows of a binary array without nulls, and what is wrong with those that are missing.
+
+        The decoder names no payload that it refuses, and takes some that are wrong. So the official parser, which only
+        looks, goes over the batch first; what it refuses is judged one by one. Payloads that the decoder alone refuses
+        are found by halves.
+        """
+        places = _suspects(self.shell, bodies)
+        suspected = bodies.take(pa.array(places, pa.int64())).to_pylist()
+        bad = {at: why for at, body in zip(places, suspected, strict=True) if (why := self._wrong(body))}
+        left, good = _without(list(bad), np.arange(len(bodies)), bodies)
+        rows = self._attempt(good)
         if rows is None:
-            rows, bad = self._without_bad(bodies)
-        left, bodies = _without(list(bad), np.arange(len(bodies)), bodies)
-        torn = self._torn(bodies)
-        if torn:
-            bad |= {int(left[place]): GROUPS for place in torn}
-            rows = rows.filter(pa.array(np.isin(np.arange(len(left)), torn, invert=True)))
+            refused = self._halves(good, 0)
+            bad |= {int(left[at]): CONTENT for at in refused}
+            _, good = _without(refused, left, good)
+            rows = self._widened(self._read(good), len(good))
         return rows, bad
 
-    def _torn(self, bodies: pa.Array) -> list[int]:
-        """Payloads in which another group's end closes a group: the decoder takes them, the official parser does not."""
-        suspects = _suspects(self.shells[1], bodies)
-        suspected = bodies.take(pa.array(suspects, pa.int64())).to_pylist()
-        return [at for at, body in zip(suspects, suspected, strict=True) if not groups_close(body, self.message)]
+    def _wrong(self, body: bytes) -> tuple[str, str] | None:
+        """What is wrong with a payload that the official parser refuses; None: the decoder knows better."""
+        if not _takes(self.nothing, body):
+            return WIRE
+        if not _takes(self.handler, body):
+            return CONTENT
+        return None if groups_close(body, self.message) else GROUPS
 
     def encode(self, rows: pa.RecordBatch) -> pa.Array:
         given = rows.schema.names
@@ -122,28 +131,6 @@ class Codec:
             arrays.append(columns.widened(column, target.type))
         return record_batch(arrays, self.schema, count)
 
-    def _without_bad(self, bodies: pa.Array) -> tuple[pa.RecordBatch, dict[int, tuple[str, str]]]:
-        """
-        The rows of the payloads that the decoder takes, and those that it refuses, which it does not name itself.
-
-        A fast parser proposes, the decoder decides: the outermost layer first, then the whole message, then by halves.
-        """
-        bad: dict[int, tuple[str, str]] = {}
-        left = np.arange(len(bodies))
-        for shell, handler, reason in ((self.shells[0], self.nothing, WIRE), (self.shells[1], self.handler, CONTENT)):
-            suspects = _suspects(shell, bodies)
-            suspected = bodies.take(pa.array(suspects, pa.int64())).to_pylist()
-            found = [at for at, body in zip(suspects, suspected, strict=True) if not _takes(handler, body)]
-            bad |= {int(left[place]): reason for place in found}
-            left, bodies = _without(found, left, bodies)
-            rows = self._attempt(bodies)
-            if rows is not None:
-                return rows, bad
-        found = self._halves(bodies, 0)
-        bad |= {int(left[place]): CONTENT for place in found}
-        _, bodies = _without(found, left, bodies)
-        return self._widened(self._read(bodies), len(bodies)), bad
-
     def _halves(self, bodies: pa.Array, first: int) -> list[int]:
         if self._attempt(bodies) is not None:
             return []
@@ -173,6 +160,8 @@ def _takes(handler: Any, body: bytes) -> bool:
 
 
 def _without(places: list[int], left: Ints, bodies: pa.Array) -> tuple[Ints, pa.Array]:
+    if not places:
+        return left, bodies
     is_good = np.ones(len(left), bool)
     is_good[places] = False
     return left[is_good], bodies.filter(pa.array(is_good))
@@ -224,18 +213,15 @@ def codec_for(data: bytes, name: str) -> Codec:
     handlers = ptars.HandlerPool([native.file, probe.file], _CONFIG)
     handler = handlers.get_for_message(native)
     schema = pa.schema([columns.wide_field(each, message) for each in handler.schema()])
-    shells = tuple(
-        message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PROBE}.{each}")) for each in ("Nothings", "Rows")
-    )
+    shell = message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PROBE}.Rows"))
     merges = message_factory.GetMessageClass(native) if can_repeat(message) else None
-    return Codec(message, handler, handlers.get_for_message(probe), (shells[0], shells[1]), schema, merges)
+    return Codec(message, handler, handlers.get_for_message(probe), shell, schema, merges)
 
 
 def _add_probe(files: descriptor_pb2.FileDescriptorSet, message: Descriptor) -> None:
-    """A file of our own with a message that has no fields, and messages that repeat it and the given one."""
+    """A file of our own with a message that has no fields, and one that repeats the given one."""
     proto = descriptor_pb2.FieldDescriptorProto
     file = files.file.add(name=f"{_PROBE}.proto", package=_PROBE, syntax="proto3", dependency=[message.file.name])
     file.message_type.add(name="Nothing")
-    for name, target in (("Nothings", f"{_PROBE}.Nothing"), ("Rows", message.full_name)):
-        field = file.message_type.add(name=name).field.add(name="rows", number=1, type_name=f".{target}")
-        field.label, field.type = proto.LABEL_REPEATED, proto.TYPE_MESSAGE
+    field = file.message_type.add(name="Rows").field.add(name="rows", number=1, type_name=f".{message.full_name}")
+    field.label, field.type = proto.LABEL_REPEATED, proto.TYPE_MESSAGE

@@ -159,6 +159,17 @@ class Codecs:
         expected = {each.entry.expected_subject for each in self.schemas.entries}
         return Decoders(self.schemas, wire, {subject: Resolve(self._known, subject) for subject in expected}, {})
 
+    def versions_unregistered(self) -> dict[str, int | None]:
+        """The versions that a run would use, as `decoders_unregistered`; None: a file that the registry does not have yet."""
+        found: dict[str, int | None] = {}
+        for each in self._with_subject():
+            known = self._known.find_schema(str(each.subject), each.file) if each.file is not None else None
+            if each.file is not None and (known is None or each.uses_file):
+                found[each.place] = known.version if known is not None else None
+            else:
+                found[each.place] = self._now(each).version
+        return found
+
     @property
     def _known(self) -> Registry:
         assert self._registry is not None

@@ -9,12 +9,16 @@ from typing import Any
 import pyarrow as pa
 
 from penstock.errors import ConfigError, ConnectorError, SchemaError
+from penstock.pipeline import Pipeline
 from penstock.pipeline.routing import Route, Router, Target
-from penstock.runtime.job import is_plain
+from penstock.runtime.job import OnErrors, is_plain
 from penstock.runtime.messages.decoding import Decoder, Decoders
 from penstock.schema import Choosy, is_envelope
 from penstock.sink import SinkConnector
 from penstock.source import PollingSource, Schemas, SourceConnector, StreamingSource
+
+LETTERS = "such messages become dead letters"
+"""What is said of a misfit that does not stop a start."""
 
 
 def misfits(
@@ -23,7 +27,7 @@ def misfits(
     sources: Mapping[str, SourceConnector[Any]],
     sinks: Mapping[str, SinkConnector[Any, Any]],
     streams: Mapping[str, Schemas],
-    lived_with: Callable[[Target], bool] = lambda target: False,
+    lived_with: Callable[[Target], bool],
 ) -> Iterator[tuple[bool, ConnectorError]]:
     """
     What is wrong with topics whose format fixes their columns; what SQL makes of them is known to Spark alone.
@@ -59,6 +63,26 @@ def misfits(
                     not lived_with(target),
                     type(error)(f"sink {name!r}: {error.message}", code=error.code, hint=error.hint),
                 )
+
+
+def lives_with(
+    pipeline: Pipeline, versions: Mapping[str, int], now: Mapping[str, int | None]
+) -> Callable[[Target], bool]:
+    """
+    Whether an earlier run had a topic's schema of now, and what does not fit becomes letters: then a start goes on.
+
+    `versions`: of the newest epoch; no epoch is planned with a schema that the start refused. `now`: of the next one.
+    """
+    policies = OnErrors(pipeline.processing.on_error, pipeline.on_error)
+
+    def lived_with(target: Target) -> bool:
+        entry = pipeline.schemas.of(target.topic, "source")
+        named = [target.route.source] if target.route.source else [*pipeline.sources]
+        keeps = all(policies.of(each, target.route) == "dead_letter" for each in named)
+        same = entry is not None and entry.place in versions and versions[entry.place] == now.get(entry.place)
+        return same and keeps
+
+    return lived_with
 
 
 def _columns(target: Target, decoder: Decoder) -> pa.Schema:

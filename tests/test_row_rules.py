@@ -124,6 +124,14 @@ def test_letters_of_a_rule_come_back_once_when_the_table_takes_them(table: Table
     assert len(table.letters()) == len(refused)
 
 
+def test_many_refused_rows_before_the_first_good_one_are_letters(table: Table) -> None:
+    table.execute("CREATE TABLE TABLE_NAME (id int8, v int8 CHECK (v > 0))")
+    table.send(*({"id": n, "v": int(n >= 70)} for n in range(75)))
+    table.drain()
+    assert table.ids() == [*range(70, 75)]
+    assert [id for id, _ in table.dead()] == [*range(70)]
+
+
 def test_rows_by_key_are_tried_too(table: Table) -> None:
     table.execute("CREATE TABLE TABLE_NAME (id int8 PRIMARY KEY, v int8 NOT NULL DEFAULT 1 CHECK (v > 0))")
     table.send({"id": 1, "v": 1}, {"id": 2, "v": 0}, {"id": 1, "v": 5})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -166,11 +167,12 @@ class Writer:
         if named and getattr(error, "others_written", False):
             self._written[name, rows.target.topic] += WriteResult(rows.batch.num_rows - len(named))
             return [(at, error) for at in named]
+        hopeless = HOPELESS if rows.origin is None and len(named or ()) in (0, rows.batch.num_rows) else math.inf
         for start, stop in _runs(named, rows.batch.num_rows):
             why = refused(start, stop) if named else error
             for each in bisect(refused, start, stop, why) if why is not None else ():
                 found.append(each)
-                if len(found) >= HOPELESS and not taken and rows.origin is None:
+                if len(found) >= hopeless and not taken:
                     return None
         return found
 

@@ -116,7 +116,9 @@ def without_secrets(text: str) -> str:
     return text
 
 
-_TAILS = re.compile(r"(got \d+|would lose data|data loss): .*|(Could not convert ).*?(?= with type )", re.DOTALL)
+_TAILS = re.compile(
+    r"(got \d+|would lose data|data loss|parse value): .*|(Could not convert ).*?(?= with type )", re.DOTALL
+)
 _QUOTED = re.compile(
     r"(column '(?:[^'\\]|\\.)*')|'(?:[^'\\]|\\.)*'|((?:^|\W)[Vv]alue )[^\s.…'][^\s]*|(\] )[-+]?\d[^\s]*"
 )

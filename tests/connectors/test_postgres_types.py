@@ -330,7 +330,7 @@ def test_not_a_number_in_a_decimal_is_an_error_that_names_the_way_out():
 
 
 def test_arrays_of_more_dimensions_are_an_error_that_names_the_way_out():
-    with pytest.raises(DataError, match=r"\{\{1,2\},\{3,4\}\}[\s\S]*`text_columns`"):
+    with pytest.raises(DataError, match=r"more than one dimension[\s\S]*`text_columns`"):
         parse_text(pa.array(["{1}", "{{1,2},{3,4}}"]), INT4S, -1, TypeCatalog())
 
 
@@ -343,8 +343,9 @@ def test_arrays_of_more_dimensions_are_an_error_that_names_the_way_out():
     ],
 )  # fmt: skip
 def test_text_that_is_no_value_is_bad_data_and_never_another_value(oid, text):
-    with pytest.raises(DataError, match="PEN-3001"):
+    with pytest.raises(DataError, match="PEN-3001") as raised:
         parse_text(pa.array([text, None]), oid, -1, TypeCatalog())
+    assert len(text) < 3 or text not in str(raised.value)  # errors go into logs, status and manifests
 
 
 def test_bytes_that_are_not_utf8_are_bad_data():

@@ -54,7 +54,8 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
     log does not hold their changes. Virtual generated columns are left out, and before PostgreSQL 18 stored ones: the server
     does not publish them. An array with two dimensions, or with subscripts that do not start at 1, sets its table aside
     unless its column is in `text_columns`. A DEFERRABLE primary key is no key: two rows may have it for a while, and the
-    server takes none as a replica identity.
+    server takes none as a replica identity. To name its columns in the `key` of a sink is safe only if no statement gives a
+    row the key of another that has not left it yet (`SET id = id + 1`).
 
     The slot is made at the first start, and the server does that only once every transaction that writes at that moment has
     ended. Until then the source is degraded and names the transaction; it goes on by itself.

@@ -177,7 +177,7 @@ def in_bulk(address: str, file: Path) -> None:
 
 
 def by_loop(address: str, file: Path) -> None:
-    """The client's `consume`, into the same columns of a Parquet file."""
+    """The client's `consume`, into a Parquet file of key, payload, offset and time: fewer columns than ours."""
     own = {"group.id": "bench", "enable.partition.eof": True, "fetch.queue.backoff.ms": 5, "fetch.wait.max.ms": 10}
     consumer = Consumer({"bootstrap.servers": address, **own})
     consumer.assign([TopicPartition("rows", partition, 0) for partition in range(PARTITIONS)])

@@ -42,7 +42,7 @@ class Parts:
     copies: dict[tuple[str, str], tuple[int, float, int]] = field(default_factory=dict)
     """Per source and table that is being copied: which copy, and when it was first seen with how many rows."""
     lag: dict[str, tuple[int | None, str]] = field(default_factory=dict)
-    """How far sources are behind, and in which unit."""
+    """The lag of each source, and its unit."""
     failing: dict[str, float] = field(default_factory=dict)
     """Since when components have not been reached, or have failed again and again."""
     unacked: dict[str, float] = field(default_factory=dict)
@@ -141,7 +141,7 @@ class Parts:
 
 
 def most_behind(status: Mapping[str, Json]) -> dict[str, Json]:
-    """How far the source is behind that is farthest, by unit: rows cannot be compared with bytes."""
+    """The largest lag of each unit: rows cannot be compared with bytes."""
     told = [source for source in status["sources"].values() if source["lag"] is not None]
     units = ("rows", "bytes")
     return {unit: max((each["lag"] for each in told if each.get("lag_unit") == unit), default=None) for unit in units}

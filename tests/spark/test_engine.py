@@ -24,6 +24,7 @@ from penstock.errors import ConfigError, DataError, FatalError, RetryableError, 
 from penstock.pipeline import Pipeline, Processing
 from penstock.pipeline.routing import Route, Router
 from penstock.runtime.supervisor import Summary
+from penstock.runtime.telemetry.ports import listening
 from penstock.sink import DeliveryGuarantee
 from penstock.spark import SparkEngine
 from penstock.testing import MemorySinkConfig
@@ -52,6 +53,13 @@ def drained(build: Callable[..., Pipeline], spark: Any) -> Callable[..., Summary
 
 def rows(tmp_path: Path, topic: str = "rows") -> pa.Table:
     return read_published(tmp_path / "lake" / topic)
+
+
+def test_sparks_own_page_is_off_and_its_ports_are_of_this_machine(spark: Any) -> None:
+    assert spark.sparkContext.uiWebUrl is None
+    listens = listening(spark.sparkContext._jvm.java.lang.ProcessHandle.current().pid())
+    assert listens
+    assert {each["address"] for each in listens} == {"127.0.0.1"}
 
 
 @pytest.mark.every_spark

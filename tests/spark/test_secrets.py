@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 SECRET, TOKEN = "planted-Swordfish-91", "planted-Token-4711"
@@ -94,6 +95,19 @@ def status(home: Path) -> dict[str, object]:
         return {}
 
 
+def listed(home: Path) -> set[tuple[str, int]]:
+    return {(each["address"], each["port"]) for each in status(home).get("ports", [])}  # type: ignore[attr-defined]
+
+
+def sockets(pid: int) -> set[tuple[str, int]]:
+    """Where the process and all that it has started listen, as another program finds it."""
+    process = psutil.Process(pid)
+    found = [each for one in (process, *process.children(recursive=True)) for each in one.net_connections("tcp")]
+    return {
+        (each.laddr.ip.removeprefix("::ffff:"), each.laddr.port) for each in found if each.status == psutil.CONN_LISTEN
+    }
+
+
 def fetch(url: str) -> bytes:
     with urllib.request.urlopen(url, timeout=60) as answer:
         return bytes(answer.read())
@@ -140,6 +154,8 @@ def test_planted_secrets_are_found_nowhere(tmp_path: Path) -> None:
         seen["arguments"] = b"\n".join(arguments(process.pid))
         assert b"pipeline.toml" in seen["arguments"]
         until(lambda: status(tmp_path).get("ports"), process)
+        until(lambda: listed(tmp_path) == sockets(process.pid), process)
+        assert {address for address, _ in sockets(process.pid)} == {"127.0.0.1"}, "Spark's own page as well"
         ports = [each["port"] for each in status(tmp_path)["ports"] if each["program"] == "java"]  # type: ignore[attr-defined]
         seen |= spark_pages(ports)
         assert b"the server refuses it" in seen["stages"], "Spark's page shows the failure itself"

@@ -284,6 +284,19 @@ def test_a_sample_is_read_decoded_and_routed_and_commits_nothing(cli: Any, messa
     assert [path for path in messages.parent.glob("lake/**/*") if path.is_file()] == []
 
 
+def test_a_sample_of_a_file_with_a_bad_line_shows_the_good_ones(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"id": 1}\n{"id": broken\n{"id": 2}\n')
+    file = tmp_path / "pipeline.toml"
+    file.write_text(
+        'connector_name = "x"\n[source]\nconnector = "files"\npath = "*.jsonl"\n[sink]\nconnector = "console"\n'
+    )
+    code, out, _ = cli("check", file, "--sample", "3", "--json")
+    taken = json.loads(out)["sample"]
+    assert code == 0
+    assert [each["rows"] for each in taken if "rows" in each] == [[{"id": 1}, {"id": 2}]]
+    assert next(each["bad"][0]["code"] for each in taken if "bad" in each) == "PEN-3001"
+
+
 def test_a_sample_is_a_table_for_people(cli: Any, messages: Path) -> None:
     out = cli("check", messages, "--sample", "2")[1]
     assert "exchange:readings → /readings  1 rows" in out

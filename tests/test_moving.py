@@ -127,6 +127,7 @@ def test_a_time_is_the_last_epoch_before_it(cli: Any, file: Path) -> None:
     ("words", "says"),
     [
         (["--to", "2026-05-01T00:00:00"], "has no time zone"),
+        (["--to", "2026-05-01"], "2026-05-01T00:00:00Z is the time in UTC"),
         (["--to", "1999-05-01T00:00:00Z"], "no epoch of source 'rows' from before 1999"),
         (["--to", "yesterday"], "neither a time nor a position"),
         (["--to", "{}"], "a position is one source's"),

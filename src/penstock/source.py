@@ -36,8 +36,7 @@ class Position(BaseModel):
 
     def describe(self) -> str:
         """The position in a few words, for `penstock offsets show`; by default its fields, without those at their defaults."""
-        given = self.model_dump(mode="json", exclude_defaults=True)
-        return _in_words(given) if given else "the beginning"
+        return _in_words(self.model_dump(mode="json", exclude_defaults=True)) or "the beginning"
 
 
 P = TypeVar("P", bound=Position)
@@ -306,6 +305,7 @@ class SourceConnector(Connector[C]):
 
     context: SourceContext = SourceContext()
     """What the last `open` was given."""
+    lag_unit: ClassVar[Literal["rows", "bytes"]] = "rows"
 
     def open(self, context: SourceContext = SourceContext()) -> None:
         """
@@ -318,9 +318,6 @@ class SourceConnector(Connector[C]):
     def schema(self) -> Schemas:
         """Schema of each stream as of now; on the driver, after `open` and again for each epoch."""
         raise NotImplementedError
-
-    lag_unit: ClassVar[Literal["rows", "bytes"]] = "rows"
-    """What `lag` counts."""
 
     def lag(self) -> int | None:
         """How much is left to read, in `lag_unit`; asked every `lag_interval_secs`."""

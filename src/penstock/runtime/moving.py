@@ -215,5 +215,5 @@ def _time(to: str) -> datetime | None:
     except ValueError:
         return None
     if when.tzinfo is None:
-        raise ConfigError(f"--to {to} has no time zone", hint=f"{to}Z is the time in UTC")
+        raise ConfigError(f"--to {to} has no time zone", hint=f"{when.isoformat()}Z is the time in UTC")
     return when

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from penstock.abilities import Sampled
 from penstock.config import Config
-from penstock.errors import ConnectorError, FatalError
+from penstock.errors import ConnectorError, DataError, FatalError
 from penstock.pipeline import Pipeline
 from penstock.pipeline.routing import Target
 from penstock.runtime.job import Bad, Job, OnErrors, Part
@@ -56,7 +56,8 @@ class Sample:
 
 def sample(pipeline: Pipeline, name: str, source: SourceConnector[Any], rows: int) -> Sample:
     """Read about so many rows of each stream of a source that is open."""
-    given = _Given(_few(_read(source, rows), rows))
+    refused: list[DataError] = []
+    given = _Given(_few(_until_refused(_read(source, rows), refused), rows), refused)
     job = Job(
         epoch=Epoch(pipeline.name, "sample", 0),
         parts=[Part(0, name, None)],
@@ -73,6 +74,14 @@ def sample(pipeline: Pipeline, name: str, source: SourceConnector[Any], rows: in
         found.unrouted += tally.unrouted
         found.bad += tally.samples
     return found
+
+
+def _until_refused(batches: Iterator[SourceBatch], refused: list[DataError]) -> Iterator[SourceBatch]:
+    """What a source gives before it says which of its records are bad: they are shown like those that cannot be decoded."""
+    try:
+        yield from batches
+    except DataError as error:
+        refused.append(error)
 
 
 def _few(batches: Iterator[SourceBatch], rows: int) -> list[SourceBatch]:
@@ -202,12 +211,15 @@ class _NoOptions(Config):
 class _Given(RangeSource[_NoOptions, Position]):
     """Batches that were read already, as a source."""
 
-    def __init__(self, batches: Sequence[SourceBatch]) -> None:
+    def __init__(self, batches: Sequence[SourceBatch], refused: Sequence[DataError]) -> None:
         super().__init__(_NoOptions())
         self._batches_read = batches
+        self._refused = refused
 
     def schema(self) -> Schemas:
         return {batch.stream: batch.records.schema for batch in self._batches_read}
 
     def read(self, split: Any) -> Iterator[SourceBatch]:
         yield from self._batches_read
+        for error in self._refused:
+            raise error

@@ -149,8 +149,8 @@ class Inventoried(Position):
     listed: tuple[Record, ...] = ()
 
     def describe(self) -> str:
-        files = self.records + len(self.listed)
-        return f"{files:,} {'file' if files == 1 else 'files'}" if files else "the beginning"
+        entries = self.records + len(self.listed)  # columns that were found are entries as well
+        return f"entry {entries:,} in its list of files" if entries else "the beginning"
 
 
 class Files(RangeSource[FilesConfig, Inventoried]):

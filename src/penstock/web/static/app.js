@@ -247,12 +247,12 @@ function draw(id, status, detail) {
     detail.runs.length ? [make("h3", {}, "Runs before"), table(["started", "ended", "how", { n: "epochs" }, { n: "rows out" }], detail.runs.map((run) => [new Date(run.started_at).toLocaleString(), new Date(run.ended_at).toLocaleString(),
       make("span", {}, dot(run.state), run.reason ? make("div", { class: "quiet" }, run.reason) : null), { n: count(run.epochs) }, { n: count(run.rows_out) }]))] : null]);
   panel("parts", "Sources and sinks", "wide", [status.sources, status.sinks], () => table(["", "name", "state", { n: "rows" }, { n: "rows/s" }, { n: "lag" }, { n: "unacknowledged" }, "read up to", "remarks"], [
-    ...sources.map(([n, s]) => ["source", n, dot(s.state), { n: count(s.rows) }, { n: short(s.rows_per_sec) }, { n: lag(s) }, { n: secs(s.unacked_secs) }, make("code", {}, s.position || "–"), s.reason || ""]),
+    ...sources.map(([n, s]) => ["source", n, dot(s.state), { n: count(s.rows) }, { n: short(s.rows_per_sec) }, { n: lag(s) }, { n: secs(s.unacked_secs) }, make("code", { class: s.position ? "long" : "" }, s.position || "–"), s.reason || ""]),
     ...sinks.map(([n, s]) => ["sink", n, dot(s.state), { n: count(s.rows) }, { n: short(Object.values(s.topics).reduce((a, t) => a + t.rows_per_sec, 0)) }, { n: "" }, { n: "" }, `${Object.keys(s.topics).length} topics`, s.reason || ""])]));
   const slots = sources.filter(([, s]) => Object.keys(s.own).some((key) => key.startsWith("slot_")));
   panel("slots", "Replication slots", "", slots.map(([n, s]) => [n, s.own]), () => table(["source", "state", { n: "held" }, { n: "until it may be lost" }], slots.map(([n, s]) => {
     const state = ["reserved", "extended", "unreserved", "lost", "missing"].find((each) => s.own["slot_" + each]) || "?";
-    return [n, make("span", { class: state === "reserved" ? "good" : state === "extended" ? "warn" : "bad" }, "● " + state), { n: size(s.own.slot_held_bytes) }, { n: s.own.slot_safe_bytes === undefined ? "no limit" : size(s.own.slot_safe_bytes) }]; }), "No source of this pipeline has a slot."));
+    return [n, make("span", { class: "dot " + (state === "reserved" ? "good" : state === "extended" ? "warn" : "bad") }, "● " + state), { n: size(s.own.slot_held_bytes) }, { n: s.own.slot_safe_bytes === undefined ? "no limit" : size(s.own.slot_safe_bytes) }]; }), "No source of this pipeline has a slot."));
   drawTables(id, sources);
   panel("schemas", "Columns of topics", "", detail.schemas, () => Object.keys(detail.schemas.topics).length ? Object.entries(detail.schemas.topics).map(([topic, columns]) => {
     const changes = detail.schemas.changes.filter((c) => c.topic === topic);
@@ -261,7 +261,7 @@ function draw(id, status, detail) {
         c.first ? "first seen" : [...Object.entries(c.added).map(([n, t]) => `+ ${n} ${t}`), ...Object.keys(c.removed).map((n) => `− ${n}`), ...Object.entries(c.retyped).map(([n, [a, b]]) => `${n}: ${a} → ${b}`)].join(", ")]))); })
     : make("p", { class: "quiet" }, "Not known yet."));
   panel("errors", "Last errors", "wide", status.errors, () => table(["when", "where", "code", "what, and what to do"], status.errors.slice().reverse().map((e) => [clock(e.at), e.component,
-    make("a", { href: "#/errors/" + e.code }, e.code), make("span", {}, e.text, e.hint ? make("div", { class: "quiet" }, "→ " + e.hint) : null)]), "None in this run."));
+    make("a", { href: "#/errors/" + e.code }, e.code), make("span", { class: "long" }, e.text, e.hint ? make("div", { class: "quiet" }, "→ " + e.hint) : null)]), "None in this run."));
   drawLetters(id, detail.letters);
   panel("file", "Pipeline file", "", detail.file, () => detail.file ? make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Pipeline file" }, make("pre", {}, detail.file)) : make("p", { class: "quiet" }, "It was not started from a file, or the file cannot be read here."));
   panel("about", "Versions and ports", "", [status.versions, status.ports], () => [table(["what", "version"], Object.entries(status.versions)),

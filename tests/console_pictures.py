@@ -16,7 +16,12 @@ from console_pipeline import TOKEN, Running, until
 from penstock.runtime.telemetry import history
 from penstock.source import ConnectorMetrics
 
-PICTURES = {"console": (1280, "light"), "console-dark": (1280, "dark"), "console-phone-dark": (390, "dark")}
+PICTURES = {
+    "console": (1280, 4000, "light"),
+    "console-dark": (1280, 1280, "dark"),
+    "console-phone-dark": (390, 1700, "dark"),
+}
+"""Of each its width, its height at most, and its theme."""
 SLOT = {"slot_reserved": 1.0, "slot_held_bytes": 12e6, "slot_safe_bytes": 9e8}
 SECS = float(os.environ.get("PICTURE_SECS", "60"))
 
@@ -46,14 +51,14 @@ def draw(url: str, target: Path) -> None:
         options.add_argument(f"--{flag}")
     page = webdriver.Chrome(options, Service(shutil.which("chromedriver")))
     try:
-        for name, (width, theme) in PICTURES.items():
+        for name, (width, most, theme) in PICTURES.items():
             sized(page, width, 900)
             page.get(url)
             page.execute_script("localStorage.theme = arguments[0]; sessionStorage.token = arguments[1]", theme, TOKEN)
             page.get("about:blank")
             page.get(url)
             until(lambda: page.execute_script("return document.querySelectorAll('#panel-letters details').length"))
-            sized(page, width, page.execute_script("return document.documentElement.scrollHeight"))
+            sized(page, width, min(most, page.execute_script("return document.documentElement.scrollHeight")))
             until(lambda width=width: page.execute_script("return innerWidth") == width)
             page.save_screenshot(str(target / f"{name}.png"))
     finally:

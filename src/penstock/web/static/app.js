@@ -19,6 +19,7 @@ function make(name, attributes, ...children) {
   for (const child of children.flat(3)) if (child !== null && child !== undefined && child !== false) node.append(child);
   return node;
 }
+const many = (n, one) => `${count(n)} ${one}${n === 1 ? "" : "s"}`;
 const count = (n) => n === null || n === undefined ? "–" : Math.round(n).toLocaleString("en-US");
 function short(n) {
   if (n === null || n === undefined) return "–";
@@ -224,7 +225,7 @@ function draw(id, status, detail) {
   panel("flow", "Flow", "wide", [status.sources, status.sinks, status.flows], () => flow(status), `${short(status.rows.in_per_sec)} rows/s in · ${short(status.rows.out_per_sec)} out`);
   panel("totals", "This run", "wide", [status.rows.in, status.rows.out, status.bytes, status.epochs, status.retries, status.skipped, status.dead_letters, status.discarded, status.recovered, status.last_epoch], () => numbers([
     ["rows in", count(status.rows.in)], ["rows out", count(status.rows.out)], ["written", size(status.bytes.out)], ["epochs", count(status.epochs)],
-    ["last epoch", status.last_epoch ? count(status.last_epoch.number) : "–"], ["recovered epochs", count(status.recovered)],
+    ["last epoch", status.last_epoch ? count(status.last_epoch.number) : "–"], ["recovered", count(status.recovered)],
     ["retries", count(Object.values(status.retries).reduce((a, b) => a + b, 0))], ["skipped", count(status.skipped), status.skipped ? "warn" : ""],
     ["discarded", count(status.discarded), status.discarded ? "warn" : ""], ["dead letters", count(status.dead_letters), status.dead_letters ? "warn" : ""]]));
   panel("rates", "Rows per second", "", rows.length && rows[rows.length - 1], () => chart([{ name: "out", kind: "one", points: points("rows_out", true) }, { name: "in", kind: "two", points: points("rows_in", true) }], short, "Rows per second over time"));
@@ -248,7 +249,7 @@ function draw(id, status, detail) {
       make("span", {}, dot(run.state), run.reason ? make("div", { class: "quiet" }, run.reason) : null), { n: count(run.epochs) }, { n: count(run.rows_out) }]))] : null]);
   panel("parts", "Sources and sinks", "wide", [status.sources, status.sinks], () => table(["", "name", "state", { n: "rows" }, { n: "rows/s" }, { n: "lag" }, { n: "unacknowledged" }, "read up to", "remarks"], [
     ...sources.map(([n, s]) => ["source", n, dot(s.state), { n: count(s.rows) }, { n: short(s.rows_per_sec) }, { n: lag(s) }, { n: secs(s.unacked_secs) }, make("code", { class: s.position ? "long" : "" }, s.position || "–"), s.reason || ""]),
-    ...sinks.map(([n, s]) => ["sink", n, dot(s.state), { n: count(s.rows) }, { n: short(Object.values(s.topics).reduce((a, t) => a + t.rows_per_sec, 0)) }, { n: "" }, { n: "" }, `${Object.keys(s.topics).length} topics`, s.reason || ""])]));
+    ...sinks.map(([n, s]) => ["sink", n, dot(s.state), { n: count(s.rows) }, { n: short(Object.values(s.topics).reduce((a, t) => a + t.rows_per_sec, 0)) }, { n: "" }, { n: "" }, many(Object.keys(s.topics).length, "topic"), s.reason || ""])]));
   const slots = sources.filter(([, s]) => Object.keys(s.own).some((key) => key.startsWith("slot_")));
   panel("slots", "Replication slots", "", slots.map(([n, s]) => [n, s.own]), () => table(["source", "state", { n: "held" }, { n: "until it may be lost" }], slots.map(([n, s]) => {
     const state = ["reserved", "extended", "unreserved", "lost", "missing"].find((each) => s.own["slot_" + each]) || "?";
@@ -256,7 +257,7 @@ function draw(id, status, detail) {
   drawTables(id, sources);
   panel("schemas", "Columns of topics", "", detail.schemas, () => Object.keys(detail.schemas.topics).length ? Object.entries(detail.schemas.topics).map(([topic, columns]) => {
     const changes = detail.schemas.changes.filter((c) => c.topic === topic);
-    return make("details", { "data-key": "schema" + topic }, make("summary", {}, `${topic}: ${Object.keys(columns).length} columns, ${changes.filter((c) => !c.first).length} changes`),
+    return make("details", { "data-key": "schema" + topic }, make("summary", {}, `${topic}: ${many(Object.keys(columns).length, "column")}, ${many(changes.filter((c) => !c.first).length, "change")}`),
       table(["column", "type"], Object.entries(columns)), table(["when", { n: "epoch" }, "what changed"], changes.slice().reverse().map((c) => [new Date(c.at * 1000).toLocaleString(), { n: c.epoch ?? "–" },
         c.first ? "first seen" : [...Object.entries(c.added).map(([n, t]) => `+ ${n} ${t}`), ...Object.keys(c.removed).map((n) => `− ${n}`), ...Object.entries(c.retyped).map(([n, [a, b]]) => `${n}: ${a} → ${b}`)].join(", ")]))); })
     : make("p", { class: "quiet" }, "Not known yet."));

@@ -60,7 +60,7 @@ class Store:
         last = places[max(0, len(places) - count) :]
         return list(zip(self._stored.whole(last.tolist()).to_pylist(), states[last].tolist(), strict=True))
 
-    def _places(self, where: Mapping[str, str], every: bool) -> tuple[npt.NDArray[np.str_], npt.NDArray[np.int64]]:
+    def _places(self, where: Mapping[str, str], every: bool) -> tuple[npt.NDArray[np.str_], npt.NDArray[np.intp]]:
         states = self.states()
         places = np.flatnonzero(having(self.letters, where) & (every | (states == "open")))
         return states, places[np.argsort(self.letters.column("epoch").to_numpy()[places], kind="stable")]

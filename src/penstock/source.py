@@ -306,6 +306,7 @@ class SourceConnector(Connector[C]):
     context: SourceContext = SourceContext()
     """What the last `open` was given."""
     lag_unit: ClassVar[Literal["rows", "bytes"]] = "rows"
+    """What `lag` counts."""
 
     def open(self, context: SourceContext = SourceContext()) -> None:
         """

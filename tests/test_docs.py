@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,10 @@ import typer
 from penstock.cli import app
 from penstock.errors import CODES
 from penstock.pipeline import Pipeline
+from penstock.runtime import supervisor
+from penstock.runtime.messages.box import Store
 from penstock.runtime.telemetry import Telemetry
+from penstock.testing import ForkEngine
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -51,6 +55,31 @@ def test_a_pipeline_that_is_shown_is_valid(page, text, tmp_path, monkeypatch, ow
         (tmp_path / name).write_text('{"type": "record", "name": "Shown", "fields": []}')
     (tmp_path / "pipeline.toml").write_text(text)
     Pipeline.from_toml(tmp_path / "pipeline.toml")
+
+
+@pytest.mark.processes
+def test_the_quickstart_runs_as_it_is_shown_in_one_directory(tmp_path):
+    page = PAGES["docs/quickstart.md"]
+    first, letters = (text.replace("8601", "0") for text in re.findall(r"```toml\n(.*?)```", page, re.DOTALL))
+    rate = re.search(r"^rows_per_sec = \d+$", page, re.MULTILINE)[0]
+    (tmp_path / "in").mkdir()
+    lines = shlex.split(re.search(r"^printf '%s.n' (.*) > in/a.jsonl$", page, re.MULTILINE)[1])
+    (tmp_path / "in" / "a.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+    def run(text, **how):
+        (tmp_path / "pipeline.toml").write_text(text)
+        return supervisor.run(Pipeline.from_toml(tmp_path / "pipeline.toml"), ForkEngine(1), **how)
+
+    assert run(first, drain=True).rows_out == 100_000
+    telemetry, stop = Telemetry("first", sources=["generator"]), threading.Event()
+    telemetry.epoch = lambda report: stop.set()
+    run(first.replace("rows = 100_000", rate), telemetry=telemetry, stop=stop)
+    assert stop.is_set()
+    assert run(letters, drain=True).rows_in == 2
+    letter = Store(Pipeline.from_toml(tmp_path / "pipeline.toml")).newest(3, {})[0][0]
+    assert letter["payload"] == lines[1].encode()
+    (tmp_path / "in" / "b.jsonl").write_text('{"id": 3}\n')
+    assert run(letters, drain=True).rows_in == 1
 
 
 @pytest.mark.parametrize(

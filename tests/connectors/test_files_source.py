@@ -262,7 +262,7 @@ def test_an_epoch_keeps_to_its_files_and_bytes_but_always_moves(landing, tmp_pat
         source = make(landing, tmp_path / "state", **options)
         end = source.latest(Inventoried(), LIMIT)
         assert rows(source, Inventoried(), end) == ids(0, 1)
-        assert source.lag() == 3 * size
+        assert (source.lag(), source.lag_unit) == (3 * size, "bytes")
     source = make(landing, tmp_path / "state", max_bytes_per_epoch=1)
     assert rows(source, Inventoried(), source.latest(Inventoried(), LIMIT)) == ids(0)
 

@@ -531,6 +531,7 @@ class TestSlot:
             database.run("INSERT INTO other SELECT generate_series(1, 1000)")
             assert opened.latest(position, ReadLimit(rows=10)) == position
             assert opened.lag() > 0
+            assert opened.lag_unit == "bytes"
             end = wait_until(lambda: _moved(opened, position), "the heartbeat")
             rows, notes = read(opened, position, end)
             assert rows == {}

@@ -52,18 +52,18 @@ def show(pipeline: Pipeline, names: Sequence[str], console: Console, json: bool)
         console.print(f"{pipeline.name} has not read any table yet: penstock run", soft_wrap=True)
         return
     many = len(sources) > 1
-    lines = [
+    parts = [
         ([known.name] if many else [], Text(printable(s)), _state(each, asked), each) for known, s, each, asked in shown
     ]
     if console.width < _NARROW:
-        for source, name, state, each in lines:
+        for source, name, state, each in parts:
             console.print(Text("  ").join([*map(Text, source), name, state]), soft_wrap=True)
             about = Text("\n").join(text for text in (_error(each), Text(_next(each))) if text)
             console.print(Padding(Group(f"{_rows(each)} rows copied", *([about] if about else [])), (0, 0, 0, 2)))
         return
     table = Table(*(["source"] if many else []), "table", "state", "rows copied", "remarks", "next try", box=None)
     table.header_style, table.padding = "dim", (0, 2, 0, 0)
-    for source, name, state, each in lines:
+    for source, name, state, each in parts:
         table.add_row(*source, name, state, _rows(each), _error(each), _next(each))
     console.print(table)
 

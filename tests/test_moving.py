@@ -108,6 +108,24 @@ def test_a_source_is_read_again_from_a_position_and_the_others_stay(cli: Any, fi
     assert drain(file).rows_in == 0
 
 
+def test_files_are_read_again_from_the_first_epoch(cli: Any, tmp_path: Path) -> None:
+    file = tmp_path / "files.toml"
+    file.write_text(
+        'connector_name = "moved"\n[source]\nconnector = "files"\npath = "in/*.jsonl"\n'
+        '[sink]\nconnector = "files"\npath = "lake"\n'
+    )
+    (tmp_path / "in").mkdir()
+    for name, rows in (("a", 2), ("b", 3)):
+        (tmp_path / "in" / f"{name}.jsonl").write_text('{"id": 1}\n' * rows)
+        assert drain(file).rows_in == rows
+    first = State(tmp_path / "state", "moved").peek().load(1)
+    assert first is not None
+    to = json.dumps(first.ranges["files"].end)
+    assert cli("offsets", "reset", file, "--to", "2100-01-01T00:00:00Z", "--dry-run")[0] == 0
+    assert cli("offsets", "reset", file, "--to", to, "--yes")[0] == 0
+    assert drain(file).rows_in == 3
+
+
 def test_a_time_is_the_last_epoch_before_it(cli: Any, file: Path) -> None:
     drain(file)
     first = newest(file).ranges["rows"].end

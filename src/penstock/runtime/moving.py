@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ def moves(pipeline: Pipeline, to: str, names: Sequence[str] = ()) -> list[Move]:
             )
         kind: type[Position] = source.position_type if isinstance(source, RangeSource) else JournalPosition
         before = kind.model_validate(newest.ranges[name].end) if name in newest.ranges else None
-        with _asked(source, state.directory / "journal" / name) as place:
+        with _asked(source, name, state.directory) as place:
             after = place.found(kind, to, lambda when, name=name: _by_epochs(state, name, when))
             place.require(after)
         found.append(Move(name, before, after))
@@ -126,14 +127,17 @@ def _by_epochs(state: State, source: str, when: datetime) -> Any:
 
 
 class _Ranges:
-    """A source that can be read again, opened with a scratch directory."""
+    """A source that can be read again, opened with a copy of its own directory: it may know there what a position means."""
 
-    def __init__(self, source: RangeSource[Any, Any]) -> None:
+    def __init__(self, source: RangeSource[Any, Any], own: Path) -> None:
         self._source = source
+        self._own = own
 
     def __enter__(self) -> _Ranges:
         self._scratch = tempfile.TemporaryDirectory(prefix="penstock-offsets-")
         try:
+            if self._own.is_dir():
+                shutil.copytree(self._own, self._scratch.name, dirs_exist_ok=True)
             self._source.open(SourceContext(Path(self._scratch.name)))
         except BaseException:
             self.__exit__()
@@ -182,8 +186,10 @@ class _Journaled:
             )
 
 
-def _asked(source: Any, journal: Path) -> _Ranges | _Journaled:
-    return _Ranges(source) if isinstance(source, RangeSource) else _Journaled(journal)
+def _asked(source: Any, name: str, state_dir: Path) -> _Ranges | _Journaled:
+    if isinstance(source, RangeSource):
+        return _Ranges(source, state_dir / "sources" / name)
+    return _Journaled(state_dir / "journal" / name)
 
 
 def _position(kind: type[Position], to: str, when: datetime | None, by_epochs: Any) -> Position:

@@ -300,3 +300,62 @@ def test_every_payload_is_a_row_or_a_failure(payloads, keys):
     decoded.rows.validate(full=True)
     assert decoded.rows.num_rows == len(decoded.positions)
     assert sorted([*decoded.positions, *decoded.failures.positions]) == list(range(len(payloads)))
+
+
+def known(id: int) -> WireSchema:
+    """A registry that has two schemas, and one for keys that are plain text."""
+    if id not in (1, 2, 3):
+        raise DataError(f"the registry has no schema with the id {id}", code="PEN-3030")
+    return KNOWN.get(id) or WireSchema("avro", '"string"', id=3)
+
+
+def in_avro() -> Debezium:
+    return Debezium(DebeziumConfig(encoding="avro", framing="confluent"), KNOWN[1], known)
+
+
+@pytest.mark.parametrize("odd", [b"\0\0\0\0\x09\x02", b"\0\0\0\0\x03\x02a", b"\0", None])
+def test_a_first_key_that_cannot_be_read_spoils_no_other_message(odd):
+    payloads, keys = avro_changes()
+    payloads, keys = [payloads[0], None, payloads[0]], [odd, keys[1], keys[0]]
+    decoded = in_avro().decode_with_keys(pa.array(payloads, pa.binary()), pa.array(keys, pa.binary()))
+    assert sorted([*decoded.positions, *decoded.failures.positions]) == [0, 1, 2]
+    found = dict(zip(decoded.positions.tolist(), decoded.rows.column("id").to_pylist(), strict=True))
+    assert (found[1], found[2]) == (2, 1)
+
+
+def avro_changes() -> tuple[list[bytes], list[bytes]]:
+    """Two whole changes, and their keys."""
+    raw = Avro(AvroConfig(framing="confluent"), KNOWN[1])
+    source = {"connector": "postgresql", "ts_ms": 5, "txId": None, "lsn": 3}
+    found = [
+        {"before": None, "after": {"id": 1, "note": "n", "at": 1_000_000}, "source": source, "op": "c"},
+        {"before": {"id": 2, "note": None, "at": None}, "after": None, "source": source, "op": "d"},
+    ]
+    payloads = raw.encode(pa.RecordBatch.from_pylist(found, schema=raw.columns())).to_pylist()
+    return payloads, framing.add(pa.array([b"\x02", b"\x04"], pa.binary()), 2).to_pylist()
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=40)
+@given(st.sampled_from(["json", "avro"]), st.data())
+def test_damaged_payloads_and_keys_are_rows_or_failures_and_spoil_no_other(encoding, data):
+    if encoding == "avro":
+        format = in_avro()
+        whole, keys = avro_changes()
+    else:
+        format = debezium()
+        whole, keys = texts(CHANGES[:2]).to_pylist(), texts(KEYS[:2]).to_pylist()
+
+    def damaged(value: bytes) -> bytes | None:
+        place = data.draw(st.integers(0, len(value) - 1))
+        changed = value[:place] + bytes([data.draw(st.integers(0, 255))]) + value[place + 1 :]
+        return data.draw(st.none() | st.binary(max_size=12) | st.sampled_from([changed, value[:place], value + b"\0"]))
+
+    at = data.draw(st.lists(st.integers(0, 1), max_size=5))
+    payloads = [whole[0], *(damaged(whole[each]) for each in at)]
+    beside = [keys[0], *(data.draw(st.sampled_from([keys[each], damaged(keys[each])])) for each in at)]
+    decoded = format.decode_with_keys(pa.array(payloads, pa.binary()), pa.array(beside, pa.binary()))
+    decoded.rows.validate(full=True)
+    assert decoded.rows.num_rows == len(decoded.positions)
+    assert sorted([*decoded.positions, *decoded.failures.positions]) == list(range(len(payloads)))
+    assert decoded.positions[0] == 0
+    assert decoded.rows.column("id")[0].as_py() == 1

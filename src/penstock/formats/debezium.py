@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -186,13 +187,16 @@ class Debezium(Format[DebeziumConfig]):
         return record_batch([each.take(place) for each in found.rows.columns], found.rows.schema, count)
 
     def _avro_keys(self, keys: pa.Array) -> Decoded:
-        """By the schema that the first key names; without a frame nothing says what a key is."""
+        """By the schema that the first key names, of those that can be had; without a frame nothing says what a key is."""
         ids = framing.ids(framing.cells(keys))
-        if self.options.framing != "confluent" or self.resolve is None or (ids < 0).all():
-            return Decoded(record_batch([], pa.schema([]), 0), np.empty(0, np.int64))
-        resolver = _Dated(self.resolve)
-        first = int(ids[ids >= 0][0])
-        return Avro(AvroConfig(framing="confluent"), replace(resolver(first), id=first), resolver).decode(keys)
+        if self.options.framing == "confluent" and self.resolve is not None:
+            resolver = _Dated(self.resolve)
+            for id in dict.fromkeys(ids[ids >= 0].tolist()):
+                with contextlib.suppress(DataError, SchemaError):  # such a key is one that cannot be read
+                    schema = replace(resolver(id), id=id)
+                    if '"record"' in schema.text:  # the keys of rows are records; others are of no row
+                        return Avro(AvroConfig(framing="confluent"), schema, resolver).decode(keys)
+        return Decoded(record_batch([], pa.schema([]), 0), np.empty(0, np.int64))
 
 
 class _Dated:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar, get_args, get_origin
 
+import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
@@ -146,7 +147,7 @@ class SourceBatch:
             pa.nulls(count, pa.binary()),
             payloads if isinstance(payloads, pa.Array) else pa.array(payloads, pa.binary()),
             pa.MapArray.from_arrays(
-                pa.array(range(0, size * count + 1, size) if size else [0] * (count + 1), pa.int32()),
+                pa.array(np.arange(count + 1, dtype=np.int32) * size),
                 pa.array([*attributes] * count, pa.string()),
                 pa.array([*attributes.values()] * count, pa.string()),
             ),

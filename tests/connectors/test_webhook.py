@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from connectors.webhooks import Answer, Running, answer, answers, config, request, serving
-from penstock.connectors.webhook import Webhook
+from penstock.connectors.webhook import Webhook, bodies
+from penstock.connectors.webhook.bodies import cut
 from penstock.errors import ConfigError
 from penstock.pipeline.options import Processing
 from penstock.runtime.ingest import Ingest
@@ -84,6 +85,17 @@ def test_a_body_is_cut_into_events_by_its_content_type(tmp_path, body, content_t
     with serving(tmp_path) as hook:
         assert hook.post(body, content_type=content_type).body == {"accepted": events}
         assert len(hook.events()) == events
+
+
+@pytest.mark.parametrize("last", [b"", b"\n", b"\n\n", b"\n \n\t"])
+def test_lines_of_a_large_body_are_cut_as_those_of_a_small_one(monkeypatch, last):
+    body = b'\n{"a":1}\r\n\r\n  \n {"a":2} \n\n{"a":\t3}' + last
+    few = cut(body, "ndjson")
+    monkeypatch.setattr(bodies, "MANY_BYTES", 0)
+    many = cut(body, "ndjson")
+    many.validate(full=True)
+    assert many.to_pylist() == few == [b'{"a":1}\r', b' {"a":2} ', b'{"a":\t3}']
+    assert cut(b"\n \n" + last, "ndjson").to_pylist() == []
 
 
 def test_items_of_an_array_keep_their_text_and_a_form_is_an_object(tmp_path):

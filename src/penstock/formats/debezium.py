@@ -187,7 +187,7 @@ class Debezium(Format[DebeziumConfig]):
         return record_batch([each.take(place) for each in found.rows.columns], found.rows.schema, count)
 
     def _avro_keys(self, keys: pa.Array) -> Decoded:
-        """By the schema that the first key names, of those that can be had; without a frame nothing says what a key is."""
+        """By the first schema that a key names and the registry has; without a frame nothing says what a key is."""
         ids = framing.ids(framing.cells(keys))
         if self.options.framing == "confluent" and self.resolve is not None:
             resolver = _Dated(self.resolve)

@@ -390,6 +390,84 @@ def test_a_group_that_the_end_of_another_closes_falls_out_alone(order):
     assert set(found.failures.rules) == {"protobuf.wire"}
 
 
+OLD = """
+syntax = "proto2";
+package old;
+enum Colour { RED = 1; }
+message Part {
+  required int32 id = 1;
+  optional group Size = 2 { optional int32 wide = 1; repeated group Hole = 2 { optional sint32 x = 1; } }
+}
+message Thing {
+  optional group One = 1 { optional string name = 1; optional Part part = 2; }
+  repeated group Many = 2 { optional Part part = 1; }
+  oneof kind { int32 number = 3; group Own = 4 { optional bytes raw = 1; } }
+  repeated Part parts = 5;
+  map<string, Part> named = 6;
+  optional Colour colour = 7;
+}
+"""
+
+
+def test_groups_are_read_and_written_as_the_official_parser_has_them():
+    protobuf = Protobuf(ProtobufConfig(message="old.Thing"), WireSchema("protobuf", OLD))
+    thing = classes(compiled(WireSchema("protobuf", OLD)), "old.Thing")()
+    thing.one.name = "a"
+    thing.one.part.id = 1
+    thing.one.part.size.wide = 2
+    thing.one.part.size.hole.add(x=-3)
+    thing.one.part.size.hole.add()
+    thing.many.add().part.id = 4
+    thing.many.add()
+    thing.own.raw = b"\x14"
+    thing.parts.add(id=5).size.wide = 6
+    thing.named["k"].size.hole.add(x=7)
+    body = thing.SerializePartialToString(deterministic=True)
+    unknown = b"\xa3\x06" + body + b"\xa4\x06"  # all of it again, in a group that the message lacks
+    bad_inside = b"\x0b\x0a\x01\xff\x0c"
+    decoded = protobuf.decode(binary([body, unknown, bad_inside, body + body[: -len(body) // 2], body + unknown]))
+    assert decoded.positions.tolist() == [0, 1, 4]
+    assert set(decoded.failures.rules) <= {"protobuf.wire", "protobuf.content"}
+    first, second, third = decoded.rows.to_pylist()
+    assert first["one"] == {
+        "name": "a",
+        "part": {"id": 1, "size": {"wide": 2, "hole": [{"x": -3}, {"x": None}]}},
+    }
+    assert first["many"] == [{"part": {"id": 4, "size": None}}, {"part": None}]
+    assert (first["number"], first["own"]) == (None, {"raw": b"\x14"})
+    assert first["parts"] == [{"id": 5, "size": {"wide": 6, "hole": []}}]
+    assert first["named"] == [("k", {"id": None, "size": {"wide": None, "hole": [{"x": 7}]}})]
+    assert second["one"] is None and second["many"] == [] and third == first
+    again = type(thing).FromString(protobuf.encode(decoded.rows)[0].as_py())
+    assert again == thing
+
+
+def test_a_number_without_a_name_stays_when_a_payload_is_merged():
+    protobuf = Protobuf(ProtobufConfig(message="old.Thing"), WireSchema("protobuf", OLD))
+    twice = b"\x18\x01\x23\x0a\x01a\x24" + b"\x38\x09"
+    assert protobuf.decode(binary([twice, b"\x38\x09"])).rows["colour"].to_pylist() == ["9", "9"]
+
+
+def test_an_entry_of_a_map_may_lack_its_key_and_its_value(make):
+    text = 'syntax = "proto3"; message M { map<int32, In> m = 1; message In { int32 a = 1; } int32 n = 2; }'
+    protobuf = Protobuf(ProtobufConfig(message="M"), WireSchema("protobuf", text))
+    decoded = protobuf.decode(binary([b"\x0a\x02\x08\x01", b"\x10\x01", b"\x0a\x00", b"\x0a\xff"]))
+    assert decoded.rows["m"].to_pylist() == [[(1, {"a": 0})], [], [(0, {"a": 0})]]
+    assert decoded.rows["n"].to_pylist() == [0, 1, 0]
+    assert decoded.failures.positions.tolist() == [3]
+
+
+def test_a_field_with_a_number_that_no_field_has_is_no_message(order):
+    found = order.decode(binary([b"\x92\xd7\x99\xd3\x12\x01x", b"\xfa\xff\xff\xff\x0f\x01x"]))
+    assert (found.failures.positions.tolist(), found.failures.rules) == ([0], ("protobuf.wire",))
+
+
+def test_a_file_of_an_edition_is_refused_with_what_to_write():
+    schema = WireSchema("protobuf", 'edition = "2023"; message M { int32 x = 1; }')
+    with pytest.raises(SchemaError, match="of an edition"):
+        Protobuf(ProtobufConfig(), schema)
+
+
 def test_text_that_is_no_utf8_falls_out_of_proto2_as_well():
     schema = WireSchema("protobuf", 'syntax = "proto2"; message M { optional string s = 1; }')
     decoded = Protobuf(ProtobufConfig(), schema).decode(binary([b"\x0a\x01a", b"\x0a\x01\xff", b""]))

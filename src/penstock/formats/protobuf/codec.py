@@ -19,12 +19,12 @@ from penstock.formats import varint
 from penstock.formats.pieces import record_batch
 from penstock.formats.protobuf import columns
 from penstock.formats.protobuf.files import message_names, pool_of
-from penstock.formats.protobuf.groups import groups_close
+from penstock.formats.protobuf.groups import as_messages, grouped, groups_close, has_groups, ungrouped
 from penstock.formats.protobuf.repeats import can_repeat, repeats
 from penstock.formats.varint import Ints
 
 WIRE = ("protobuf.wire", "the payload is no Protobuf message: it is cut off, or not made of fields")
-GROUPS = ("protobuf.wire", "a group of the payload is closed by the end of another")
+GROUPS = ("protobuf.wire", "a group of the payload is closed by the end of another, or a field has too large a number")
 CONTENT = ("protobuf.content", "a field of the payload is malformed, or its text is no UTF-8")
 
 _CONFIG = ptars.PtarsConfig(enum_repr="string", timestamp_unit="us", duration_unit="us")
@@ -43,6 +43,8 @@ class Codec:
     schema: pa.Schema
     merges: Any = None
     """Class of the message, where it can hold something twice that counts once; it has free-form fields as bytes."""
+    has_groups: bool = False
+    """The decoder passes groups over: it is given messages in their place."""
 
     def decode(self, bodies: pa.Array) -> tuple[pa.RecordBatch, dict[int, tuple[str, str]]]:
         """
@@ -56,7 +58,12 @@ class Codec:
         suspected = bodies.take(pa.array(places, pa.int64())).to_pylist()
         bad = {at: why for at, body in zip(places, suspected, strict=True) if (why := self._wrong(body))}
         left, good = _without(list(bad), np.arange(len(bodies)), bodies)
+        if self.has_groups:
+            good = pa.array([ungrouped(each, self.message) for each in good.to_pylist()], pa.binary())
         rows = self._attempt(good)
+        if rows is None and self.merges is not None:
+            good = pa.array([_whole(self.merges, each) for each in good.to_pylist()], pa.binary())
+            rows = self._attempt(good)
         if rows is None:
             refused = self._halves(good, 0)
             bad |= {int(left[at]): CONTENT for at in refused}
@@ -70,7 +77,9 @@ class Codec:
             return WIRE
         if not _takes(self.handler, body):
             return CONTENT
-        return None if groups_close(body, self.message) else GROUPS
+        if not groups_close(body, self.message):
+            return GROUPS
+        return CONTENT if self.has_groups else None
 
     def encode(self, rows: pa.RecordBatch) -> pa.Array:
         given = rows.schema.names
@@ -85,7 +94,10 @@ class Codec:
         fields = [pa.field(name, array.type) for name, array in zip(given, arrays, strict=True)]
         if not arrays:
             return pa.array([b""] * rows.num_rows, pa.binary())
-        return self.handler.record_batch_to_array(pa.record_batch(arrays, pa.schema(fields))).cast(pa.binary())
+        bodies = self.handler.record_batch_to_array(pa.record_batch(arrays, pa.schema(fields))).cast(pa.binary())
+        if self.has_groups:
+            bodies = pa.array([grouped(each, self.message) for each in bodies.to_pylist()], pa.binary())
+        return bodies
 
     def _attempt(self, bodies: pa.Array) -> pa.RecordBatch | None:
         try:
@@ -100,7 +112,7 @@ class Codec:
         The decoder keeps every field of a oneof and every entry of a map that a payload has, also if a later one replaces
         it. Such payloads are merged by the official parser first: they are rare, and it takes them one by one.
         """
-        rows = self.handler.array_to_record_batch(bodies)
+        rows = _asked(self.handler.array_to_record_batch, bodies)
         if self.merges is None:
             return rows
         found = repeats(dict(zip(rows.schema.names, rows.columns, strict=True)), self.message, len(bodies))
@@ -108,7 +120,7 @@ class Codec:
         if not len(twice):
             return rows
         merged = [_merged(self.merges, each) for each in bodies.take(pa.array(twice)).to_pylist()]
-        again = self.handler.array_to_record_batch(pa.array(merged, pa.binary()))
+        again = _asked(self.handler.array_to_record_batch, pa.array(merged, pa.binary()))
         index = np.arange(len(bodies))
         index[twice] = len(bodies) + np.arange(len(twice))
         both = zip(rows.columns, again.columns, strict=True)
@@ -140,6 +152,20 @@ class Codec:
         return self._halves(bodies.slice(0, middle), first) + self._halves(bodies.slice(middle), first + middle)
 
 
+def _asked(decode: Any, bodies: Any) -> Any:
+    """
+    What the decoder says; a panic within it is a refusal like any other.
+
+    It panics at an entry of a map that lacks its value, where the value is a message: some writers leave out what is empty.
+    """
+    try:
+        return decode(bodies)
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            raise ValueError(str(error)) from error
+        raise
+
+
 def _merged(message_class: Any, body: bytes) -> bytes:
     message = message_class()
     try:
@@ -151,9 +177,17 @@ def _merged(message_class: Any, body: bytes) -> bytes:
     return data
 
 
+def _whole(message_class: Any, body: bytes) -> bytes:
+    """As the official parser writes it, with every entry of a map whole; a payload that it refuses as it is."""
+    try:
+        return _merged(message_class, body)
+    except ValueError:
+        return body
+
+
 def _takes(handler: Any, body: bytes) -> bool:
     try:
-        handler.list_to_record_batch([body])
+        _asked(handler.list_to_record_batch, [body])
     except ValueError:
         return False
     return True
@@ -199,6 +233,12 @@ def codec_for(data: bytes, name: str) -> Codec:
         raise SchemaError("the Protobuf schema has no message", hint="add a message to the .proto file")
     full = name or names[(0,)]
     files = descriptor_pb2.FileDescriptorSet.FromString(data)
+    edition = next((each.name for each in files.file if each.syntax == "editions"), None)
+    if edition is not None:
+        raise SchemaError(
+            f"the Protobuf file {edition} is of an edition, which is not read yet",
+            hint='write it with syntax = "proto3" or "proto2": the bytes on the wire are the same',
+        )
     try:
         message = pool_of(files).FindMessageTypeByName(full)
     except KeyError:
@@ -207,15 +247,21 @@ def codec_for(data: bytes, name: str) -> Codec:
         ) from None
     swapped = columns.without_free_form(files)
     _add_probe(swapped, message)
+    shell = message_factory.GetMessageClass(pool_of(swapped).FindMessageTypeByName(f"{_PROBE}.Rows"))
+    is_grouped = has_groups(message)
+    if is_grouped:
+        swapped = as_messages(swapped)
     pool = pool_of(swapped)
     native = pool.FindMessageTypeByName(full)
     probe = pool.FindMessageTypeByName(f"{_PROBE}.Nothing")
     handlers = ptars.HandlerPool([native.file, probe.file], _CONFIG)
     handler = handlers.get_for_message(native)
     schema = pa.schema([columns.wide_field(each, message) for each in handler.schema()])
-    shell = message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PROBE}.Rows"))
-    merges = message_factory.GetMessageClass(native) if can_repeat(message) else None
-    return Codec(message, handler, handlers.get_for_message(probe), shell, schema, merges)
+    merges = None
+    if can_repeat(message):
+        numbers = pool_of(columns.with_numbers_for_enums(swapped))
+        merges = message_factory.GetMessageClass(numbers.FindMessageTypeByName(full))
+    return Codec(message, handler, handlers.get_for_message(probe), shell, schema, merges, is_grouped)
 
 
 def _add_probe(files: descriptor_pb2.FileDescriptorSet, message: Descriptor) -> None:

@@ -50,6 +50,22 @@ def _swap(message: descriptor_pb2.DescriptorProto, is_proto3: bool) -> None:
         _swap(inner, is_proto3)
 
 
+def with_numbers_for_enums(files: descriptor_pb2.FileDescriptorSet) -> descriptor_pb2.FileDescriptorSet:
+    """The files with every enum field as a number: the parser sets numbers without a name aside where proto2 has the enum."""
+    found = descriptor_pb2.FileDescriptorSet()
+    found.CopyFrom(files)
+    pending = [message for file in found.file for message in file.message_type]
+    while pending:
+        message = pending.pop()
+        pending += message.nested_type
+        for field in message.field:
+            if field.type == _PROTO.TYPE_ENUM:
+                field.type = _PROTO.TYPE_INT32
+                field.ClearField("type_name")
+                field.ClearField("default_value")
+    return found
+
+
 def wide_type(kind: pa.DataType, field: FieldDescriptor | None, message: Descriptor | None) -> pa.DataType:
     """The column's type for the decoder's: `field` and `message` say what the bytes mean."""
     if types.is_struct(kind):

@@ -187,6 +187,18 @@ def test_the_view_shows_copies_with_their_end_and_letters_by_code() -> None:
     assert "lag 1,234 rows" in text_of(panel(telemetry.status(), 110), 110)
 
 
+def test_the_view_of_what_has_ended_shows_what_it_did_on_average() -> None:
+    now = [100.0]
+    telemetry = Telemetry("x", sources=["database"], sinks=["out"], clock=lambda: now[0])
+    telemetry.epoch(report(1))
+    now[0] += 10
+    telemetry.epoch(report(2))
+    telemetry.close()
+    status = telemetry.status()
+    average = status["rows"]["in"] / status["working_secs"]
+    assert f"{average:,.0f}/s  on average, while it had work" in text_of(panel(status, 110), 110)
+
+
 MESSAGES = """
 connector_name = "messages"
 [processing]

@@ -14,10 +14,15 @@ from typing import Any
 import pytest
 
 from console_pipeline import TOKEN, Running, until
+from penstock.errors import FatalError
 from penstock.runtime.commands import read_audit
-from penstock.runtime.telemetry import history
+from penstock.runtime.epochs import EpochReport
+from penstock.runtime.telemetry import Looks, Telemetry, history
 from penstock.runtime.telemetry.history import add_run
-from penstock.source import ConnectorMetrics
+from penstock.sink import WriteResult
+from penstock.source import ConnectorMetrics, HealthStatus
+from penstock.tables import TableState
+from penstock.web import serve_all
 
 pytestmark = [pytest.mark.xdist_group("browser"), pytest.mark.processes]
 
@@ -335,3 +340,79 @@ def test_the_last_state_stays_when_the_pipeline_is_stopped_from_the_page(
         assert "shop" in script(browser, "return document.getElementById('main').innerText")
     finally:
         made.end()
+
+
+HOSTILE = '<img src=x onerror="window.pwned = 1">'
+LONG = "a_rather_long_name_of_a_table_in_the_ledger_of_the_northern_warehouses_"
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Iterator[str]:
+    """The address of a pipeline that has failed, with many tables, long names and hostile ones."""
+    telemetry = Telemetry(f"{LONG}{HOSTILE}", sources=[f"{LONG}source"], sinks=[f"{LONG}sink"])
+    telemetry.publish(tmp_path)
+    source, sink = f"{LONG}source", f"{LONG}sink"
+    telemetry.looks = Looks(
+        flows=lambda: [(source, f"/{LONG}{n}", sink) for n in range(200)],
+        positions=lambda: {source: f"{HOSTILE} at {LONG} " * 60},
+        schemas=lambda: {f"/{LONG}{n}": {HOSTILE: "int64", "id": "string"} for n in range(200)},
+    )
+    telemetry.state(f"sink:{LONG}sink", HealthStatus.healthy())
+    tables = {f"public.{LONG}{n}": TableState("active", rows=n) for n in range(200)}
+    why = {"code": "PEN-4001", "error": HOSTILE, "hint": HOSTILE}
+    telemetry.tables(f"{LONG}source", {**tables, HOSTILE: TableState("failed", **why)})
+    rows_out = {(f"{LONG}sink", f"/{LONG}{n}"): WriteResult(10, 100) for n in range(200)}
+    telemetry.epoch(EpochReport(number=1, rows_in={f"{LONG}source": 2000}, rows_out=rows_out, seconds={"stage": 0.1}))
+    telemetry._history.take()
+    telemetry.close(FatalError(f"{HOSTILE} {'x' * 500}", hint=HOSTILE))
+    with serve_all([tmp_path], "127.0.0.1", 0, None) as server:
+        yield server.url
+
+
+@pytest.mark.parametrize("width", [390, 768, 1400])
+def test_long_and_hostile_names_neither_run_nor_push_the_page_apart(browser: Any, many: str, width: int) -> None:
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        browser.get("about:blank")
+        browser.get(many)
+        until(lambda: script(browser, "return document.querySelectorAll('.panel').length") == len(PANELS))
+        assert script(browser, "return window.pwned") is None
+        assert script(browser, "return document.querySelectorAll('main img').length") == 0
+        assert HOSTILE in text(browser, "tables")
+        assert HOSTILE in text(browser, "errors")
+        over = "return document.scrollingElement.scrollWidth - document.documentElement.clientWidth"
+        assert script(browser, over) <= 0
+        tall = "return Math.max(...[...document.querySelectorAll('.panel')].map((each) => each.offsetHeight))"
+        assert script(browser, tall) < 1000, "no panel takes the whole page"
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_what_has_failed_shows_why_and_no_rates_or_good_health(browser: Any, many: str) -> None:
+    browser.get("about:blank")
+    browser.get(many)
+    until(lambda: script(browser, "return document.querySelectorAll('.panel').length") == len(PANELS))
+    assert HOSTILE in script(browser, "return document.getElementById('problems').innerText")
+    assert script(browser, "return document.querySelectorAll('#panel-flow .good').length") == 0
+    rates = script(
+        browser, "return [...document.querySelectorAll('#panel-flow text:not(.name)')].map((e) => e.textContent)"
+    )
+    assert set(rates) == {"0 rows/s"}
+    ends = "return new Set([...document.querySelectorAll('#panel-flow text.name')].map((e) => e.textContent)).size"
+    assert script(browser, ends) == 14, "names that begin alike are told apart"
+
+
+def test_one_table_of_many_is_found_by_its_name_or_state(browser: Any, many: str) -> None:
+    browser.get("about:blank")
+    browser.get(many)
+    rows = "return document.querySelectorAll('#panel-tables tbody tr').length"
+    until(lambda: script(browser, rows) == 201)
+    field = browser.find_element("css selector", "#panel-tables input")
+    field.send_keys("_199")
+    until(lambda: script(browser, rows) == 1)
+    field = browser.find_element("css selector", "#panel-tables input")
+    field.clear()
+    field.send_keys("failed")
+    until(lambda: script(browser, rows) == 1 and HOSTILE in text(browser, "tables"))
+    assert script(browser, "return document.activeElement.type") == "search", "it keeps the focus while one types"

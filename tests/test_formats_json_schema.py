@@ -169,6 +169,7 @@ class TestRows:
             (b'{"id": 1e400}', "json.number", "it holds a number beyond the range of double"),
             (b'{"id": 1, "more": [-%s]}' % (b"9" * 400), "json.number", "it holds a number beyond the range of double"),
             (b'{"id": 1', "json.syntax", "it is not JSON from byte 8 on"),
+            ('{"größe": "1'.encode(), "json.syntax", "it is not JSON from byte 12 on: Unterminated string"),
             (b"", "json.empty", "it is empty"),
             (b"[]", "json.not_object", "it is a JSON array, not an object"),
             (b'{"id": 1, "more": "\xff"}', "json.encoding", "it is not UTF-8"),

@@ -139,6 +139,20 @@ class TestStatus:
         telemetry.close()
         assert telemetry.status()["sources"]["orders"]["lag"] is None
 
+    def test_an_ended_pipeline_moves_no_rows_and_calls_nothing_healthy(self, telemetry, tmp_path):
+        telemetry.publish(tmp_path)
+        telemetry.state("sink:lake", HealthStatus.healthy())
+        telemetry.state("source:orders", HealthStatus.degraded("a table failed"))
+        telemetry.epoch(report(0))
+        assert telemetry.status()["rows"]["out_per_sec"] > 0
+        telemetry.close()
+        for status in (telemetry.status(), read_status(tmp_path)):
+            topic = status["sinks"]["lake"]["topics"]["/orders"]
+            assert (status["rows"]["in_per_sec"], status["rows"]["out_per_sec"], topic["rows_per_sec"]) == (0, 0, 0)
+            assert status["sources"]["orders"]["rows_per_sec"] == 0
+            assert status["sinks"]["lake"]["state"] == "unknown"
+            assert status["sources"]["orders"]["reason"] == "a table failed", "what was wrong stays"
+
     def test_an_epoch_is_one_log_line(self, telemetry, caplog):
         with caplog.at_level(logging.INFO, "penstock"):
             telemetry.phase(3, "stage")

@@ -193,8 +193,12 @@ def _numbers(status: Status, width: int) -> Table:
 
     rows = status["rows"]
     bars = Text(sparkline(rows["history"], min(30, max(6, width - 60))), style="green")
-    add("in", "", f"{rows['in']:,}", f"{rows['in_per_sec']:,.0f}/s", bars)
-    add("out", "", f"{rows['out']:,}", f"{rows['out_per_sec']:,.0f}/s", size(status["bytes"]["out"]))
+    rates = [f"{rows['in_per_sec']:,.0f}/s", f"{rows['out_per_sec']:,.0f}/s"]
+    if status["state"] in ENDED:
+        bars = Text("on average, while it had work" if status["working_secs"] else "", style="dim")
+        rates = [_average(rows["in"], status["working_secs"]), _average(rows["out"], status["working_secs"])]
+    add("in", "", f"{rows['in']:,}", rates[0], bars)
+    add("out", "", f"{rows['out']:,}", rates[1], size(status["bytes"]["out"]))
     if status.get("latency_secs") is not None:
         add("visible", "", f"{status['latency_secs']:.2f} s", "", Text("after its commit, the oldest row", "dim"))
     if status["skipped"]:
@@ -225,6 +229,10 @@ def _numbers(status: Status, width: int) -> Table:
             total = sum(written["rows"] for _, written in rest)
             add("", f"and {_count(len(rest), 'more topic')}", f"{total:,}", "", "")
     return grid
+
+
+def _average(rows: int, secs: float) -> str:
+    return f"{rows / secs:,.0f}/s" if secs else ""
 
 
 def _lag(source: Status) -> str:

@@ -82,6 +82,26 @@ def _stuck(status: Mapping[str, Json]) -> str:
     return ""
 
 
+def sum_up(status: dict[str, Json]) -> None:
+    """
+    Put the state and the problems into a status.
+
+    What has ended moves no rows: its last rates, lags and good health must not be taken for those of now.
+    """
+    status["state"], status["problems"] = assess(status)
+    if status["state"] not in ENDED:
+        return
+    status["rows"] |= {"in_per_sec": 0.0, "out_per_sec": 0.0}
+    for source in status["sources"].values():
+        source |= {"rows_per_sec": 0.0, "lag": None, "unacked_secs": 0.0}
+    for sink in status["sinks"].values():
+        for topic in sink["topics"].values():
+            topic |= {"rows_per_sec": 0.0, "bytes_per_sec": 0.0}
+    for part in (*status["sources"].values(), *status["sinks"].values()):
+        if part["state"] == HealthState.HEALTHY:
+            part["state"] = str(HealthState.UNKNOWN)
+
+
 def judge(status: Mapping[str, Json]) -> Verdict:
     """Whether a pipeline with this status is alive: not dead, not sick, and not stuck with work in hand."""
     state, problems = assess(status)
@@ -145,7 +165,7 @@ def read_status(state_dir: Path) -> dict[str, Json] | None:
         status["quiet_secs"] += age
         for each in status.get("waits", ()):
             each["secs"] += age
-    status["state"], status["problems"] = assess(status)
+    sum_up(status)
     if not ended and not here:  # its process cannot be looked at from this machine
         status["problems"].append(f"last heard of {age:.0f} s ago, on {status['host']}")
     status["reason"] = "; ".join(status["problems"])

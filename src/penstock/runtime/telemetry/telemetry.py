@@ -28,7 +28,7 @@ from penstock.runtime.telemetry.ports import listening
 from penstock.runtime.telemetry.prometheus import Metrics
 from penstock.runtime.telemetry.rates import Rates
 from penstock.runtime.telemetry.schemas import SchemaLog
-from penstock.runtime.telemetry.status import StatusFile, assess, process_started, read_status
+from penstock.runtime.telemetry.status import StatusFile, process_started, read_status, sum_up
 from penstock.runtime.telemetry.totals import Totals, log_epoch, one_line
 from penstock.runtime.telemetry.waits import Waits
 from penstock.source import Connector, ConnectorMetrics, HealthState, HealthStatus
@@ -348,7 +348,7 @@ class Telemetry:
                 "notices": self._notices,
                 "exports": exports,
             }
-        status["state"], status["problems"] = assess(status)
+        sum_up(status)
         status["reason"] = "; ".join(status["problems"])
         return status
 

@@ -19,6 +19,7 @@ function make(name, attributes, ...children) {
   for (const child of children.flat(3)) if (child !== null && child !== undefined && child !== false) node.append(child);
   return node;
 }
+const cut = (name, most) => name.length > most ? name.slice(0, Math.ceil(most / 2) - 1) + "…" + name.slice(-Math.floor(most / 2)) : name; // ends tell names apart
 const many = (n, one) => `${count(n)} ${one}${n === 1 ? "" : "s"}`;
 const count = (n) => n === null || n === undefined ? "–" : Math.round(n).toLocaleString("en-US");
 function short(n) {
@@ -87,15 +88,21 @@ function panel(id, title, kind, data, draw, now) {
   for (const each of body.querySelectorAll("details")) if (open.has(each.dataset.key)) each.open = true;
   if (scrolled && body.querySelector(".scroll")) body.querySelector(".scroll").scrollTop = scrolled;
   if (focused) [...body.querySelectorAll("[data-key]")].find((each) => each.dataset.key === focused)?.focus();
+  const caret = document.activeElement.dataset.key === "seek" && document.activeElement;
+  if (caret) caret.setSelectionRange(caret.value.length, caret.value.length);
 }
+const scroll = (name, ...inside) => make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": name }, inside);
 function table(head, rows, empty) {
   if (!rows.length) return make("p", { class: "quiet" }, empty || "None.");
-  const cell = (tag, each) => each instanceof Node || typeof each === "string" ? make(tag, tag === "th" ? { scope: "col" } : {}, each)
-    : make(tag, { class: "n", ...(tag === "th" ? { scope: "col" } : {}) }, each.n);
-  return make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": head.map((h) => h.n || h).join(", ") },
-    make("table", {}, make("thead", {}, make("tr", {}, head.map((each) => cell("th", each)))),
-      make("tbody", {}, rows.map((row) => make("tr", {}, row.map((each) => cell("td", each)))))));
+  const plain = (each) => each instanceof Node || typeof each === "string", names = head.map((h) => h.n || h);
+  const cell = (tag, more, each) => make(tag, { class: plain(each) ? "" : "n", ...more }, plain(each) ? each : each.n);
+  // The roles stay when a phone lays rows out as cards, each value after the name of its column.
+  return scroll(names.join(", "), make("table", { role: "table", class: head.length > 3 ? "cards" : "" },
+    make("thead", { role: "rowgroup" }, make("tr", { role: "row" }, head.map((each) => cell("th", { scope: "col", role: "columnheader" }, each)))),
+    make("tbody", { role: "rowgroup" }, rows.map((row) => make("tr", { role: "row" }, row.map((each, i) => cell("td", { role: "cell", "data-head": names[i] }, each)))))));
 }
+const position = (name, text) => text.length > 120 ? make("details", { "data-key": "position" + name }, make("summary", {}, make("code", {}, text.slice(0, 60) + "…")), make("code", { class: "long" }, text))
+  : make("code", { class: text ? "long" : "" }, text || "–");
 const numbers = (pairs) => make("div", { class: "numbers" }, pairs.map(([name, value, kind]) =>
   make("div", {}, make("span", {}, name), make("b", { class: kind || "" }, value))));
 
@@ -103,7 +110,7 @@ const numbers = (pairs) => make("div", { class: "numbers" }, pairs.map(([name, v
 const narrow = () => innerWidth < 600;
 function chart(series, format, label) {
   const points = series.flatMap((each) => each.points).filter((p) => p[1] !== null);
-  if (points.length < 2) return make("p", { class: "quiet" }, "Not enough data yet.");
+  if (new Set(points.map((p) => p[0])).size < 2) return make("p", { class: "quiet" }, "Not enough data yet.");
   const W = narrow() ? 360 : 600, H = 150, left = 46, from = Math.min(...points.map((p) => p[0])), to = Math.max(...points.map((p) => p[0]), from + 1);
   const top = Math.max(...points.map((p) => p[1]), 1e-9) * 1.1;
   const x = (at) => left + (at - from) / (to - from) * (W - left - 4), y = (v) => H - 18 - v / top * (H - 28);
@@ -114,7 +121,7 @@ function chart(series, format, label) {
     "text-anchor": share === 0 ? "start" : share === 1 ? "end" : "middle" }, clock(from + (to - from) * share)));
   for (const each of series) {
     let path = "", pen = false;
-    for (const [at, v] of each.points) { if (v === null) { pen = false; continue; } path += `${pen ? "L" : "M"}${x(at).toFixed(1)} ${y(v).toFixed(1)}`; pen = true; }
+    for (const [at, v] of each.points) { if (v === null) { pen = false; continue; } path += `${pen ? "L" : "M"}${x(at).toFixed(1)} ${y(v).toFixed(1)}${pen ? "" : "h0"}`; pen = true; }
     svg.append(make("svg:path", { class: each.kind, d: path }));
   }
   const names = series.filter((each) => each.name);
@@ -149,14 +156,14 @@ function flow(status) {
     const a = place[step][from], b = place[step + 1][to];
     if (!a || !b) continue;
     const x1 = a.x + wide, mid = (x1 + b.x) / 2, width = 1.5 + 14 * Math.sqrt(rate / fastest);
-    svg.append(make("svg:path", { class: "flow " + colour(state === "unknown" ? "healthy" : state), "stroke-width": width.toFixed(1),
+    svg.append(make("svg:path", { class: "flow " + colour(state === "unknown" && !ENDED.includes(status.state) ? "healthy" : state), "stroke-width": width.toFixed(1),
       d: `M${x1} ${a.y}C${mid} ${a.y} ${mid} ${b.y} ${b.x} ${b.y}` }, make("svg:title", {}, `${from} → ${to}: ${short(rate)} rows/s`)));
   }
   columns.forEach((names, i) => names.forEach((name) => {
     const at = place[i][name], part = [status.sources, {}, status.sinks][i][name];
     const rate = i === 0 ? part.rows_per_sec : i === 1 ? topics[name] : Object.values(part.topics).reduce((sum, t) => sum + t.rows_per_sec, 0);
     const state = part ? (part.state === "unknown" ? "none" : part.state) : "none";
-    const text = name.length > most ? name.slice(0, most - 1) + "…" : name;
+    const text = cut(name, most);
     svg.append(make("svg:g", {}, make("svg:rect", { class: "node " + (part ? colour(state) : "none"), x: at.x, y: at.y - 18, width: wide, height: 36, rx: 6 }),
       make("svg:text", { class: "name", x: at.x + inset, y: at.y - 2 }, text),
       make("svg:text", { x: at.x + inset, y: at.y + 13 }, `${short(rate)} rows/s` + (part && part.lag && !small ? ` · lag ${lag(part)}` : "")),
@@ -179,7 +186,8 @@ function timeline(epochs) {
       bar.append(make("svg:rect", { class: p, x: left + i * slot, y: y, width: Math.max(1, slot - 2), height: h })); }
     svg.append(bar);
   });
-  svg.append(make("svg:text", { x: left, y: H - 2 }, "epoch " + last[0].number), make("svg:text", { x: W, y: H - 2, "text-anchor": "end" }, "epoch " + last[last.length - 1].number));
+  const end = left + last.length * slot;
+  svg.append(make("svg:text", { x: left, y: H - 2 }, "epoch " + last[0].number), end > left + 160 ? make("svg:text", { x: end, y: H - 2, "text-anchor": "end" }, "epoch " + last[last.length - 1].number) : "");
   return [svg, legend(PHASES.map((p) => [p, p]))];
 }
 
@@ -215,14 +223,14 @@ function draw(id, status, detail) {
   const points = (field, share) => rows.map((row, i) => { const v = row[fields.indexOf(field)];
     return [row[0], v === null || !share ? v : v / (i < kept ? history_.coarse_secs : history_.fine_secs)]; });
   const sources = Object.entries(status.sources), sinks = Object.entries(status.sinks), ended = ENDED.includes(status.state);
-  by("state").replaceChildren(dot(status.state), " ", make("span", { class: "quiet" }, `up ${secs(status.uptime_secs)} · pid ${status.pid} on ${status.host} · ${status.engine || ""}` +
-    (status.waits || []).map((w) => ` · waits for ${w.for}, ${secs(w.secs)}`).join("")));
+  by("state").replaceChildren(dot(status.state), " ", make("span", { class: "quiet" }, [`${ended ? "after" : "up"} ${secs(status.uptime_secs)}`, `pid ${status.pid} on ${status.host}`, status.engine,
+    ...(status.waits || []).map((w) => `waits for ${w.for}, ${secs(w.secs)}`)].filter(Boolean).join(" · ")));
   once("problems", [status.problems, status.state], () => status.problems.map((text) => make("p", { class: "problem " + colour(status.state), role: "alert" }, text)));
   once("ends", [ended, writable], () => [spans(), ...(ended ? [] : [
     action(id, "Drain", "Drain " + status.pipeline + "?", "All that is there now is committed, then it ends.", { action: "drain" }),
     action(id, "Stop", "Stop " + status.pipeline + "?", "The epoch in hand is finished, then it ends.", { action: "stop" })])]);
 
-  panel("flow", "Flow", "wide", [status.sources, status.sinks, status.flows], () => flow(status), `${short(status.rows.in_per_sec)} rows/s in · ${short(status.rows.out_per_sec)} out`);
+  panel("flow", "Flow", "wide", [status.sources, status.sinks, status.flows, ended], () => flow(status), ended ? "" : `${short(status.rows.in_per_sec)} rows/s in · ${short(status.rows.out_per_sec)} out`);
   panel("totals", "This run", "wide", [status.rows.in, status.rows.out, status.bytes, status.epochs, status.retries, status.skipped, status.dead_letters, status.discarded, status.recovered, status.last_epoch], () => numbers([
     ["rows in", count(status.rows.in)], ["rows out", count(status.rows.out)], ["written", size(status.bytes.out)], ["epochs", count(status.epochs)],
     ["last epoch", status.last_epoch ? count(status.last_epoch.number) : "–"], ["recovered", count(status.recovered)],
@@ -235,7 +243,7 @@ function draw(id, status, detail) {
     return units.length ? units.map(([p, format, unit]) => chart([{ name: units.length > 1 || unit === "rows" ? unit + " behind" : "", kind: "one", points: p }], format, `Lag over time, in ${unit}`)) : make("p", { class: "quiet" }, "No source of this pipeline tells its lag.");
   }, sources.filter(([, s]) => s.lag !== null).map(([n, s]) => `${n} ${lag(s)}`).join(" · "));
   panel("latency", "Commit to visible, oldest row", "", rows.length && rows[rows.length - 1], () => chart([{ kind: "one", points: points("latency") }], secs, "Latency over time"), secs(status.latency_secs));
-  panel("epochs", "Epochs", "wide", epochs.slice(-60), () => timeline(epochs), status.epoch ? `epoch ${status.epoch.number}: ${status.epoch.phase} for ${secs(status.epoch.secs)}` : "idle");
+  panel("epochs", "Epochs", "wide", epochs.slice(-60), () => timeline(epochs), status.epoch ? `epoch ${status.epoch.number}: ${status.epoch.phase} for ${secs(status.epoch.secs)}` : ended ? "" : "idle");
 
   const journals = sources.filter(([, s]) => "journal_bytes" in s.own);
   panel("journal", "Journal", "", journals.map(([n, s]) => [n, s.own]), () => journals.length ? [table(["source", "fill", { n: "waiting" }, { n: "oldest" }, { n: "fsync" }], journals.map(([n, s]) => [n,
@@ -247,35 +255,41 @@ function draw(id, status, detail) {
     table(["component", { n: "retries" }], Object.entries(status.retries).map(([n, c]) => [n, { n: count(c) }]), "No retries in this run."),
     detail.runs.length ? [make("h3", {}, "Runs before"), table(["started", "ended", "how", { n: "epochs" }, { n: "rows out" }], detail.runs.map((run) => [new Date(run.started_at).toLocaleString(), new Date(run.ended_at).toLocaleString(),
       make("span", {}, dot(run.state), run.reason ? make("div", { class: "quiet" }, run.reason) : null), { n: count(run.epochs) }, { n: count(run.rows_out) }]))] : null]);
-  panel("parts", "Sources and sinks", "wide", [status.sources, status.sinks], () => table(["", "name", "state", { n: "rows" }, { n: "rows/s" }, { n: "lag" }, { n: "unacknowledged" }, "read up to", "remarks"], [
-    ...sources.map(([n, s]) => ["source", n, dot(s.state), { n: count(s.rows) }, { n: short(s.rows_per_sec) }, { n: lag(s) }, { n: secs(s.unacked_secs) }, make("code", { class: s.position ? "long" : "" }, s.position || "–"), s.reason || ""]),
+  panel("parts", "Sources and sinks", "wide", [status.sources, status.sinks], () => table(["kind", "name", "state", { n: "rows" }, { n: "rows/s" }, { n: "lag" }, { n: "unacked" }, "read up to", "remarks"], [
+    ...sources.map(([n, s]) => ["source", n, dot(s.state), { n: count(s.rows) }, { n: short(s.rows_per_sec) }, { n: lag(s) }, { n: secs(s.unacked_secs) }, position(n, s.position), s.reason || ""]),
     ...sinks.map(([n, s]) => ["sink", n, dot(s.state), { n: count(s.rows) }, { n: short(Object.values(s.topics).reduce((a, t) => a + t.rows_per_sec, 0)) }, { n: "" }, { n: "" }, many(Object.keys(s.topics).length, "topic"), s.reason || ""])]));
   const slots = sources.filter(([, s]) => Object.keys(s.own).some((key) => key.startsWith("slot_")));
   panel("slots", "Replication slots", "", slots.map(([n, s]) => [n, s.own]), () => table(["source", "state", { n: "held" }, { n: "until it may be lost" }], slots.map(([n, s]) => {
     const state = ["reserved", "extended", "unreserved", "lost", "missing"].find((each) => s.own["slot_" + each]) || "?";
     return [n, make("span", { class: "dot " + (state === "reserved" ? "good" : state === "extended" ? "warn" : "bad") }, "● " + state), { n: size(s.own.slot_held_bytes) }, { n: s.own.slot_safe_bytes === undefined ? "no limit" : size(s.own.slot_safe_bytes) }]; }), "No source of this pipeline has a slot."));
   drawTables(id, sources);
-  panel("schemas", "Columns of topics", "", detail.schemas, () => Object.keys(detail.schemas.topics).length ? Object.entries(detail.schemas.topics).map(([topic, columns]) => {
+  panel("schemas", "Columns of topics", "", detail.schemas, () => Object.keys(detail.schemas.topics).length ? scroll("Columns of topics", Object.entries(detail.schemas.topics).map(([topic, columns]) => {
     const changes = detail.schemas.changes.filter((c) => c.topic === topic);
     return make("details", { "data-key": "schema" + topic }, make("summary", {}, `${topic}: ${many(Object.keys(columns).length, "column")}, ${many(changes.filter((c) => !c.first).length, "change")}`),
       table(["column", "type"], Object.entries(columns)), table(["when", { n: "epoch" }, "what changed"], changes.slice().reverse().map((c) => [new Date(c.at * 1000).toLocaleString(), { n: c.epoch ?? "–" },
-        c.first ? "first seen" : [...Object.entries(c.added).map(([n, t]) => `+ ${n} ${t}`), ...Object.keys(c.removed).map((n) => `− ${n}`), ...Object.entries(c.retyped).map(([n, [a, b]]) => `${n}: ${a} → ${b}`)].join(", ")]))); })
+        c.first ? "first seen" : [...Object.entries(c.added).map(([n, t]) => `+ ${n} ${t}`), ...Object.keys(c.removed).map((n) => `− ${n}`), ...Object.entries(c.retyped).map(([n, [a, b]]) => `${n}: ${a} → ${b}`)].join(", ")]))); }))
     : make("p", { class: "quiet" }, "Not known yet."));
   panel("errors", "Last errors", "wide", status.errors, () => table(["when", "where", "code", "what, and what to do"], status.errors.slice().reverse().map((e) => [clock(e.at), e.component,
     make("a", { href: "#/errors/" + e.code }, e.code), make("span", { class: "long" }, e.text, e.hint ? make("div", { class: "quiet" }, "→ " + e.hint) : null)]), "None in this run."));
   drawLetters(id, detail.letters);
-  panel("file", "Pipeline file", "", detail.file, () => detail.file ? make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Pipeline file" }, make("pre", {}, detail.file)) : make("p", { class: "quiet" }, "It was not started from a file, or the file cannot be read here."));
+  panel("file", "Pipeline file", "", detail.file, () => detail.file ? scroll("Pipeline file", make("pre", {}, detail.file)) : make("p", { class: "quiet" }, "It was not started from a file, or the file cannot be read here."));
   panel("about", "Versions and ports", "", [status.versions, status.ports], () => [table(["what", "version"], Object.entries(status.versions)),
     table(["listens on", "program"], status.ports.map((p) => [make("code", {}, `${p.address}:${p.port}`), p.program]), "No open port is known.")]);
   panel("audit", "Audit", "wide", detail.audit, () => table(["when", "who", "what", "outcome", "answer"], detail.audit.map((a) => [new Date(a.at).toLocaleString(), a.who, a.action + (a.detail && a.detail.length ? " " + a.detail.join(", ") : ""), a.outcome, a.said]), "Nobody has asked for anything yet."));
 }
+let sought = "";
+function search(all) {
+  const input = make("input", { type: "search", "data-key": "seek", value: sought });
+  input.addEventListener("input", () => { sought = input.value; refresh(); });
+  return all.length > 20 ? make("label", { class: "seek quiet" }, "Find a table ", input) : null;
+}
 function drawTables(id, sources) {
   const all = sources.flatMap(([source, s]) => Object.entries(s.tables.states).map(([name, state]) => ({ source, name, state, copy: s.tables.copying[name], failed: s.tables.failed[name], rows: s.tables.rows[name], note: s.tables.notes[name] })));
-  const shown = all.sort((a, b) => (b.state === "failed") - (a.state === "failed") || (b.state === "seeding") - (a.state === "seeding")).slice(0, 300);
-  panel("tables", "Tables", "wide", shown, () => table(["table", "state", "copy", { n: "rows copied" }, { n: "ends in" }, "remarks", "actions"], shown.map((t) => [t.name, dot(t.state),
+  const shown = all.filter((t) => t.name.toLowerCase().includes(sought.toLowerCase()) || t.state.includes(sought)).sort((a, b) => (b.state === "failed") - (a.state === "failed") || (b.state === "seeding") - (a.state === "seeding")).slice(0, 300);
+  panel("tables", "Tables", "wide", shown, () => [search(all), table(["table", "state", "copy", { n: "rows copied" }, { n: "ends in" }, "remarks", "actions"], shown.map((t) => [t.name, dot(t.state),
     t.copy && t.copy.estimate ? make("progress", { max: Math.max(t.copy.estimate, t.copy.rows), value: t.copy.rows, "aria-label": "copy of " + t.name }) : "", { n: count(t.rows) + (t.copy && t.copy.estimate ? " of " + count(t.copy.estimate) : "") },
-    { n: t.copy ? secs(t.copy.eta_secs) : "" }, make("span", {}, t.failed ? [make("a", { href: "#/errors/" + t.failed.code }, t.failed.code), ` ${t.failed.error} → ${t.failed.hint}`] : t.note || ""),
-    make("div", { class: "buttons" }, Object.entries(TABLE_VERBS).map(([verb, text]) => action(id, verb, `${verb} ${t.name}?`, text, { action: verb, tables: [t.name] })))]), "No source of this pipeline copies tables."),
+    { n: t.copy ? secs(t.copy.eta_secs) : "" }, t.failed ? make("span", {}, make("a", { href: "#/errors/" + t.failed.code }, t.failed.code), ` ${t.failed.error} → ${t.failed.hint}`) : t.note || "",
+    make("div", { class: "buttons" }, Object.entries(TABLE_VERBS).map(([verb, text]) => action(id, verb, `${verb} ${t.name}?`, text, { action: verb, tables: [t.name] })))]), all.length ? "No table has this in its name or state." : "No source of this pipeline copies tables.")],
     all.length > shown.length ? `${shown.length} of ${all.length}` : "");
 }
 function drawLetters(id, letters) {
@@ -314,7 +328,7 @@ async function showAll() {
   if (pipelines.length === 1 && !location.hash) { location.hash = "#/p/" + pipelines[0].id; return; }
   document.title = "Penstock";
   if (view !== "all") { view = "all"; by("main").replaceChildren(make("div", { class: "top" }, make("h1", {}, "Pipelines")), make("div", { id: "panels", class: "panels" })); }
-  panel("all", "On this machine", "wide", pipelines, () => table(["pipeline", "state", { n: "rows/s in" }, { n: "rows/s out" }, { n: "lag" }, { n: "latency" }, { n: "dead letters" }, { n: "epochs" }, { n: "up" }, "remarks"],
+  panel("all", "On this machine", "wide whole", pipelines, () => table(["pipeline", "state", { n: "rows/s in" }, { n: "rows/s out" }, { n: "lag" }, { n: "latency" }, { n: "dead letters" }, { n: "epochs" }, { n: "up" }, "remarks"],
     pipelines.map((p) => [make("a", { href: "#/p/" + p.id, "data-key": p.id }, p.pipeline), dot(p.state), { n: short(p.in_per_sec) }, { n: short(p.out_per_sec) }, { n: [p.lag_rows === null ? "" : short(p.lag_rows) + " rows", p.lag_bytes === null ? "" : size(p.lag_bytes)].filter(Boolean).join(" · ") || "–" }, { n: secs(p.latency_secs) },
       { n: count(p.dead_letters) }, { n: count(p.epochs) }, { n: secs(p.uptime_secs) }, p.reason]), "No pipeline has left a status here yet."));
 }
@@ -324,10 +338,10 @@ async function showErrors(code) {
   if (view === page) return;
   view = page;
   document.title = "Error codes · Penstock";
-  by("main").replaceChildren(make("div", { class: "top" }, make("h1", {}, "Error codes")), make("section", { class: "panel" },
+  by("main").replaceChildren(make("div", { class: "top" }, make("h1", {}, "Error codes")), make("section", { class: "panel whole" },
     make("p", {}, "The same list is docs/errors.md. An error itself says what to do after the arrow."),
-    make("table", {}, make("thead", {}, make("tr", {}, ["code", "meaning", "what the runtime does"].map((h) => make("th", { scope: "col" }, h)))),
-      make("tbody", {}, codes.map((c) => make("tr", { id: c.code, class: c.code === code ? "warn" : "" }, make("td", {}, make("code", {}, c.code)), make("td", {}, c.meaning), make("td", {}, c.action)))))));
+    table(["code", "meaning", "what the runtime does"], codes.map((c) => [make("code", { id: c.code }, c.code), c.meaning, c.action]))));
+  by(code)?.closest("tr").classList.add("warn");
   if (code) by(code)?.scrollIntoView({ block: "center" });
 }
 async function refresh() {

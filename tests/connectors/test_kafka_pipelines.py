@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from confluent_kafka import Consumer, TopicPartition
 from deltalake import DeltaTable
 
 from kafka_topics import fresh, make_topic, records, send
@@ -203,6 +204,35 @@ def test_a_drain_ends_at_the_offsets_of_its_beginning_though_more_records_come_a
     )
     assert read_published(tmp_path / "lake").column("payload").to_pylist() == [b"first"] * 10
     assert 3 <= len(epochs) < 20
+
+
+@pytest.mark.parametrize("start", ['"latest"', '{ group = "somebody" }'])
+def test_a_first_run_that_finds_nothing_still_says_where_the_next_one_begins(
+    kafka: KafkaServer, tmp_path: Path, start: str
+) -> None:
+    stem = make_topic(kafka.bootstrap, fresh("begun"), 2)
+    send(kafka.bootstrap, stem, [b"before"] * 3)
+    others = Consumer({"bootstrap.servers": kafka.bootstrap, "group.id": "somebody"})
+    others.commit(offsets=[TopicPartition(stem, 0, 3), TopicPartition(stem, 1, 0)], asynchronous=False)
+    text = f"""
+        connector_name = "{stem}"
+        delivery = "exactly-once"
+        [source]
+        connector = "kafka"
+        bootstrap_servers = "{kafka.bootstrap}"
+        topics = ["{stem}"]
+        start = {start}
+        [[sinks]]
+        connector = "files"
+        path = "lake"
+        """
+    drained(tmp_path, text)
+    for partition in (0, 1):
+        send(kafka.bootstrap, stem, [b"after"] * 5, partition)
+    others.commit(offsets=[TopicPartition(stem, 0, 8)], asynchronous=False)
+    others.close()
+    drained(tmp_path, text)
+    assert read_published(tmp_path / "lake").column("payload").to_pylist() == [b"after"] * 10
 
 
 def test_a_truncate_in_postgresql_empties_the_log_of_keys(

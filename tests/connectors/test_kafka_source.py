@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from kafka_topics import batches, delete_topic, fresh, make_topic, remake_topic, send, transaction, truncate, values
 from penstock.connectors.kafka import bulk, client, read
+from penstock.connectors.kafka.client import Cluster
 from penstock.connectors.kafka.position import Offsets, Piece, packed
 from penstock.connectors.kafka.source import Kafka, KafkaConfig
 from penstock.errors import ConfigError, FatalError, RetryableError
@@ -276,6 +277,42 @@ def test_a_first_run_begins_where_it_is_told(kafka: KafkaServer, how: str) -> No
     with opened_source(make_source(kafka, topic, start=start)) as source:
         found = everything(source)
     assert found == {"earliest": [b"0", b"1", b"2", b"3"], "timestamp": [b"2", b"3"], "group": [b"3"]}.get(how, [])
+
+
+@pytest.mark.parametrize("how", ["latest", "timestamp", "group"])
+def test_a_partition_without_a_leader_is_waited_for_before_a_first_run_begins(
+    kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """What is not in the first position would be read from its first record, however old that is."""
+    topic = make_topic(kafka.bootstrap, fresh("leaderless"), 2)
+    start: Any = {"timestamp": {"timestamp": datetime.now(UTC)}, "group": {"group": "somebody"}}.get(how, how)
+    edges = Cluster.edges
+
+    def without_one(self: Cluster, places: Any, committed: bool = True) -> Any:
+        return edges(self, [place for place in places if place[1] != 1], committed)
+
+    with opened_source(make_source(kafka, topic, start=start)) as source:
+        with monkeypatch.context() as patched:
+            patched.setattr(Cluster, "edges", without_one)
+            with pytest.raises(RetryableError, match="leaderless.*/1 has no leader"):
+                source.initial()
+        assert len(list(source.initial().places())) == 2
+
+
+def test_a_group_that_is_behind_an_open_transaction_is_waited_for(kafka: KafkaServer) -> None:
+    """A consumer that reads uncommitted records may be past the place to which others can read."""
+    topic, group = make_topic(kafka.bootstrap, fresh("ahead")), fresh("group")
+    send(kafka.bootstrap, topic, [b"plain"])
+    with transaction(kafka.bootstrap) as producer:
+        producer.produce(topic, b"open")
+        assert producer.flush(60) == 0
+        others = Consumer({"bootstrap.servers": kafka.bootstrap, "group.id": group})
+        others.commit(offsets=[TopicPartition(topic, 0, 2)], asynchronous=False)
+        others.close()
+        with opened_source(make_source(kafka, topic, start={"group": group})) as source:
+            start = source.initial()
+            assert source.latest(start, ReadLimit()) == start
+            assert dict(start.places()) == {(topic, 0): 2}
 
 
 def test_offsets_are_committed_to_a_group_for_others_to_see(kafka: KafkaServer) -> None:

@@ -102,6 +102,8 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
 
     def __init__(self, config: KafkaConfig) -> None:
         super().__init__(config)
+        self.begins_now = config.start != "earliest"
+        self._began: Offsets | None = None
         self._opened: Topics | None = None
         self._parallelism = 1
         self._left: dict[Place, tuple[int, int]] = {}
@@ -135,7 +137,7 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
             self._watch.close()
         if self._committer is not None:
             self._committer.close()
-        self._committer = self._opened = self._watch = None
+        self._committer = self._opened = self._watch = self._began = None
 
     def check(self) -> Sequence[Finding]:
         cluster = Cluster(self.config)
@@ -159,27 +161,31 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
     # -- ranges --------------------------------------------------------------------------------------------------
 
     def initial(self) -> Offsets:
+        if self.begins_now and self._began is not None:
+            return self._began
         topics = self._topics
         topics.look()
-        first, end = topics.edges(topics.places())
         start = self.config.start
         if start == "earliest":
-            begin = first
+            self._began = Offsets.of(topics.ids, topics.edges(topics.places())[0])
         elif start == "latest":
-            begin = end
+            self._began = Offsets.of(topics.ids, topics.all_edges()[1])
         elif start.timestamp is not None:
-            return self.position_at(start.timestamp)
+            self._began = self.position_at(start.timestamp)
         else:
-            begin = {**first, **topics.committed(str(start.group), first)}
-        return Offsets.of(topics.ids, begin)
+            first, _ = topics.all_edges()
+            self._began = Offsets.of(topics.ids, {**first, **topics.committed(str(start.group), first)})
+        return self._began
 
     def position_at(self, when: datetime) -> Offsets:
         """The first records that are not older than `when`, by their own timestamps."""
         topics = self._topics
         topics.look()
-        first, end = topics.edges(topics.places())
+        first, end = topics.all_edges()
         found = topics.cluster.at(first, int(when.timestamp() * 1000))
-        begin = {place: end[place] if found.get(place, -1) < 0 else found[place] for place in first}
+        if first.keys() - found.keys():
+            raise RetryableError("a partition has no leader for now", code="PEN-2001")
+        begin = {place: end[place] if found[place] < 0 else found[place] for place in first}
         return Offsets.of(topics.ids, begin)
 
     def latest(self, start: Offsets, limit: ReadLimit) -> Offsets:

@@ -12,6 +12,7 @@ from confluent_kafka import TopicPartition
 from penstock.connectors.kafka.client import ANSWER_SECS, Cluster, Place, TopicInfo, consumer, errors, lost
 from penstock.connectors.kafka.position import Offsets
 from penstock.connectors.kafka.read import peek
+from penstock.errors import RetryableError
 
 PEEKED_PARTITIONS = 16
 """Partitions that are looked into, the fullest ones, to tell how large or how old records are."""
@@ -51,6 +52,15 @@ class Topics:
         """First offset and end, as far as the source may read."""
         return self.cluster.edges(places, self._committed)
 
+    def all_edges(self) -> tuple[dict[Place, int], dict[Place, int]]:
+        """First offset and end of every partition: one that is left out would later begin at its first record."""
+        places = self.places()
+        first, end = self.edges(places)
+        if missing := set(places) - first.keys():
+            name, partition = min(missing)
+            raise RetryableError(f"the partition {name}/{partition} has no leader for now", code="PEN-2001")
+        return first, end
+
     def peek(self, starts: Mapping[Place, int], backlog: Mapping[Place, int], count: int) -> Mapping[Place, list[Any]]:
         """Up to so many of the next records of the partitions that have most of them."""
         fullest = sorted(starts, key=lambda place: -backlog[place])[:PEEKED_PARTITIONS]
@@ -86,7 +96,11 @@ class Topics:
         """Where a partition goes on: at its offset, unless its records are gone."""
         if lowest <= offset <= max(end, lowest):
             return offset
-        if offset > end:  # a lagging replica became leader, or the broker lost its disk
+        if offset > end:
+            _, high = self.cluster.edges([place], committed=False)
+            if offset <= high.get(place, offset):  # a transaction before it is open, or nobody leads the partition now
+                return offset
+            # A lagging replica became leader, or the broker lost its disk.
             if self._config.on_lost == "earliest":
                 return end
             raise lost(f"{place[0]}/{place[1]} ends at offset {end}, and the position is {offset}")

@@ -179,7 +179,8 @@ class EpochLoop:
             until = self.frozen[name] if self.frozen is not None else None
             limit = ReadLimit(self.max_epoch_rows, self.engine.parallelism, until, self.max_epoch_bytes)
             end = source.latest(start, limit)
-            moved = moved or end != start
+            is_first = newest is None or name not in newest.ranges
+            moved = moved or end != start or (is_first and source.begins_now)
             ranges[name] = Range(start=start.model_dump(mode="json"), end=end.model_dump(mode="json"))
         if not moved:
             return None

@@ -60,9 +60,9 @@ _FATAL = (
     KafkaError.INVALID_REPLICATION_FACTOR,
     KafkaError.INVALID_PARTITIONS,
     KafkaError.UNSUPPORTED_VERSION,
-    KafkaError.MSG_SIZE_TOO_LARGE,
-    KafkaError.INVALID_RECORD,
 )
+_NOT_TAKEN = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_TIMESTAMP, KafkaError.INVALID_RECORD)
+"""What tasks look at before they stage rows (see `limits`)."""
 
 
 class ClusterConfig(Config):
@@ -132,6 +132,12 @@ def failure(error: KafkaError, what: str) -> ConnectorError:
         return ConfigError(text, code="PEN-1016", hint="correct `options`")
     if code in _UNKNOWN_TOPIC:
         return FatalError(text, code="PEN-5010", hint="was the topic deleted?")
+    if code in _NOT_TAKEN:
+        return FatalError(
+            text,
+            hint="the topic takes less than when the rows were staged: raise its settings again, or leave such rows out "
+            "with `penstock offsets restage FILE`",
+        )
     if code in _FATAL:
         return FatalError(text)
     timed_out = code in (KafkaError._TIMED_OUT, KafkaError.REQUEST_TIMED_OUT, KafkaError._MSG_TIMED_OUT)
@@ -238,8 +244,8 @@ class Cluster:
                 raise RetryableError(f"the new topic {name!r} has no leader yet", code="PEN-2007")
             pause.wait(0.02)
 
-    def setting(self, topic: str, name: str) -> str:
-        """A setting of a topic as it is now."""
+    def settings(self, topic: str) -> dict[str, str]:
+        """The settings of a topic as they are now."""
         asked = self.client.describe_configs(
             [ConfigResource(ConfigResource.Type.TOPIC, topic)], request_timeout=ANSWER_SECS
         )
@@ -250,7 +256,7 @@ class Cluster:
                 if error.args[0].code() in _UNKNOWN_TOPIC:
                     raise not_known(topic) from None
                 raise
-        return str(found[name].value)
+        return {name: str(each.value) for name, each in found.items()}
 
     def partitions(self, topic: str) -> int:
         """How many partitions a topic has that was just seen or made."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,11 @@ Markers = dict[tuple[str, Topic], CommittedEpoch]
 UNDECIDED_SECS = 30.0
 """A transaction in the marker's topic ends within this time, or never."""
 
+BATCH_BYTES = 900_000
+"""Rows are sent in batches of this size, which is below what topics take by default."""
+
+_BATCH_FRAME = 500
+
 _PARTITIONERS = {"murmur2": "murmur2_random", "crc32": "consistent_random", "fnv1a": "fnv1a_random"}
 
 _FENCED = (KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH)
@@ -42,6 +47,7 @@ class Publisher:
         self._config = config
         self._cluster = cluster
         self._producer: Producer | None = None
+        self._batch_bytes = BATCH_BYTES
         self._markers: Markers = {}
         self._next = 0
         self.made = 0
@@ -49,6 +55,13 @@ class Publisher:
 
     def close(self) -> None:
         self._producer = None
+
+    def fit(self, receipts: Iterable[Any]) -> None:
+        """Send batches that topics take, some of which take small ones only. Before anything is asked for an epoch."""
+        for most in (each.message_bytes for each in receipts if each.message_bytes):
+            if most - _BATCH_FRAME < self._batch_bytes:
+                self._batch_bytes = max(1, most - _BATCH_FRAME)
+                self.close()
 
     def markers(self) -> Markers:
         """The epochs that Kafka holds, asked once no earlier producer can change it."""
@@ -117,7 +130,7 @@ class Publisher:
             "delivery.report.only.error": True,
             "compression.type": self._config.compression,
             "linger.ms": 5,
-            "batch.size": 900_000,
+            "batch.size": self._batch_bytes,
             "message.max.bytes": 100 << 20,
             "queue.buffering.max.messages": 1_000_000,
             "queue.buffering.max.kbytes": 256 << 10,

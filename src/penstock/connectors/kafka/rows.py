@@ -40,7 +40,17 @@ class Records:
     def sizes_over(self, most: int) -> pa.Array:
         """Which records are larger than so many bytes."""
         lengths = [pc.fill_null(pc.binary_length(self.batch.column(each)), 0) for each in ("key", "value")]
-        return pc.greater(pc.add(*(each.cast(pa.int64()) for each in lengths)), most)
+        return pc.greater(pc.add(*(each.cast(pa.int64()) for each in lengths)), pc.subtract(most, self._header_bytes()))
+
+    def _header_bytes(self) -> pa.Array:
+        headers = self.batch.column("headers")
+        if headers.null_count == len(headers):
+            return pa.scalar(0, pa.int64())
+        both = [pc.fill_null(pc.binary_length(each), 0) for each in (headers.keys, headers.items)]
+        total = np.concatenate([[0], np.cumsum(pc.add(*both).to_numpy(zero_copy_only=False) + _HEADER_FRAME)])
+        edges = headers.offsets.to_numpy(zero_copy_only=False)
+        sizes = total[edges[1:]] - total[edges[:-1]]
+        return pa.array(np.where(headers.is_valid().to_numpy(zero_copy_only=False), sizes, 0), pa.int64())
 
     def partitions_over(self, count: int) -> pa.Array:
         """Which records name a partition that is none of so many."""
@@ -54,6 +64,8 @@ NAMES = ["key", "value", "headers"]
 POSITION = "position"
 """A column of staged changes: those before a truncate of their epoch are not sent."""
 _BESIDE = ("_key", "_attributes")
+_HEADER_FRAME = 10
+"""Bytes that a header takes besides its name and value."""
 
 
 def as_messages(batch: pa.RecordBatch, context: TopicContext, config: Any) -> Records:

@@ -46,7 +46,7 @@ class Sending:
     def __init__(self, producer: Producer, config: Any, epoch: Epoch, part: str = "") -> None:
         self._producer = producer
         self._bulk = _Bulk.of(producer)
-        self._epoch = canonical([epoch.pipeline, epoch.incarnation, epoch.number]).encode() if config.headers else b""
+        self._epoch = epoch_header(epoch) if config.headers else b""
         self._part = part
         self._rows = 0
 
@@ -89,6 +89,11 @@ class Sending:
         if self._epoch:
             found += [("penstock.epoch", self._epoch), ("penstock.row", f"{self._part}{row}".encode())]
         return found
+
+
+def epoch_header(epoch: Epoch) -> bytes:
+    """What the header `penstock.epoch` says."""
+    return canonical([epoch.pipeline, epoch.incarnation, epoch.number]).encode()
 
 
 class _Bulk:

@@ -40,6 +40,8 @@ class ShardWork(Work):
     marker_topic: str
     staged: tuple[tuple[str, tuple[Chunk, ...]], ...]
     """For each task, in order: the staging topic or directory, and its chunks that hold rows of the shard."""
+    message_bytes: int = 0
+    """As in a receipt."""
 
     @property
     def is_beside_the_driver(self) -> bool:
@@ -106,7 +108,13 @@ class Shards:
             topic = min(topic for receipt in receipts for topic in receipt.topics())
             found.append(
                 ShardWork(
-                    topic=topic, bytes=size, shard=shard, claim=self._claim, marker_topic=self._main.name, staged=some
+                    topic=topic,
+                    bytes=size,
+                    shard=shard,
+                    claim=self._claim,
+                    marker_topic=self._main.name,
+                    staged=some,
+                    message_bytes=min((each.message_bytes for each in receipts if each.message_bytes), default=0),
                 )
             )
         return found
@@ -139,6 +147,7 @@ def is_done(publisher: Publisher, epoch: Epoch) -> bool:
 
 def publish_shard(config: Any, publisher: Publisher, main: Publisher, epoch: Epoch, work: ShardWork) -> None:
     """Publish a shard unless it is there; in a task, or on the driver."""
+    publisher.fit([work])
     publisher.fence()
     claim = main.seen().get((epoch.pipeline, CLAIM))
     if claim is None or claim.incarnation != work.claim:

@@ -15,9 +15,11 @@ from penstock import failpoints, store
 from penstock.connectors.kafka import files
 from penstock.connectors.kafka.clears import Clears
 from penstock.connectors.kafka.client import Cluster, ClusterConfig
+from penstock.connectors.kafka.limits import Limits
 from penstock.connectors.kafka.publish import Publisher
 from penstock.connectors.kafka.read import peek
 from penstock.connectors.kafka.rows import as_messages
+from penstock.connectors.kafka.send import epoch_header
 from penstock.connectors.kafka.shards import Shards, ShardWork, publish_shard, publisher_of, topic_of
 from penstock.connectors.kafka.staging import (
     SHARDS,
@@ -30,7 +32,6 @@ from penstock.connectors.kafka.staging import (
     located,
     staged,
 )
-from penstock.connectors.messages import refuse_rows
 from penstock.errors import ConfigError, ConnectorError, DataError, FatalError, StagingLost
 from penstock.sink import (
     Applied,
@@ -47,9 +48,6 @@ from penstock.sink import (
     is_committed,
 )
 from penstock.source import Finding, HealthStatus
-
-RECORD_OVERHEAD = 200
-"""Bytes that a record takes besides key, value and headers, and the frame of a batch that holds only this one."""
 
 MARKER_SETTINGS = {
     "cleanup.policy": "compact",
@@ -177,8 +175,8 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
         self._publisher: Publisher | None = None
         self._shards: Shards | None = None
         self._stage: Stage | None = None
-        self._limits: dict[str, int] = {}
-        self._partitions: dict[str, int] = {}
+        self._limits: dict[str, Limits] = {}
+        self._overhead = 0
 
     def open(self, context: SinkContext = SinkContext()) -> None:
         self.close()
@@ -192,7 +190,7 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
             if each is not None:
                 each.close()
         self._publisher = self._shards = None
-        self._limits, self._partitions = {}, {}
+        self._limits = {}
 
     def check(self) -> Sequence[Finding]:
         cluster = Cluster(self.config)
@@ -224,6 +222,7 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
     # -- tasks ---------------------------------------------------------------------------------------------------
 
     def begin_epoch(self, epoch: Epoch, task: Task) -> None:
+        self._overhead = len(epoch_header(epoch)) + 100 if self.config.headers else 0
         if (directory := self._directory(epoch.pipeline)) is not None:
             self._stage = FileStage(self.config, directory, epoch, task)
             return
@@ -233,31 +232,22 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
 
     def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
         assert self._stage is not None, "begin_epoch comes first"
-        name = self._target(topic)
+        limits = self._target(topic)
         messages = as_messages(batch, self.context.topic(topic), self.config)
-        most = self._limits[name]
         try:
-            refuse_rows(
-                messages.sizes_over(most - RECORD_OVERHEAD),
-                f"a record is larger than the {most} bytes that the topic {name!r} takes",
-                "raise `max.message.bytes` of the topic, or leave such rows out",
-            )
-            refuse_rows(
-                messages.partitions_over(self._partitions[name]),
-                f"a row names a partition that the topic {name!r} does not have",
-                f"it has {self._partitions[name]} partitions; correct the values of `partition_column`",
-            )
+            limits.refuse(messages, self._overhead)
         except DataError as error:
             if messages.batch.num_rows != batch.num_rows:
                 error.rows = ()  # records are not rows here, so the runtime must find them
             raise
-        self._stage.write(topic, name, messages)
+        self._stage.write(topic, limits.topic, messages)
         return WriteResult(batch.num_rows, messages.nbytes)
 
     def pre_commit(self, epoch: Epoch) -> KafkaReceipt:
         assert self._stage is not None, "begin_epoch comes first"
         stage, self._stage = self._stage, None
-        return stage.finish()
+        smallest = min((each.message_bytes for each in self._limits.values()), default=0)
+        return stage.finish().model_copy(update={"message_bytes": smallest})
 
     # -- driver --------------------------------------------------------------------------------------------------
 
@@ -268,6 +258,7 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
         own = self.context.state_dir
         receipts = [each.model_copy(update={"staging": located(each.staging, own)}) for each in receipts]
         publisher = self._published(epoch.pipeline)
+        publisher.fit(receipts)
         if left := _left(publisher, epoch, topics):
             try:
                 self._publish(publisher, epoch, left, receipts, end)
@@ -308,6 +299,7 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
         if not topics or size < self.config.publish_in_tasks_bytes or any(receipt.cleared for receipt in receipts):
             return ()  # a truncate is of all keys, and so of no shard
         publisher = self._published(epoch.pipeline)
+        publisher.fit(receipts)
         if not _left(publisher, epoch, topics):
             return ()
         assert self._shards is not None
@@ -372,11 +364,11 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
             self._shards = Shards(self.config, self._asked, self._publisher)
         return self._publisher
 
-    def _target(self, topic: Topic) -> str:
+    def _target(self, topic: Topic) -> Limits:
         """The Kafka topic of a topic, made if it does not exist; in a task, before anything is staged for it."""
         name = self.config.topic_of(topic)
         if name in self._limits:
-            return name
+            return self._limits[name]
         if not re.fullmatch(r"[a-zA-Z0-9._-]{1,249}", name) or name in (".", ".."):
             raise ConfigError(
                 f"{name!r} cannot be the name of a Kafka topic",
@@ -390,9 +382,8 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
                 )
             settings = {key: _text(value) for key, value in self.config.topic_config.items()}
             self._make(name, self.config.partitions, settings, self.config.replication)
-        self._partitions[name] = self._asked.partitions(name)
-        self._limits[name] = int(self._asked.setting(name, "max.message.bytes"))
-        return name
+        self._limits[name] = Limits.of(self._asked, name)
+        return self._limits[name]
 
     def _make(self, name: str, partitions: int, settings: Mapping[str, str], replication: int = -1) -> None:
         if name not in self._asked.describe([name]):

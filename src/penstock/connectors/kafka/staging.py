@@ -69,6 +69,8 @@ class KafkaReceipt(Receipt):
     chunks: Mapping[Topic, Sequence[Chunk]] = Field(default_factory=dict)
     cleared: Mapping[Topic, Cleared] = Field(default_factory=dict)
     """The last truncate of each topic that has one."""
+    message_bytes: int = 0
+    """The smallest size that a topic of the sink takes, of a record and of a batch of them; 0: nothing was written."""
 
     def topics(self) -> Iterable[Topic]:
         return self.chunks.keys() | self.cleared.keys()

@@ -1,0 +1,120 @@
+"""What a Kafka topic does not take is refused in the task, row by row, and what it takes is never refused at the commit."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
+
+from kafka_topics import fresh, make_topic, records
+from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
+from penstock.errors import DataError, FatalError
+from penstock.sink import SinkContext, Task
+from penstock.source import ENVELOPE_SCHEMA
+from penstock.testing.kafka import KafkaServer
+from penstock.testing.sinks.steps import END, TOPIC, commit, epoch_of, opened_sink, stage
+
+
+def make_sink(kafka: KafkaServer, stem: str, **options: Any) -> KafkaSink:
+    topic = f"{stem}.{{topic}}"
+    return KafkaSink(KafkaSinkConfig(bootstrap_servers=kafka.bootstrap, topic=topic, **{"partitions": 1, **options}))
+
+
+def envelopes(count: int, **columns: Any) -> pa.RecordBatch:
+    own = {
+        "stream": ["s"] * count,
+        "key": [b"%d" % n for n in range(count)],
+        "payload": [b"v"] * count,
+        "attributes": [None] * count,
+        "timestamp": [1_700_000_000_000] * count,
+        "offset": [None] * count,
+    }
+    return pa.RecordBatch.from_pydict({**own, **columns}, schema=ENVELOPE_SCHEMA)
+
+
+def refused(sink: KafkaSink, batch: pa.RecordBatch, match: str) -> list[int]:
+    with opened_sink(sink) as opened:
+        opened.begin_epoch(epoch_of(1), Task(0))
+        with pytest.raises(DataError, match=match) as error:
+            opened.write_batch(TOPIC, batch)
+        assert error.value.hint
+        return list(error.value.rows)
+
+
+@pytest.mark.parametrize("in_tasks_bytes", [0, 128 << 20])
+def test_a_topic_that_takes_only_small_batches_gets_small_ones(
+    kafka: KafkaServer, tmp_path: Path, in_tasks_bytes: int
+) -> None:
+    stem = fresh("small")
+    make_topic(kafka.bootstrap, f"{stem}.lake.orders", max_message_bytes=20_000)
+    sink = make_sink(kafka, stem, staging=str(tmp_path), publish_in_tasks_bytes=in_tasks_bytes)
+    payloads = [os.urandom(1000) for _ in range(300)]
+    epoch = epoch_of(1)
+    with opened_sink(sink, SinkContext(state_dir=tmp_path)) as driver:
+        receipts = [stage(sink, epoch, envelopes(300, payload=payloads))]
+        for work in driver.plan_epoch(epoch, receipts):
+            with opened_sink(sink, SinkContext(state_dir=tmp_path)) as task:
+                task.apply(epoch, work, Task(0))
+        driver.commit_epoch(epoch, receipts, END)
+    assert sorted(each.value() for each in records(kafka.bootstrap, f"{stem}.lake.orders")) == sorted(payloads)
+
+
+def test_headers_count_for_the_size_of_a_record(kafka: KafkaServer) -> None:
+    stem = fresh("headers")
+    make_topic(kafka.bootstrap, f"{stem}.lake.orders", max_message_bytes=5000)
+    given = [None, [("a", os.urandom(2340).hex())], [("b", "x" * 4000)], [], [("n" * 2000, None), ("m" * 3000, "x")]]
+    batch = envelopes(5, attributes=given)
+    assert refused(make_sink(kafka, stem), batch, "larger than the 5000 bytes") == [4]
+    assert refused(make_sink(kafka, stem), batch.slice(1), "larger than the 5000 bytes") == [3]
+    assert refused(make_sink(kafka, stem, headers=True), batch, "larger than") == [1, 4]
+    sink = make_sink(kafka, stem)
+    commit(sink, epoch_of(1), [stage(sink, epoch_of(1), batch.slice(0, 4))])
+    assert len(records(kafka.bootstrap, f"{stem}.lake.orders")) == 4
+
+
+def test_a_time_that_a_topic_does_not_take_is_refused(kafka: KafkaServer) -> None:
+    stem, now, day = fresh("times"), int(time.time() * 1000), 86_400_000
+    make_topic(kafka.bootstrap, f"{stem}.lake.orders", message_timestamp_before_max_ms=10 * day, retention_ms=-1)
+    batch = envelopes(5, timestamp=[now, now + day, now - 11 * day, now - 9 * day, -1])
+    assert refused(make_sink(kafka, stem, keep_timestamps=True), batch, "time") == [1, 2, 4]
+    for own, kept in (("LogAppendTime", False), ("CreateTime", True)):
+        stem = fresh("times")
+        make_topic(kafka.bootstrap, f"{stem}.lake.orders", message_timestamp_type=own, retention_ms=-1)
+        batch = envelopes(1, timestamp=[now + (day if own == "LogAppendTime" else -11 * day)])
+        sink = make_sink(kafka, stem, keep_timestamps=True)
+        commit(sink, epoch_of(1), [stage(sink, epoch_of(1), batch)])
+        (found,) = records(kafka.bootstrap, f"{stem}.lake.orders")
+        assert (found.timestamp()[1] == now - 11 * day) == kept
+
+
+def test_a_compacted_topic_takes_no_row_without_a_key(kafka: KafkaServer) -> None:
+    stem = fresh("compacted")
+    sink = make_sink(kafka, stem, topic_config={"cleanup.policy": "compact"})
+    assert refused(sink, envelopes(3, key=[b"1", None, b""]), "no key") == [1]
+
+
+def test_a_topic_that_takes_less_than_when_rows_were_staged_says_what_to_do(kafka: KafkaServer) -> None:
+    stem, epoch = fresh("less"), epoch_of(1)
+    sink = make_sink(kafka, stem, topic_config={"max.message.bytes": 50_000})
+    receipt = stage(sink, epoch, envelopes(1, payload=[os.urandom(10_000)]))
+    alter(kafka, f"{stem}.lake.orders", "max.message.bytes", "2000")
+    with opened_sink(sink) as driver:
+        with pytest.raises(FatalError, match="MSG_SIZE_TOO_LARGE") as stuck:
+            driver.commit_epoch(epoch, [receipt], END)
+        assert "offsets restage" in stuck.value.hint
+        alter(kafka, f"{stem}.lake.orders", "max.message.bytes", "50000")
+        driver.commit_epoch(epoch, [receipt], END)
+    assert len(records(kafka.bootstrap, f"{stem}.lake.orders")) == 1
+
+
+def alter(kafka: KafkaServer, topic: str, name: str, value: str) -> None:
+    entry = ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=[entry])
+    admin = AdminClient({"bootstrap.servers": kafka.bootstrap, "log_level": 0})
+    for future in admin.incremental_alter_configs([resource]).values():
+        future.result(60)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
-from ctypes import c_int
+from ctypes import c_char_p, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -71,7 +71,8 @@ class Run:
 class BulkConsumer:
     """A reader of given partitions; made and used in one thread of one process."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any], headers: bool = False) -> None:
+        self._headers = headers
         self._client: int | None = None
         self._queue: int | None = None
         found = library()
@@ -148,7 +149,8 @@ class BulkConsumer:
                 yield Run(place, offsets, none, none, offsets[:0], error=KafkaError(int(errors[start])))
             else:
                 keys, payloads = self._bytes(some, _KEY, _KEY_LENGTH), self._bytes(some, _PAYLOAD, _LENGTH)
-                yield Run(place, offsets, keys, payloads, self._times(some))
+                attributes = self._attributes(some) if self._headers else None
+                yield Run(place, offsets, keys, payloads, self._times(some), attributes)
 
     def _name(self, topic: int) -> str:
         if topic not in self._names:
@@ -163,6 +165,28 @@ class BulkConsumer:
             if told != times[at]:
                 raise LayoutError("a message's time is not where it was")
         return np.where(times < 0, 0, times)
+
+    def _attributes(self, messages: Ints) -> pa.Array:
+        """The headers of each message. Only those that have some cost Python objects."""
+        head, name, value, size = c_void_p(), c_char_p(), c_void_p(), c_size_t()
+        ask, get = self._lib.rd_kafka_message_headers, self._lib.rd_kafka_header_get_all
+        first, *rest = (ctypes.byref(each) for each in (head, name, value, size))
+        names: list[bytes] = []
+        values: list[bytes] = []
+        ends = [0]
+        for each in messages.tolist():
+            if not ask(each, first):
+                begin, at = len(names), 0
+                while not get(head, at, *rest):
+                    at += 1
+                    if value.value is not None:
+                        names.append(name.value or b"")
+                        values.append(ctypes.string_at(value.value, size.value))
+                if len(names) - begin > 1:
+                    last = dict(zip(names[begin:], values[begin:], strict=True))
+                    names[begin:], values[begin:] = last.keys(), last.values()
+            ends.append(len(names))
+        return pa.MapArray.from_arrays(pa.array(ends, pa.int32()), *(_texts(each) for each in (names, values)))
 
     def _field(self, messages: Ints, place: int) -> Ints:
         return self._memory64[(messages + (place - _FIRST_ADDRESS)) >> 3]  # type: ignore[no-any-return]
@@ -196,6 +220,13 @@ class BulkConsumer:
         for at in range(int(lengths[rows].max(initial=0))):
             some = rows[lengths[rows] > at]
             views[some, 4 + at] = self._memory8[starts[some] + (at - _FIRST_ADDRESS)]
+
+
+def _texts(values: Sequence[bytes]) -> pa.Array:
+    try:
+        return pa.array(values, pa.string())
+    except pa.ArrowInvalid:
+        return pa.array([each.decode("utf-8", "backslashreplace") for each in values], pa.string())
 
 
 def _memory(kind: Any) -> npt.NDArray[Any]:

@@ -26,6 +26,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "rd_kafka_consume_batch_queue": (c_ssize_t, [c_void_p, c_int, c_void_p, c_size_t]),
     "rd_kafka_message_destroy": (None, [c_void_p]),
     "rd_kafka_message_timestamp": (c_int64, [c_void_p, POINTER(c_int)]),
+    "rd_kafka_message_headers": (c_int, [c_void_p, POINTER(c_void_p)]),
+    "rd_kafka_header_get_all": (
+        c_int,
+        [c_void_p, c_size_t, POINTER(c_char_p), POINTER(c_void_p), POINTER(c_size_t)],
+    ),
     "rd_kafka_topic_name": (c_char_p, [c_void_p]),
     "rd_kafka_consumer_close": (c_int, [c_void_p]),
     "rd_kafka_destroy": (None, [c_void_p]),

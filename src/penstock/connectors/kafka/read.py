@@ -66,8 +66,8 @@ class Reader:
 
     def _reader(self) -> BulkConsumer | OneByOne:
         committed = self._config.isolation_level == "read_committed"
-        if not self._headers and bulk.available():
-            return BulkConsumer(reading(self._config, committed))
+        if bulk.available():
+            return BulkConsumer(reading(self._config, committed), self._headers)
         return OneByOne(self._config, committed, self._headers)
 
     def _batches(self, reader: BulkConsumer | OneByOne, left: dict[Place, Piece]) -> Iterator[SourceBatch]:
@@ -139,7 +139,11 @@ def peek(config: Any, committed: bool, starts: Mapping[Place, int], count: int) 
 
 
 class OneByOne:
-    """A reader by way of a Python object for each record: for headers, and where reading in bulk does not work."""
+    """
+    A reader by way of a Python object for each record, where reading in bulk does not work.
+
+    The client's objects end the process at a header whose name is no UTF-8: `headers = false` is the way past one.
+    """
 
     def __init__(self, config: Any, committed: bool, headers: bool) -> None:
         self._consumer = consumer(config, committed)
@@ -170,7 +174,7 @@ class OneByOne:
         return runs + [self._run(*each) for each in records.items()]
 
     def _run(self, place: Place, messages: Sequence[Any]) -> Run:
-        times = [stamp if kind != _NOT_THERE else 0 for kind, stamp in (m.timestamp() for m in messages)]
+        times = [max(stamp, 0) if kind != _NOT_THERE else 0 for kind, stamp in (m.timestamp() for m in messages)]
         attributes = [_attributes(m.headers()) for m in messages] if self._headers else None
         return Run(
             place,
@@ -196,6 +200,6 @@ def _envelopes(run: Run, count: int) -> pa.RecordBatch:
 
 
 def _attributes(headers: Sequence[tuple[str, bytes | None]] | None) -> list[tuple[str, str]]:
-    """Of several headers of one name the last; bytes that are no text are shown as escapes."""
+    """Of several headers of one name the last that has a value; bytes that are no text are shown as escapes."""
     found = {name: value for name, value in headers or () if value is not None}
     return [(name, bytes(value).decode("utf-8", "backslashreplace")) for name, value in found.items()]

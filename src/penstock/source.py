@@ -352,12 +352,8 @@ class RangeSource(SourceConnector[C], Generic[C, P]):
     """
 
     position_type: ClassVar[type[Position]]
-
     begins_now: bool = False
-    """
-    True if `initial()` answers with the present, which is another one later. The runtime then records the first answer in an
-    epoch of its own, though there is nothing to read yet: what comes after it is never skipped.
-    """
+    """True if `initial()` has another answer later: an epoch records the first one, though there is nothing to read yet."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -437,7 +437,9 @@ def test_groups_are_read_and_written_as_the_official_parser_has_them():
     assert (first["number"], first["own"]) == (None, {"raw": b"\x14"})
     assert first["parts"] == [{"id": 5, "size": {"wide": 6, "hole": []}}]
     assert first["named"] == [("k", {"id": None, "size": {"wide": None, "hole": [{"x": 7}]}})]
-    assert second["one"] is None and second["many"] == [] and third == first
+    assert second["one"] is None
+    assert second["many"] == []
+    assert third == first
     again = type(thing).FromString(protobuf.encode(decoded.rows)[0].as_py())
     assert again == thing
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 from kafka_topics import fresh, make_topic, records
 from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
 from penstock.errors import DataError, FatalError
+from penstock.pipeline import Pipeline, PipelineError
 from penstock.sink import SinkContext, Task
 from penstock.source import ENVELOPE_SCHEMA
 from penstock.testing.kafka import KafkaServer
@@ -118,3 +120,44 @@ def alter(kafka: KafkaServer, topic: str, name: str, value: str) -> None:
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap, "log_level": 0})
     for future in admin.incremental_alter_configs([resource]).values():
         future.result(60)
+
+
+TWO_SINKS = """
+connector_name = "two"
+[source]
+connector = "kafka"
+bootstrap_servers = "b:9092"
+topics = ["in"]
+[[routes]]
+from = "in"
+to = "/a"
+sinks = ["one"]
+[[sinks]]
+name = "one"
+connector = "kafka"
+bootstrap_servers = "b:9092,c:9092"
+[[sinks]]
+name = "two"
+connector = "kafka"
+bootstrap_servers = "{address}"
+{more}
+"""
+
+
+@pytest.mark.parametrize(
+    ("address", "more", "refused"),
+    [
+        ("b:9092", "", True),
+        ("b:9092", 'mode = "changes"', True),
+        ("elsewhere:9092", "", False),
+        ("b:9092", 'marker_topic = "_two"', False),
+        ("b:9092", 'topic = "other.{topic}"', False),
+    ],
+)
+def test_two_sinks_with_one_marker_topic_are_refused(tmp_path: Path, address: str, more: str, refused: bool) -> None:
+    """Each of their producers would fence the other's, and the marker of the one would speak for both."""
+    (file := tmp_path / "pipeline.toml").write_text(TWO_SINKS.replace("{address}", address).replace("{more}", more))
+    with pytest.raises(PipelineError, match="'one' and 'two' would both use") if refused else nullcontext() as error:
+        Pipeline.from_toml(str(file))
+    if refused:
+        assert "marker_topic" in error.value.hint

@@ -331,6 +331,29 @@ def test_offsets_are_committed_to_a_group_for_others_to_see(kafka: KafkaServer) 
     assert [each.offset for each in found] == [2, 0]
 
 
+def test_a_group_that_has_consumers_of_its_own_holds_nothing_up(kafka: KafkaServer) -> None:
+    """A drain waits for what can still be acknowledged; the broker takes no offsets from others while a group has members."""
+    topic, group = make_topic(kafka.bootstrap, fresh("members")), fresh("group")
+    send(kafka.bootstrap, topic, [b"1", b"2"])
+    settings = {"bootstrap.servers": kafka.bootstrap, "group.id": group, "enable.auto.commit": False}
+    member = Consumer(settings)
+    member.subscribe([topic])
+    with opened_source(make_source(kafka, topic, group_id=group)) as source:
+        end = source.latest(source.initial(), ReadLimit())
+        wait_until(lambda: member.poll(0.1) or member.assignment(), "the group to have a member")
+        source.ack(end)
+        assert "consumers of its own" in source.health_check().reason
+        member.close()
+        source.ack(end)
+        assert str(source.health_check()) == "healthy"
+        delete_topic(kafka.bootstrap, topic)
+        source.ack(end)
+        assert source.config.on_lost == "stop"
+        with pytest.raises(FatalError, match="is gone"):
+            source.latest(end, ReadLimit())
+        source.ack(end)
+
+
 def test_lag_counts_what_is_there_and_not_planned(kafka: KafkaServer) -> None:
     topic = make_topic(kafka.bootstrap, fresh("lag"))
     send(kafka.bootstrap, topic, [b"x"] * 10)

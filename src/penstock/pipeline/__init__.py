@@ -81,6 +81,7 @@ class Pipeline:
             *([] if self.sources else [Problem("PEN-1004", "a pipeline needs a source")]),
             *([] if self.sinks else [Problem("PEN-1004", "a pipeline needs a sink")]),
             *checks.route_problems(self.router.routes, self.sources, self.sinks, self.base),
+            *checks.sink_problems(self),
             *checks.evolution_problems(self),
             *checks.letter_problems(self.processing.dead_letter_sink, list(self.sinks)),
             *checks.letter_store_problems(self),

@@ -175,6 +175,17 @@ def letter_problems(name: str | None, sinks: Sequence[str]) -> Iterator[Problem]
         yield _unknown_name("sink", name, sinks, ("processing", "dead_letter_sink"))
 
 
+def sink_problems(pipeline: Pipeline) -> Iterator[Problem]:
+    """Two sinks that would shut each other out."""
+    owners: dict[str, str] = {}
+    for name, sink in pipeline.sinks.items():
+        if (claimed := sink.claims(pipeline.name)) is None:
+            continue
+        what, hint = claimed
+        if (first := owners.setdefault(what, name)) != name:
+            yield Problem("PEN-1000", f"sinks {first!r} and {name!r} would both use {what}", hint, ("sinks", name))
+
+
 def evolution_problems(pipeline: Pipeline) -> Iterator[Problem]:
     for place, route in enumerate(pipeline.router.routes):
         for name in route.sinks or pipeline.router.sinks if route.schema_evolution else ():

@@ -74,6 +74,7 @@ class Reader:
             self._telemetry(),
         )
         self.problems += checks.route_problems(routes, self.declared["source"], self.declared["sink"], found.base)
+        self.problems += checks.sink_problems(found)
         self.problems += checks.evolution_problems(found)
         self.problems += checks.letter_problems(found.processing.dead_letter_sink, self.declared["sink"])
         self.problems += checks.letter_store_problems(found)

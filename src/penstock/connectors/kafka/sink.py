@@ -112,7 +112,7 @@ class KafkaSinkConfig(ClusterConfig):
     marker_topic: str = ""
     """
     Where the sink records which epochs are in Kafka, and its transactional id; none: `_penstock.`, the pipeline's name and a hash
-    of `topic`. With `staging = "topic"` rows wait for their commit in a topic of this name with `.staging` added.
+    of `topic`. No two sinks may share it. With `staging = "topic"` rows wait for their commit in a topic of this name with `.staging` added.
     """
 
     staging: str = ""
@@ -165,10 +165,11 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
     """
 
     name = "kafka"
+    capabilities = SinkConnectorCapabilities().with_exactly_once().with_two_phase_commit()
 
     def __init__(self, config: KafkaSinkConfig) -> None:
         super().__init__(config)
-        promised = SinkConnectorCapabilities().with_exactly_once().with_two_phase_commit()
+        promised = type(self).capabilities
         more = {"upsert": promised.with_upsert, "changes": promised.with_changelog}.get(config.mode)
         self.capabilities = more() if more else promised
         self._cluster: Cluster | None = None
@@ -208,6 +209,11 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
         if place not in ends:
             return HealthStatus.degraded(f"the topic {place[0]!r} has no leader for now")
         return HealthStatus.healthy()
+
+    def claims(self, pipeline: str) -> tuple[str, str]:
+        """The producer of one sink fences that of the other, and a marker of the one would speak for both."""
+        cluster, _ = self.config.dataset("")
+        return f"the marker topic {self.config.markers(pipeline)!r} of {cluster}", "set `marker_topic` in one of them"
 
     def first_rows(self, topic: Topic, rows: int) -> pa.Table | None:
         name = self.config.topic_of(topic)

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from confluent_kafka import TopicPartition
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from penstock.connectors.kafka.client import Cluster, ClusterConfig, Place, consumer, errors
+from penstock.connectors.kafka.client import Cluster, ClusterConfig, Place, consumer, failure
 from penstock.connectors.kafka.position import KafkaSplit, Offsets, Piece, Sizes, packed, shares
 from penstock.connectors.kafka.read import Reader
 from penstock.connectors.kafka.topics import Topics, matching
@@ -31,6 +31,8 @@ from penstock.source import (
     SourceBatch,
     SourceContext,
 )
+
+_HAS_MEMBERS = (KafkaError.UNKNOWN_MEMBER_ID, KafkaError.ILLEGAL_GENERATION, KafkaError.REBALANCE_IN_PROGRESS)
 
 UNDECIDED_SECS = 60.0
 """A transaction that holds readers back for longer is worth a warning."""
@@ -113,6 +115,7 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
         self._sizes = Sizes()
         self._watch: Watch | None = None
         self._committer: Any = None
+        self._untold = ""
         self._undecided: dict[Place, tuple[int, float]] = {}
 
     def open(self, context: SourceContext = SourceContext()) -> None:
@@ -253,15 +256,31 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
         return Reader(self.config, self._topics.cluster, self.context.columns).read(split)
 
     def ack(self, end: Offsets) -> None:
-        offsets = [TopicPartition(*place, offset) for place, offset in end.places()]
-        if not self.config.group_id or not offsets:
+        """What a group cannot be told for good is said by the source's health; no run waits for it."""
+        group, ids = self.config.group_id, self._topics.ids
+        ends = [(place, offset) for place, offset in end.places() if end.topics[place[0]].id == ids.get(place[0])]
+        if not group or not ends:
             return
         if self._committer is None:
-            self._committer = consumer(self.config, group_id=self.config.group_id)
-        with errors(f"cannot commit offsets to the group {self.config.group_id!r}"):
-            for each in self._committer.commit(offsets=offsets, asynchronous=False):
-                if each.error is not None:
-                    raise RetryableError(f"cannot commit the offset of {each.topic}: {each.error}")
+            self._committer = consumer(self.config, group_id=group)
+        try:
+            told = self._committer.commit(
+                offsets=[TopicPartition(*p, offset) for p, offset in ends], asynchronous=False
+            )
+            wrong = next((each.error for each in told if each.error is not None), None)
+        except KafkaException as error:
+            wrong = error.args[0]
+        self._untold = ""
+        if wrong is not None:
+            found = failure(wrong, f"cannot commit offsets to the group {group!r}")
+            if wrong.code() in _HAS_MEMBERS:
+                self._untold = (
+                    f"the group {group!r} has consumers of its own: give `group_id` a name that nobody else uses"
+                )
+            elif isinstance(found, RetryableError):
+                raise found
+            else:
+                self._untold = found.message
 
     # -- how it is -----------------------------------------------------------------------------------------------
 
@@ -302,7 +321,7 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
             return HealthStatus.degraded(
                 f"a transaction is open in {old[0][0]}/{old[0][1]}, and nothing after it can be read until it ends"
             )
-        return HealthStatus.healthy()
+        return HealthStatus.degraded(self._untold) if self._untold else HealthStatus.healthy()
 
     @property
     def _topics(self) -> Topics:

@@ -112,7 +112,8 @@ class KafkaSinkConfig(ClusterConfig):
     marker_topic: str = ""
     """
     Where the sink records which epochs are in Kafka, and its transactional id; none: `_penstock.`, the pipeline's name and a hash
-    of `topic`. No two sinks may share it. With `staging = "topic"` rows wait for their commit in a topic of this name with `.staging` added.
+    of `topic`. No two sinks may share it. With `staging = "topic"` rows wait for their commit in a topic of this name with
+    `.staging` added.
     """
 
     staging: str = ""

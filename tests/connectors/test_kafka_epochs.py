@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 from confluent_kafka.admin import AdminClient, NewPartitions
 
-from kafka_topics import batches, fresh, make_topic, send, transaction
-from penstock.connectors.kafka import watch
+from kafka_topics import batches, fresh, make_topic, send, transaction, truncate
+from penstock.connectors.kafka import read, undecided, watch
 from penstock.connectors.kafka.position import Offsets
+from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
 from penstock.connectors.kafka.source import Kafka, KafkaConfig
 from penstock.source import Note, ReadLimit
 from penstock.testing.kafka import KafkaServer
 from penstock.testing.processes import wait_until
+from penstock.testing.sinks.steps import END, epoch_of, opened_sink, rows, stage
 from penstock.testing.sources.steps import opened_source
 
 
@@ -65,6 +67,70 @@ def test_lag_is_also_told_in_seconds(kafka: KafkaServer) -> None:
         source.latest(end, ReadLimit())
         source.health_check()
         assert source.metrics().custom["lag_seconds"] == 0
+
+
+def test_a_transaction_open_for_long_is_told_by_those_that_read_and_write_there(
+    kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(undecided, "UNDECIDED_SECS", 0.0)
+    stem = fresh("held")
+    sink = KafkaSink(KafkaSinkConfig(bootstrap_servers=kafka.bootstrap, topic=f"{stem}.{{topic}}", partitions=1))
+    epoch = epoch_of(1)
+    receipt = stage(sink, epoch, rows(0))
+    topic = f"{stem}.lake.orders"
+    with opened_sink(sink) as writer, opened_source(make_source(kafka, topic)) as reader:
+        writer.commit_epoch(epoch, [receipt], END)
+        reader.latest(reader.initial(), ReadLimit())
+        wait_until(
+            lambda: {str(each.health_check()) for each in (writer, reader)} == {"healthy"}, "the epoch to be visible"
+        )
+        with transaction(kafka.bootstrap, commit=False) as producer:
+            producer.produce(topic, b"x")
+            assert producer.flush(60) == 0
+            for each in (writer, reader):
+                each.health_check()
+                assert f"a transaction is open in {topic}/0" in each.health_check().reason
+        wait_until(lambda: {str(each.health_check()) for each in (writer, reader)} == {"healthy"}, "it to be over")
+
+
+def test_a_long_aborted_transaction_is_no_silence(kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client says nothing while it passes over aborted records, as if nobody answered."""
+    monkeypatch.setattr(read, "NO_PROGRESS_SECS", 0.001)
+    topic = make_topic(kafka.bootstrap, fresh("aborted"))
+    with transaction(kafka.bootstrap, commit=False) as producer:
+        for _ in range(100_000):
+            producer.produce(topic, b"x" * 10)
+            producer.poll(0)
+    with opened_source(make_source(kafka, topic)) as source:
+        start = source.initial()
+        end = wait_until(lambda: _of_all(source, start, 100_001), "the transaction to end")
+        assert _records(source, start, end) == []
+
+
+def _of_all(source: Any, start: Any, offset: int) -> Any:
+    end = source.latest(start, ReadLimit())
+    return end if [at for _, at in end.places()] == [offset] else None
+
+
+def test_what_is_lost_is_counted_once(kafka: KafkaServer) -> None:
+    topic = make_topic(kafka.bootstrap, fresh("counted"))
+    send(kafka.bootstrap, topic, [b"x"] * 100)
+    with opened_source(make_source(kafka, topic, on_lost="earliest")) as source:
+
+        def lost() -> float:
+            return float(source.metrics().custom["records_lost"])
+
+        start = source.initial()
+        end = source.latest(start, ReadLimit(rows=50))
+        truncate(kafka.bootstrap, topic, 10)  # after the plan
+        for _ in range(2):
+            assert len(_records(source, start, end)) == 40
+            assert lost() == 10
+        truncate(kafka.bootstrap, topic, 70)  # before the plan, which is asked for again
+        for before in (70, 75):
+            truncate(kafka.bootstrap, topic, before)
+            assert len(_records(source, end, source.latest(end, ReadLimit()))) == 100 - before
+            assert lost() == 10 + before - 50
 
 
 def test_new_records_and_new_partitions_are_told_without_asking(

@@ -24,6 +24,9 @@ WAIT_SECS = 0.02
 NO_PROGRESS_SECS = 30.0
 """After this time without a record or an end the topic is looked at: reading a deleted one says nothing, for ever."""
 
+SKIPPED_PER_SEC = 5000
+"""Nothing comes of aborted transactions either: so many of their records the client passes over at the very least."""
+
 PEEK_SECS = 2.0
 """How long a look at some records may take."""
 
@@ -71,16 +74,19 @@ class Reader:
         return OneByOne(self._config, committed, self._headers)
 
     def _batches(self, reader: BulkConsumer | OneByOne, left: dict[Place, Piece]) -> Iterator[SourceBatch]:
-        until = time.monotonic() + NO_PROGRESS_SECS
+        came = looked = time.monotonic()
         while left:
             with errors("cannot read"):
                 runs = reader.consume(BATCH_ROWS, WAIT_SECS)
+            now = time.monotonic()
             if runs:
-                until = time.monotonic() + NO_PROGRESS_SECS
-            elif time.monotonic() > until:
+                came = looked = now
+            elif now - looked > NO_PROGRESS_SECS:
                 self._require_same(list(left.values()))
-                waiting = ", ".join(map(str, left.values()))
-                raise RetryableError(f"nothing came of {waiting} for {NO_PROGRESS_SECS:g} s", code="PEN-2003")
+                looked = now
+                if now - came > NO_PROGRESS_SECS + max(each.size for each in left.values()) / SKIPPED_PER_SEC:
+                    waiting = ", ".join(map(str, left.values()))
+                    raise RetryableError(f"nothing came of {waiting} for {now - came:.0f} s", code="PEN-2003")
             done = []
             for run in runs:
                 if (piece := left.get(run.place)) is None:

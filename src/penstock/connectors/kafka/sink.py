@@ -32,6 +32,7 @@ from penstock.connectors.kafka.staging import (
     located,
     staged,
 )
+from penstock.connectors.kafka.undecided import Undecided
 from penstock.errors import ConfigError, ConnectorError, DataError, FatalError, StagingLost
 from penstock.sink import (
     Applied,
@@ -178,6 +179,8 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
         self._shards: Shards | None = None
         self._stage: Stage | None = None
         self._limits: dict[str, Limits] = {}
+        self._undecided = Undecided()
+        self._written: set[str] = set()
         self._overhead = 0
 
     def open(self, context: SinkContext = SinkContext()) -> None:
@@ -205,10 +208,17 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
         place = self._publisher.name, 0
         try:
             _, ends = self._cluster.edges([place])
+            found = self._cluster.describe(sorted(self._written))
+            places = [(name, partition) for name, each in found.items() for partition in each.partitions]
+            held = self._undecided.oldest(self._cluster, places)
         except ConnectorError as error:
             return HealthStatus.unhealthy(error.message)
         if place not in ends:
             return HealthStatus.degraded(f"the topic {place[0]!r} has no leader for now")
+        if held is not None:
+            return HealthStatus.degraded(
+                f"a transaction is open in {held[0]}/{held[1]}, and consumers that read committed records see nothing after it"
+            )
         return HealthStatus.healthy()
 
     def claims(self, pipeline: str) -> tuple[str, str]:
@@ -264,6 +274,7 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
             return
         own = self.context.state_dir
         receipts = [each.model_copy(update={"staging": located(each.staging, own)}) for each in receipts]
+        self._written |= {chunk.target for receipt in receipts for some in receipt.chunks.values() for chunk in some}
         publisher = self._published(epoch.pipeline)
         publisher.fit(receipts)
         if left := _left(publisher, epoch, topics):

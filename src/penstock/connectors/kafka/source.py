@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Annotated, Any, Literal
@@ -16,6 +15,7 @@ from penstock.connectors.kafka.client import Cluster, ClusterConfig, Place, cons
 from penstock.connectors.kafka.position import KafkaSplit, Offsets, Piece, Sizes, packed, shares
 from penstock.connectors.kafka.read import Reader
 from penstock.connectors.kafka.topics import Topics, matching
+from penstock.connectors.kafka.undecided import Undecided
 from penstock.connectors.kafka.watch import Watch
 from penstock.durable import Json
 from penstock.errors import ConfigError, RetryableError
@@ -33,9 +33,6 @@ from penstock.source import (
 )
 
 _HAS_MEMBERS = (KafkaError.UNKNOWN_MEMBER_ID, KafkaError.ILLEGAL_GENERATION, KafkaError.REBALANCE_IN_PROGRESS)
-
-UNDECIDED_SECS = 60.0
-"""A transaction that holds readers back for longer is worth a warning."""
 
 
 class StartAt(BaseModel):
@@ -116,7 +113,7 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
         self._watch: Watch | None = None
         self._committer: Any = None
         self._untold = ""
-        self._undecided: dict[Place, tuple[int, float]] = {}
+        self._undecided = Undecided()
 
     def open(self, context: SourceContext = SourceContext()) -> None:
         self.close()
@@ -248,6 +245,8 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
             if known is None and place not in lowest:
                 raise RetryableError(f"the partition {place[0]}/{place[1]} has no leader for now", code="PEN-2001")
             begin = max(known or 0, lowest.get(place, 0))
+            if known is not None and known < begin:  # removed since the range was planned
+                self._topics.count_lost(place, known, min(begin, offset))
             if begin < offset:
                 pieces.append(Piece(place[0], id, place[1], begin, offset))
         return packed(pieces, self._parallelism)
@@ -304,22 +303,13 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
             return HealthStatus()
         topics = self._opened
         try:
-            _, stable = topics.cluster.edges(topics.places())
-            _, high = topics.cluster.edges(topics.places(), committed=False)
+            held = self._undecided.oldest(topics.cluster, topics.places())
         except RetryableError as error:
             return HealthStatus.unhealthy(error.message)
         self._lag_secs = topics.oldest_secs(self._left)
-        now = time.monotonic()
-        undecided = {place: stable[place] for place in stable.keys() & high.keys() if stable[place] < high[place]}
-        since = self._undecided
-        self._undecided = {
-            place: since[place] if since.get(place, (-1, 0))[0] == offset else (offset, now)
-            for place, offset in undecided.items()
-        }
-        old = [place for place, (_, when) in self._undecided.items() if now - when > UNDECIDED_SECS]
-        if old and self.config.isolation_level == "read_committed":
+        if held is not None and self.config.isolation_level == "read_committed":
             return HealthStatus.degraded(
-                f"a transaction is open in {old[0][0]}/{old[0][1]}, and nothing after it can be read until it ends"
+                f"a transaction is open in {held[0]}/{held[1]}, and nothing after it can be read until it ends"
             )
         return HealthStatus.degraded(self._untold) if self._untold else HealthStatus.healthy()
 

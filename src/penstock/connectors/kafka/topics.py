@@ -26,7 +26,8 @@ class Topics:
         self.cluster = Cluster(config)
         self.known: dict[str, TopicInfo] = {}
         """As of the last look."""
-        self._lost: dict[Place, tuple[int, int]] = {}
+        self._lost: dict[Place, tuple[int, int, int]] = {}
+        """The last loss of a partition, half open, and how many were lost before it."""
 
     @property
     def ids(self) -> dict[str, str]:
@@ -35,7 +36,7 @@ class Topics:
     @property
     def lost(self) -> int:
         """Records that were gone before they were read."""
-        return sum(last - first for first, last in self._lost.values())
+        return sum(before + last - first for first, last, before in self._lost.values())
 
     def look(self) -> None:
         self.known = self._now()
@@ -106,9 +107,15 @@ class Topics:
             raise lost(f"{place[0]}/{place[1]} ends at offset {end}, and the position is {offset}")
         if self._config.on_lost == "stop":
             raise lost(f"{place[0]}/{place[1]} begins at offset {lowest}, and the position is {offset}: retention")
-        first, _ = self._lost.get(place, (offset, 0))
-        self._lost[place] = (first, lowest)
+        self.count_lost(place, offset, lowest)
         return lowest
+
+    def count_lost(self, place: Place, offset: int, lowest: int) -> None:
+        """Records from `offset` on that are gone; the same ones may be told of again, and more of them."""
+        first, last, before = self._lost.get(place, (offset, offset, 0))
+        if offset > last:
+            first, before = offset, before + last - first
+        self._lost[place] = first, max(last, lowest), before
 
     @property
     def _committed(self) -> bool:

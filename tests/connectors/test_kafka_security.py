@@ -41,17 +41,24 @@ def openssl(directory: Path, *words: str) -> None:
 
 @pytest.fixture(scope="module")
 def keys(need: Callable[[object, str], None], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A CA and what it signed: the broker's certificate, one for another host, a client's; and a CA that signed nothing."""
+    """A CA and what it signed: the broker's certificate, one for another host, a client's; and a stranger's CA with a client."""
     need(shutil.which("openssl"), "openssl is not installed")
     place = tmp_path_factory.mktemp("keys")
     for name in ("ca", "stranger"):
         openssl(place, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={name}",
                 "-keyout", f"{name}.key", "-out", f"{name}.pem")  # fmt: skip
-    for name, names in (("broker", "IP:127.0.0.1"), ("elsewhere", "DNS:elsewhere.example"), ("client", "DNS:client")):
+    signed = {
+        "broker": "IP:127.0.0.1",
+        "elsewhere": "DNS:elsewhere.example",
+        "client": "DNS:client",
+        "other": "DNS:client",
+    }
+    for name, names in signed.items():
+        ca = "stranger" if name == "other" else "ca"
         openssl(place, "req", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={name}",
                 "-keyout", f"{name}.key", "-out", f"{name}.csr")  # fmt: skip
         (place / "names").write_text(f"subjectAltName={names}")
-        openssl(place, "x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",
+        openssl(place, "x509", "-req", "-in", f"{name}.csr", "-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-CAcreateserial",
                 "-days", "2", "-extfile", "names", "-out", f"{name}.pem")  # fmt: skip
         both = (place / f"{name}.key").read_text() + (place / f"{name}.pem").read_text()
         (place / f"{name}-both.pem").write_text(both)
@@ -145,11 +152,13 @@ def test_rows_go_in_and_out_over(secured: KafkaServer, keys: Path, way: str) -> 
     [
         ("password", "refused the credentials"),
         ("SCRAM password", "refused the credentials"),
+        ("token", "refused the credentials"),
         ("mechanism", "refused the credentials"),
         ("CA", "TLS connection failed"),
         ("host name", "TLS connection failed"),
-        ("no certificate", "TLS connection failed|no broker"),
-        ("protocol", "no broker|TLS connection failed"),
+        ("no certificate", "refused the client's certificate"),
+        ("certificate", "refused the client's certificate"),
+        ("protocol", r"no broker .*\n.*security\.protocol"),
     ],
 )
 def test_what_is_wrong_is_said_at_once(
@@ -157,7 +166,11 @@ def test_what_is_wrong_is_said_at_once(
 ) -> None:
     monkeypatch.setattr("penstock.connectors.kafka.client.ANSWER_SECS", 5.0)
     ca, tls = {"ssl.ca.location": str(keys / "ca.pem")}, {"security.protocol": "SSL"}
+    own = {"ssl.certificate.location": str(keys / "other.pem"), "ssl.key.location": str(keys / "other.key")}
+    _, token = ways(keys)["OAUTHBEARER"]
     listener, options = {
+        "token": ("SASL_PLAINTEXT", {**token, "sasl.oauthbearer.config": "principalClaimName=azp principal=app"}),
+        "certificate": ("SSL", {**tls, **ca, **own}),
         "password": ("SASL_PLAINTEXT", login("PLAIN", "KAFKA_WRONG")),
         "SCRAM password": ("SASL_PLAINTEXT", login("SCRAM-SHA-256", "KAFKA_WRONG")),
         "mechanism": ("SASL_SSL", {**login("SCRAM-SHA-256", protocol="SASL_SSL"), **ca}),
@@ -166,13 +179,14 @@ def test_what_is_wrong_is_said_at_once(
         "no certificate": ("SSL", {**tls, **ca}),
         "protocol": ("SASL_PLAINTEXT", {**tls, **ca}),
     }[wrong]
-    source = Kafka(KafkaConfig(bootstrap_servers=secured.address(listener), topics=("t",), options=options))
-    with pytest.raises((ConfigError, RetryableError), match=message) as refused:
-        source.open()
-    source.close()
-    assert PASSWORD not in str(refused.value)
-    assert "wrong-password" not in str(refused.value)
-    assert refused.value.hint
+    given = {"bootstrap_servers": secured.address(listener), "options": options}
+    for connector in (Kafka(KafkaConfig(topics=("t",), **given)), KafkaSink(KafkaSinkConfig(**given))):
+        with pytest.raises((ConfigError, RetryableError), match=message) as refused:
+            connector.open()
+        connector.close()
+        assert PASSWORD not in str(refused.value)
+        assert "wrong-password" not in str(refused.value)
+        assert refused.value.hint
 
 
 def test_a_secret_that_is_not_set_is_named(secured: KafkaServer, monkeypatch: pytest.MonkeyPatch) -> None:

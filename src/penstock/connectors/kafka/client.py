@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import weakref
@@ -63,6 +64,10 @@ _FATAL = (
 )
 _NOT_TAKEN = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_TIMESTAMP, KafkaError.INVALID_RECORD)
 """What tasks look at before they stage rows (see `limits`)."""
+
+
+_REFUSED_CERTIFICATE = re.compile(r"SSL alert number (4[2-68]|116)\b")
+"""TLS alerts about a certificate, which only the other side sends."""
 
 
 class ClusterConfig(Config):
@@ -193,12 +198,20 @@ class Cluster:
                 for each in self._told:
                     if isinstance(found := failure(each, "cannot connect"), ConfigError):
                         raise found from None
+                    if _REFUSED_CERTIFICATE.search(each.str()):
+                        raise ConfigError(
+                            f"the brokers refused the client's certificate, or want one: {each.str()}",
+                            code="PEN-1016",
+                            hint="set `ssl.certificate.location` and `ssl.key.location` in `options` to one that they trust",
+                        ) from None
                 if time.monotonic() > until:
                     told = "; ".join(dict.fromkeys(each.str() for each in self._told)) or error.args[0].str()
                     raise RetryableError(
                         f"no broker of {self._config.bootstrap_servers} answers: {told}",
                         code="PEN-2001",
-                        hint="is it running, and is the address reachable from here?",
+                        hint="does `security.protocol` in `options` fit the listener of this address?"
+                        if "SSL" in told
+                        else "is it running, and is the address reachable from here?",
                     ) from None
 
     def names(self) -> list[str]:

@@ -69,7 +69,7 @@ def test_lag_is_also_told_in_seconds(kafka: KafkaServer) -> None:
         assert source.metrics().custom["lag_seconds"] == 0
 
 
-def test_a_transaction_open_for_long_is_told_by_those_that_read_and_write_there(
+def test_a_transaction_open_for_long_is_noticed_by_those_that_read_and_write_there(
     kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(undecided, "UNDECIDED_SECS", 0.0)

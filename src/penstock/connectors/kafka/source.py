@@ -112,7 +112,7 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
         self._sizes = Sizes()
         self._watch: Watch | None = None
         self._committer: Any = None
-        self._untold = ""
+        self._unshown = ""
         self._undecided = Undecided()
 
     def open(self, context: SourceContext = SourceContext()) -> None:
@@ -255,7 +255,7 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
         return Reader(self.config, self._topics.cluster, self.context.columns).read(split)
 
     def ack(self, end: Offsets) -> None:
-        """What a group cannot be told for good is said by the source's health; no run waits for it."""
+        """What a group does not take for good is shown by the health of the source; no run waits for it."""
         group, ids = self.config.group_id, self._topics.ids
         ends = [(place, offset) for place, offset in end.places() if end.topics[place[0]].id == ids.get(place[0])]
         if not group or not ends:
@@ -263,23 +263,23 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
         if self._committer is None:
             self._committer = consumer(self.config, group_id=group)
         try:
-            told = self._committer.commit(
+            answers = self._committer.commit(
                 offsets=[TopicPartition(*p, offset) for p, offset in ends], asynchronous=False
             )
-            wrong = next((each.error for each in told if each.error is not None), None)
+            wrong = next((each.error for each in answers if each.error is not None), None)
         except KafkaException as error:
             wrong = error.args[0]
-        self._untold = ""
+        self._unshown = ""
         if wrong is not None:
             found = failure(wrong, f"cannot commit offsets to the group {group!r}")
             if wrong.code() in _HAS_MEMBERS:
-                self._untold = (
+                self._unshown = (
                     f"the group {group!r} has consumers of its own: give `group_id` a name that nobody else uses"
                 )
             elif isinstance(found, RetryableError):
                 raise found
             else:
-                self._untold = found.message
+                self._unshown = found.message
 
     # -- how it is -----------------------------------------------------------------------------------------------
 
@@ -311,7 +311,7 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
             return HealthStatus.degraded(
                 f"a transaction is open in {held[0]}/{held[1]}, and nothing after it can be read until it ends"
             )
-        return HealthStatus.degraded(self._untold) if self._untold else HealthStatus.healthy()
+        return HealthStatus.degraded(self._unshown) if self._unshown else HealthStatus.healthy()
 
     @property
     def _topics(self) -> Topics:

@@ -111,7 +111,7 @@ class Topics:
         return lowest
 
     def count_lost(self, place: Place, offset: int, lowest: int) -> None:
-        """Records from `offset` on that are gone; the same ones may be told of again, and more of them."""
+        """Records from `offset` on that are gone; the same ones may be reported again, and more of them."""
         first, last, before = self._lost.get(place, (offset, offset, 0))
         if offset > last:
             first, before = offset, before + last - first

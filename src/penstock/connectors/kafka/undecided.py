@@ -12,7 +12,7 @@ UNDECIDED_SECS = 60.0
 
 
 class Undecided:
-    """Where the last stable offset stands still below the end of a partition, and since when."""
+    """Where the last stable offset does not move below the end of a partition, and since when."""
 
     def __init__(self) -> None:
         self._since: dict[Place, tuple[int, float]] = {}

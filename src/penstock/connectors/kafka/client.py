@@ -240,6 +240,11 @@ class Cluster:
             found[name] = TopicInfo(str(answer.topic_id), tuple(sorted(each.id for each in answer.partitions)), led)
         return found
 
+    def require(self, name: str, partitions: int, settings: Mapping[str, str], replication: int = -1) -> None:
+        """Make a topic if it does not exist."""
+        if name not in self.describe([name]):
+            self.create(name, partitions, replication, settings)
+
     def create(self, name: str, partitions: int, replication: int, settings: Mapping[str, str]) -> None:
         """Make a topic, unless somebody else just did, and wait until it has leaders."""
         new = NewTopic(name, partitions, replication, config=dict(settings))

@@ -244,7 +244,7 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
             self._stage = FileStage(self.config, directory, epoch, task)
             return
         staging = f"{self.config.markers(epoch.pipeline)}.staging"
-        self._make(staging, STAGING_PARTITIONS, STAGING_SETTINGS)
+        self._asked.require(staging, STAGING_PARTITIONS, STAGING_SETTINGS)
         self._stage = TopicStage(self.config, staging, self._asked.partitions(staging), epoch, task)
 
     def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
@@ -321,7 +321,7 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
         if not _left(publisher, epoch, topics):
             return ()
         assert self._shards is not None
-        self._make(topic_of(publisher.name), SHARDS, MARKER_SETTINGS)
+        self._asked.require(topic_of(publisher.name), SHARDS, MARKER_SETTINGS)
         return self._shards.work(epoch, receipts)
 
     def apply(self, epoch: Epoch, work: Work, task: Task) -> Applied:
@@ -377,7 +377,7 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
             self._publisher.close()
             self._publisher = None
         if self._publisher is None:
-            self._make(name, 1, MARKER_SETTINGS)
+            self._asked.require(name, 1, MARKER_SETTINGS)
             self._publisher = Publisher(self.config, self._asked, name)
             self._shards = Shards(self.config, self._asked, self._publisher)
         return self._publisher
@@ -399,13 +399,9 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
                     f"there is no topic {name!r}", code="PEN-5010", hint="create it, or leave `create = false` out"
                 )
             settings = {key: _text(value) for key, value in self.config.topic_config.items()}
-            self._make(name, self.config.partitions, settings, self.config.replication)
+            self._asked.require(name, self.config.partitions, settings, self.config.replication)
         self._limits[name] = Limits.of(self._asked, name)
         return self._limits[name]
-
-    def _make(self, name: str, partitions: int, settings: Mapping[str, str], replication: int = -1) -> None:
-        if name not in self._asked.describe([name]):
-            self._asked.create(name, partitions, replication, settings)
 
 
 def _left(publisher: Publisher, epoch: Epoch, topics: Sequence[Topic]) -> list[Topic]:

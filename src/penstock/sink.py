@@ -303,10 +303,6 @@ class SinkConnector(Connector[C], Generic[C, R]):
         own = self.config.schema_evolution if isinstance(self.config, EvolutionConfig) else Policy.EVOLVE
         return self.context.topic(topic).policy or own
 
-    def claims(self, pipeline: str) -> tuple[str, str] | None:
-        """What no two sinks of a pipeline can share, and how to give each its own; asked before anything is opened."""
-        return None
-
     def begin_epoch(self, epoch: Epoch, task: Task) -> None:
         """Task: before its first `write_batch` of the epoch."""
 

@@ -111,6 +111,18 @@ def test_forwarded_records_keep_their_time_if_asked(kafka: KafkaServer) -> None:
             sink.write_batch(TOPIC, rows(0))
 
 
+def test_messages_that_are_forwarded_are_upserts_under_their_own_keys(kafka: KafkaServer) -> None:
+    stem = fresh("forwarded")
+    sink = make_sink(kafka, stem, partitions=1, mode="upsert")
+    write(sink, envelopes([b"a", b"b", b"a"], [b"1", b"2", None]))
+    assert [(each.key(), each.value()) for each in seen(kafka, stem)] == [(b"a", b"1"), (b"b", b"2"), (b"a", None)]
+    with opened_sink(sink) as opened:
+        opened.begin_epoch(epoch_of(2), Task(0))
+        with pytest.raises(DataError, match="no key") as refused:
+            opened.write_batch(TOPIC, envelopes([b"a", None], [b"1", b"2"]))
+        assert list(refused.value.rows) == [1]
+
+
 def test_a_column_can_name_the_partition(kafka: KafkaServer) -> None:
     stem = fresh("chosen")
     sink = make_sink(kafka, stem, key=("id",), partition_column="part")

@@ -179,9 +179,10 @@ def sink_problems(pipeline: Pipeline) -> Iterator[Problem]:
     """Two sinks that would shut each other out."""
     owners: dict[str, str] = {}
     for name, sink in pipeline.sinks.items():
-        if (claimed := sink.claims(pipeline.name)) is None:
+        claims = getattr(sink.config, "claims", None)
+        if claims is None:
             continue
-        what, hint = claimed
+        what, hint = claims(pipeline.name)
         if (first := owners.setdefault(what, name)) != name:
             yield Problem("PEN-1000", f"sinks {first!r} and {name!r} would both use {what}", hint, ("sinks", name))
 

@@ -114,6 +114,8 @@ def _of_mode(batch: pa.RecordBatch, context: TopicContext, config: Any) -> Recor
                 hint='use mode = "append" or "upsert"',
             )
         return Records.of(encode(batch, context, config.key or key_of(batch.schema)))
+    if context.encoder is None and is_envelope(batch.schema):  # they go on under the keys that they came with
+        return _keyed(encode(batch, context, config.key))
     key = list(config.key) or key_of(batch.schema)
     if "_key" not in batch.schema.names and (not key or set(key) - set(batch.schema.names)):
         raise SchemaError(

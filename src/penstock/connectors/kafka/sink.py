@@ -141,6 +141,11 @@ class KafkaSinkConfig(ClusterConfig):
         digest = hashlib.sha256(f"{pipeline}\0{self.topic}".encode()).hexdigest()[:8]
         return f"_penstock.{re.sub(r'[^a-zA-Z0-9._-]', '-', pipeline)[:180]}.{digest}"
 
+    def claims(self, pipeline: str) -> tuple[str, str]:
+        """What two sinks of a pipeline cannot share: their producers would fence each other; and the way to avoid it."""
+        cluster, _ = self.dataset("")
+        return f"the marker topic {self.markers(pipeline)!r} of {cluster}", "set `marker_topic` in one of them"
+
     @field_validator("staging")
     @classmethod
     def _is_whole(cls, staging: str) -> str:
@@ -220,11 +225,6 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
                 f"a transaction is open in {held[0]}/{held[1]}, and consumers that read committed records see nothing after it"
             )
         return HealthStatus.healthy()
-
-    def claims(self, pipeline: str) -> tuple[str, str]:
-        """The producer of one sink fences that of the other, and a marker of the one would speak for both."""
-        cluster, _ = self.config.dataset("")
-        return f"the marker topic {self.config.markers(pipeline)!r} of {cluster}", "set `marker_topic` in one of them"
 
     def first_rows(self, topic: Topic, rows: int) -> pa.Table | None:
         name = self.config.topic_of(topic)

@@ -100,7 +100,7 @@ def test_ports_are_those_that_another_program_finds(running: Running) -> None:
     with socket.create_server(("127.0.0.1", 0)), socket.create_server(("::1", 0), family=socket.AF_INET6):
         mine = psutil.Process()
         every = [
-            (each.laddr.ip, each.laddr.port)
+            (each.laddr.ip.removeprefix("::ffff:"), each.laddr.port)
             for process in (mine, *mine.children(recursive=True))
             for each in process.net_connections("tcp")
             if each.status == psutil.CONN_LISTEN

@@ -110,7 +110,7 @@ class TestWhileRunning:
             lake.catch_up()
             failure = lake.position.tables["public.orders"].failure
             assert "changes may be missing" in failure.message
-            assert "resync public.orders" in failure.hint
+            assert "penstock tables resync FILE public.orders" in failure.hint
             assert lake.table("public.others") == database.table("others")
 
     def test_what_is_added_to_a_publication_copies_nothing_again(self, database, tmp_path):

@@ -316,7 +316,7 @@ def test_infinities_are_nulls_or_errors_if_so_chosen(database):
 
 
 def test_a_time_that_64_bits_cannot_count_is_an_error_by_both_ways(database):
-    with pytest.raises(DataError, match="294276"):
+    with pytest.raises(DataError, match="64 bits"):
         parse_text(pa.array(["294276-12-31 23:59:59"]), TIMESTAMP, -1, TypeCatalog())
     native = database.query("SELECT timestamp '294276-12-31 23:59:59' AS v").column("v")
     with pytest.raises(DataError, match="64 bits"):

@@ -174,6 +174,9 @@ class Rewriter:
         places = range(max(1, min(WRITERS, count // ROW_GROUP_ROWS)))
         stages = [self._stage(0), *(self._stage(place + 1) for place in places[1:])]
         edges = [count * place // len(stages) for place in range(len(stages) + 1)]
+        if len(stages) == 1:
+            add(stages[0], 0, count)
+            return
         with ThreadPoolExecutor(len(stages)) as threads:
             list(threads.map(add, stages, edges, edges[1:]))
 

@@ -336,6 +336,22 @@ def test_columns_are_shown_beside_those_of_the_target(cli: Any, file: Path, mess
     assert "new" in out
 
 
+@pytest.mark.parametrize("sink", ["delta", "iceberg", "files"])
+def test_a_sink_that_refuses_to_open_is_named_by_its_refusal_and_not_by_an_unexpected_failure(
+    cli: Any, tmp_path: Path, sink: str
+) -> None:
+    file = tmp_path / "pipeline.toml"
+    file.write_text(
+        'connector_name = "wrong"\n[processing]\nmetrics_port = 0\n[source]\nconnector = "generator"\nrows = 1\n'
+        f'[sink]\nconnector = "{sink}"\npath = "elsewhere/{{table}}"\n'
+    )
+    code, out, err = cli("check", file)
+    assert code in (1, 2)
+    assert "PEN-5012" not in out + err
+    assert "PEN-100" in out + err
+    assert "{table}" in out + err
+
+
 def test_everything_to_fix_is_in_one_table_with_a_fix_for_each(
     cli: Any, file: Path, tmp_path: Path, own_modules: None
 ) -> None:

@@ -260,12 +260,13 @@ def test_what_passes_is_waited_out_and_the_source_opened_anew(build: Any, rows: 
 
 def test_too_many_retries_in_a_row_stop_the_pipeline(build: Any) -> None:
     tap = Tap()
-    tap.failures = [RetryableError("the connection broke", code="PEN-2001")] * 5
+    tap.failures = [RetryableError("the connection broke", code="PEN-2001", hint="plug it in")] * 5
     running = Running(build(tap, max_retries=2))
     running.ends()
     assert isinstance(running.error, FatalError)
     assert running.error.code == "PEN-5013"
     assert "the connection broke" in str(running.error)
+    assert running.error.hint == "plug it in; then start again, or raise `max_retries`: nothing is lost"
 
 
 def test_a_failed_ack_is_told_again_and_fails_no_epoch(build: Any, rows: Any) -> None:

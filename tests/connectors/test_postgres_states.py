@@ -162,6 +162,11 @@ class TestTransitions:
         assert "refuses to be cleared" in table_states(kept, copies=True)["public.t"].note
         assert kept.tables["public.t"].become(Waiting).failed(REFUSED).remains == "part"
 
+    def test_what_the_targets_hold_is_also_said_after_a_new_copy_has_failed(self):
+        again = Following(oid=1, copies=1, rows=7).failed(REFUSED).become(Waiting, copies=2, rows=0).failed(REFUSED)
+        position = LogPosition(tables={"public.t": again})
+        assert "hold what they did before it failed" in table_states(position, copies=True)["public.t"].note
+
     @pytest.mark.parametrize(
         ("rows", "code", "due"), [(999, "PEN-3002", True), (1_000, "PEN-3002", False), (1_000, "PEN-3006", True)]
     )

@@ -34,7 +34,7 @@ class Backoff:
             raise FatalError(
                 f"{self._who}gave up after {processing.max_retries} retries in a row: {error.message}",
                 code="PEN-5013",
-                hint=error.hint or "fix the cause and start again, or raise `max_retries`; nothing is lost",
+                hint=f"{error.hint or 'remove the cause'}; then start again, or raise `max_retries`: nothing is lost",
             ) from error
         pause = min(processing.max_backoff_ms, processing.retry_backoff_ms * 2.0 ** min(self._count, 60)) / 1000
         self._count += 1

@@ -134,7 +134,7 @@ class LogReader:
         self.slot_waits_for = next(iter(snapshots.open_writers(connection)), None)
         writer = self.slot_waits_for
         what = f"the replication slot {self._config.slot!r} cannot be made before {writer or 'a transaction'} has ended"
-        return RetryableError(what, code=NOT_READY, hint=writer.ending if writer else "it is tried again")
+        return RetryableError(what, code=NOT_READY, hint=writer.ending if writer else "wait until it can be made")
 
     def _publish(self, connection: psycopg.Connection[Any], tables: Mapping[str, Table]) -> None:
         published, failed = self._publisher.publish(connection, tables, slots.server(connection))

@@ -98,7 +98,7 @@ def _waits(connection: psycopg.Connection[Any], position: LogPosition) -> str:
 # -- tables ----------------------------------------------------------------------------------------------------------
 
 _HELD = {
-    "": "the targets hold its rows as they were before it failed",
+    "": "the targets hold what they did before it failed",
     "part": "the targets hold part of its copy, and are cleared next",
     "clearing": "its copy is not complete; the targets are being cleared",
     "cleared": "its copy was not complete; the targets are cleared, and hold no rows",
@@ -133,7 +133,7 @@ def _state(table: TableProgress, copies: bool) -> TableState:
 
 def _note(table: TableProgress) -> str:
     notes = []
-    if isinstance(table, Failed) and (table.rows or table.remains):
+    if isinstance(table, Failed) and (table.rows or table.remains or table.copies > 1):
         notes.append(_HELD[table.remains])
     if isinstance(table, Waiting) and table.until_xid:
         notes.append(f"waits until every transaction before {table.until_xid} has ended")

@@ -130,7 +130,7 @@ def _made(config: PostgresConfig, connecting: Callable[[str], T]) -> T:
                 raise RetryableError(
                     f"PostgreSQL does not accept connections yet: {text}",
                     code=NOT_READY,
-                    hint="it is starting up, recovering or shutting down; the connection is tried again",
+                    hint="it is starting up, recovering or shutting down: wait until that is over",
                 ) from error
             if last or answer != Ping.OK:  # it may have become ready in between
                 raise

@@ -719,7 +719,11 @@ def test_only_its_user_can_read_a_state_directory(build: Any, tmp_path: Path) ->
         os.umask(before)
     assert running.error is None
     state = tmp_path / "state"
-    assert stat.S_IMODE(state.stat().st_mode) == 0o700
+    directories = [state, *(path for path in state.rglob("*") if path.is_dir())]
+    assert {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in directories} == {
+        path.name: "0o700" for path in directories
+    }
+    assert "journal" in {path.name for path in directories}
     files = [path for path in state.rglob("*") if path.is_file()]
     assert {"status.json", "pipeline.json", "lock", "tail"} <= {path.name for path in files}
     assert {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in files} == {p.name: "0o600" for p in files}

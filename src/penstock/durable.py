@@ -37,7 +37,10 @@ def make_directory(path: Path, *, private: bool = False) -> None:
     with disk_errors(path):
         missing = [p for p in (path, *path.parents) if not p.exists()]
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            # Between a private directory and this one nobody else has anything to look for.
+            within = private and missing[1:] and not missing[-1].parent.stat().st_mode & 0o077
+            for absent in reversed(missing[1:]):
+                absent.mkdir(mode=0o700 if within else 0o777, exist_ok=True)
             path.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
         except FileExistsError as error:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename) from error

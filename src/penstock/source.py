@@ -223,6 +223,9 @@ class SourceContext:
     state_dir: Path | None = None
     """On the driver: a directory of the source's own, inside the pipeline's state directory. The source makes it."""
 
+    pipeline: str = field(default="", kw_only=True)
+    """On the driver: the pipeline's name."""
+
     produces: tuple[ProducerConfig, ...] = ()
     """On the driver: the topics that the routes give this source."""
 

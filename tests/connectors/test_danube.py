@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from danube_source import FAST, TOPIC, Streaming, acked, source, subscribed
 from penstock.connectors.danube import Danube, DanubeSink, room, session
 from penstock.connectors.danube.message import envelope
 from penstock.connectors.danube.sink import DanubeSinkConfig
@@ -29,9 +30,6 @@ from penstock.testing.danube.clients import PlainConsumer, PlainProducer
 from penstock.testing.processes import wait_until
 
 pytestmark = pytest.mark.xdist_group("danube")
-
-FAST = {"heartbeat_ms": 20, "base_redelivery_delay_ms": 20, "max_redelivery_delay_ms": 200, "cursor_flush_ms": 50}
-TOPIC = "/default/events"
 
 
 @pytest.fixture(autouse=True)
@@ -65,48 +63,6 @@ def topic(shared: DanubeBroker, request: pytest.FixtureRequest) -> str:
     name = f"/default/{request.node.name[:60].replace('[', '-').replace(']', '')}"
     shared.tell("create", topic=name)
     return name
-
-
-def source(broker: DanubeBroker, topic: str = TOPIC, **options: Any) -> Danube:
-    return Danube(DanubeSourceConfig(url=broker.url, topics=[topic], subscription="penstock", **options))
-
-
-def subscribed(broker: DanubeBroker, topic: str, name: str = "penstock") -> None:
-    """Wait until the source listens: what is sent before its subscription exists, it never sees."""
-    wait_until(lambda: broker.subscription(topic, name).get("consumers"), "the subscription")
-
-
-class Streaming:
-    """A source that runs, and what it sent."""
-
-    def __init__(self, broker: DanubeBroker, source: Danube, *topics: str) -> None:
-        self.sender = RecordingSender()
-        self.source = source
-        self._broker = broker
-        self._topics = topics
-
-    def __enter__(self) -> Streaming:
-        self.source.open()
-        self._context = self.sender.streaming(self.source)
-        self._context.__enter__()
-        for topic in self._topics:
-            subscribed(self._broker, topic)
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._context.__exit__(*(exception or (None, None, None)))
-        self.source.close()
-
-    def wait(self, count: int, durable: bool = False) -> list[bytes]:
-        """The payloads once there are so many; with `durable` each is safe as it comes, so that the broker goes on."""
-
-        def arrived() -> Any:
-            if durable:
-                self.sender.make_durable()
-            return self.sender.count >= count or self.sender.failed
-
-        wait_until(arrived, f"{count} messages")
-        return [payload for rows in self.sender.rows.values() for payload in rows]
 
 
 class TestDanube(SourceContract):
@@ -190,7 +146,7 @@ def test_nothing_is_acknowledged_before_it_is_durable_and_the_window_holds_the_b
         assert run.sender.count == 10, "the broker hands out ten, and then waits"
         assert shared.subscription(topic, "penstock")["acknowledged"] == 0
         wait_until(lambda: run.sender.make_durable() or run.sender.count >= 25, "all")
-        wait_until(lambda: run.sender.make_durable() or _acked(shared, topic) == 25, "their acknowledgement")
+        wait_until(lambda: run.sender.make_durable() or acked(shared, topic) == 25, "their acknowledgement")
     assert run.sender.rows[topic] == [str(number).encode() for number in range(25)]
 
 
@@ -205,7 +161,7 @@ def test_a_late_acknowledgement_brings_the_message_again_with_the_same_identity(
             producer.send(b"slow")
         wait_until(lambda: len(keys) >= 2, "the redelivery")
         assert len(set(keys)) == 1
-        wait_until(lambda: run.sender.make_durable() or _acked(own, TOPIC) == 1, "the acknowledgement")
+        wait_until(lambda: run.sender.make_durable() or acked(own, TOPIC) == 1, "the acknowledgement")
 
 
 @pytest.mark.usefixtures("patient")
@@ -224,9 +180,9 @@ def test_an_acknowledgement_of_an_earlier_life_of_the_broker_is_never_sent(own: 
         waiting = run.sender._waiting
         waiting[0]()  # only the first is durable, now
         wait_until(lambda: run.source.metrics().custom["reconnects_total"] >= 1, "the reconnect")
-        assert _acked(own, TOPIC) == 0
+        assert acked(own, TOPIC) == 0
         run.sender.make_durable()
-        wait_until(lambda: _acked(own, TOPIC) == 1, "the acknowledgement of the second")
+        wait_until(lambda: acked(own, TOPIC) == 1, "the acknowledgement of the second")
     assert run.sender.rows[TOPIC] == [b"before", b"after"]
 
 
@@ -258,7 +214,7 @@ def test_a_cursor_that_outlived_its_log_holds_messages_back_at_the_broker(own: D
             for number in range(5):
                 producer.send(str(number).encode())
         run.wait(5, durable=True)
-        wait_until(lambda: run.sender.make_durable() or _acked(own, TOPIC) == 5, "their acknowledgement")
+        wait_until(lambda: run.sender.make_durable() or acked(own, TOPIC) == 5, "their acknowledgement")
         own.restart()
         subscribed(own, TOPIC)
         with PlainProducer(own.url, TOPIC) as producer:
@@ -352,7 +308,7 @@ def test_key_filters_choose_the_messages(shared: DanubeBroker, topic: str) -> No
         for key in ("eu-1", "us-1", "eu-2"):
             producer.send(key.encode(), key=key)
         assert sorted(run.wait(2)) == [b"eu-1", b"eu-2"]
-        wait_until(lambda: run.sender.make_durable() or _acked(shared, topic) == 2, "their acknowledgement")
+        wait_until(lambda: run.sender.make_durable() or acked(shared, topic) == 2, "their acknowledgement")
 
 
 def test_a_failover_consumer_takes_over_what_the_first_left(shared: DanubeBroker, topic: str) -> None:
@@ -449,7 +405,7 @@ def test_a_source_that_is_held_back_leaves_before_its_messages_are_given_up(
         assert own.subscription(TOPIC, "penstock")["attempts"] == tries, "nothing goes to who is not there"
         own.tell("set", ack_timeout_ms=60_000)
         monkeypatch.setattr(room, "HELD_SECS", 600.0)
-        wait_until(lambda: run.sender.make_durable() or _acked(own, TOPIC) == 20, "all of them")
+        wait_until(lambda: run.sender.make_durable() or acked(own, TOPIC) == 20, "all of them")
         assert run.source.health_check().state is HealthState.HEALTHY
     assert {int(payload) for payload in run.sender.rows[TOPIC]} == set(range(20))
 
@@ -472,7 +428,7 @@ def test_an_acknowledgement_that_fails_is_tried_again(own: DanubeBroker) -> None
     with Streaming(own, source(own), TOPIC) as run, PlainProducer(own.url, TOPIC) as producer:
         producer.send(b"one")
         run.wait(1)
-        wait_until(lambda: run.sender.make_durable() or _acked(own, TOPIC) == 1, "its acknowledgement")
+        wait_until(lambda: run.sender.make_durable() or acked(own, TOPIC) == 1, "its acknowledgement")
         assert own.subscription(TOPIC, "penstock")["attempts"] == {"0": 1}, "it did not have to come again"
 
 
@@ -554,7 +510,3 @@ def test_a_process_forked_beside_a_client_lives(shared: DanubeBroker, topic: str
             os._exit(7)
         _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 7
-
-
-def _acked(broker: DanubeBroker, topic: str) -> int:
-    return int(broker.subscription(topic, "penstock").get("acknowledged", 0))

@@ -41,8 +41,8 @@ def stream_of(partition: str) -> str:
     return stem if stem and number.isdigit() else partition
 
 
-def envelope(message: Any, frame: bytes = b"") -> SourceEnvelope:
-    """The message as it is journaled."""
+def envelope(message: Any, frame: bytes = b"", stream: str | None = None) -> SourceEnvelope:
+    """The message as it is journaled; `stream` is the topic that the source was told, which may be one partition only."""
     place = message.msg_id
     attributes = {name: value for name, value in message.attributes.items() if name not in BESIDE}
     attributes[PRODUCER], attributes[PARTITION] = message.producer_name, place.topic_name
@@ -53,7 +53,7 @@ def envelope(message: Any, frame: bytes = b"") -> SourceEnvelope:
     if published > LAST_MS:
         attributes[PUBLISHED], published = str(published), time.time_ns() // 1_000_000
     record = SourceRecord(
-        stream_of(place.topic_name),
+        stream or stream_of(place.topic_name),
         frame + message.payload,
         message.routing_key.encode() if message.HasField("routing_key") else None,
         attributes,

@@ -24,6 +24,7 @@ from penstock.schema.registry.danube_client import (
     failure,
     fnv1a,
     grpc,
+    partitions_of,
     services,
 )
 
@@ -188,7 +189,7 @@ class Producers:
                 request = api.TopicLookupRequest(request_id=next(self._numbers), topic=base)
                 discovery = services.DiscoveryStub(self._channel(self._config.url))
                 answer = await discovery.TopicPartitions(request, **self._with())
-                for topic in parts.missing(base, self._partitions, answer.partitions):
+                for topic in parts.missing(base, self._partitions, partitions_of(base, answer.partitions)):
                     await self._make(topic, binding)
                 self._whole.add(base)
         return await self._create(message.topic, binding)
@@ -248,12 +249,18 @@ class Producers:
 
 
 def _failure(error: Any, topic: str, config: DanubeConfig) -> ConnectorError:
-    """As for every call; but a message that the topic's policy refuses will be refused again."""
+    """
+    As for every call; but a message that the topic's policy refuses will be refused again.
+
+    A topic that has gone to another broker and a log that cannot be written are told by the same code.
+    """
     code, details = error.code(), error.details() or ""
-    if code is grpc.StatusCode.PERMISSION_DENIED and "publish" in details and "draining" not in details:
+    if code is grpc.StatusCode.PERMISSION_DENIED and "to publish" in details:
+        if not any(words in details.lower() for words in ("schema", "validation")):
+            return RetryableError(f"{topic}: the broker takes no message now: {details[:300]}", code="PEN-2001")
         hint = "the topic enforces a schema: set `schema_subject` to its subject, or change the topic's policy"
         return ConfigError(f"{topic}: the broker refuses a message: {details[:300]}", code="PEN-1016", hint=hint)
-    if any(words in details for words in ("larger than max", "too large")):
+    if any(words in details for words in ("larger than max", "too large", "exceeds maximum")):
         hint = "set `max_message_bytes` to the broker's own limit: a row above it becomes a bad row"
         return DataError(f"{topic}: the broker does not take a message of that size: {details[:300]}", hint=hint)
     return failure(error, topic, config)

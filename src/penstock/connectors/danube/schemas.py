@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 from penstock.errors import DataError
@@ -13,6 +14,36 @@ from penstock.schema.registry.danube_client import DanubeConfig
 
 class Refused(Exception):
     """A message that is not taken, and why."""
+
+
+FORGOTTEN_SECS = 180.0
+"""A broker tries a message again within a minute, and hands out nothing new beside one that blocks its partition."""
+
+
+class Refusals:
+    """What was handed back, for health: until it is taken after all, or its partition is seen to go on."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[int, float, str]] = {}
+
+    def add(self, place: Any, reason: str) -> str:
+        """A message that is handed back, in words."""
+        said = f"{place.topic_name}@{place.topic_offset}: {reason}"
+        self._last[place.topic_name] = place.topic_offset, time.monotonic(), said
+        return said
+
+    def taken(self, place: Any) -> None:
+        """A message that is not."""
+        if known := self._last.get(place.topic_name):
+            offset, at, _ = known
+            if place.topic_offset == offset or time.monotonic() - at > FORGOTTEN_SECS:
+                del self._last[place.topic_name]
+
+    @property
+    def last(self) -> str:
+        """The one that health tells of; empty: there is none."""
+        newest = max([*self._last.values()], key=lambda each: each[1], default=None)
+        return newest[2] if newest else ""
 
 
 class Schemas:

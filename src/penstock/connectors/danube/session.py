@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import random
+import secrets
 import time
 from collections import deque
 from collections.abc import Coroutine
@@ -15,7 +17,7 @@ from typing import Any
 from penstock.connectors.danube.message import envelope
 from penstock.connectors.danube.partitions import has_gap
 from penstock.connectors.danube.room import HELD, Room
-from penstock.connectors.danube.schemas import Refused, Schemas
+from penstock.connectors.danube.schemas import Refusals, Refused, Schemas
 from penstock.errors import ConnectorError, RetryableError
 from penstock.schema.registry.danube_client import (
     DanubeConfig,
@@ -25,12 +27,17 @@ from penstock.schema.registry.danube_client import (
     current,
     failure,
     grpc,
+    partitions_of,
     services,
 )
 from penstock.source import ConnectorMetrics, HealthStatus, Sender
 
 logger = logging.getLogger("penstock.danube")
 
+KEY_SHARED = 3
+"""The type of subscription whose consumers do not keep their name: see `Names`."""
+KNOWN_SECS = 2.0
+"""So long a broker surely knows a consumer of `key_shared` that is away."""
 TRIES = 5
 """So many tries in a row at one partition, and the runtime learns of it: it counts them, and stops in the end."""
 LOOK_SECS = 15.0
@@ -99,6 +106,36 @@ class Session:
     acking: set[asyncio.Task[None]] = field(default_factory=set)
 
 
+class Names:
+    """
+    What the consumer of a partition is called: always the same, so that a later one takes the place of an earlier one.
+
+    But with `key_shared` a broker (0.15.1) forgets who is away for three seconds, counts what was on its way there as
+    delivered, and delivers nothing to a later consumer of that name. So a name is used again only right after its stream broke.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._known: dict[str, tuple[str, float]] = {}  # a name, and since when nobody has it
+
+    def of(self, partition: str) -> str:
+        own = self._settings
+        if own.kind != KEY_SHARED:
+            return own.consumer
+        name, since = self._known.get(partition, ("", -math.inf))
+        return name if time.monotonic() - since < KNOWN_SECS else self._new(partition)
+
+    def left(self, partition: str) -> None:
+        """Its stream broke."""
+        if known := self._known.get(partition):
+            self._known[partition] = known[0], time.monotonic()
+
+    def _new(self, partition: str) -> str:
+        name = f"{self._settings.consumer}-{secrets.token_hex(4)}"
+        self._known[partition] = name, -math.inf
+        return name
+
+
 @dataclass
 class Listener:
     """Receives from all partitions until the sender stops, and acknowledges what is durable."""
@@ -108,7 +145,9 @@ class Listener:
 
     def __post_init__(self) -> None:
         self._states: dict[str, str] = {}  # per partition why it is not connected; empty: it is
-        self._last_refusal = ""
+        self._streams: dict[str, str] = {}  # of each partition the topic that was asked for
+        self._refusals = Refusals()
+        self._names = Names(self.settings)
         self._numbers = itertools.count(1)
 
     # -- the loop ------------------------------------------------------------------------------------------------
@@ -168,8 +207,8 @@ class Listener:
         if down:
             partition, why = next(iter(down.items()))
             return HealthStatus.degraded(f"{len(down)} of {len(states)} are not connected: {partition}: {why}")
-        if self._last_refusal:
-            return HealthStatus.degraded(f"{self.counts.refused} messages were refused, the last: {self._last_refusal}")
+        if last := self._refusals.last:
+            return HealthStatus.degraded(f"{self.counts.refused} deliveries were refused, the last: {last}")
         return HealthStatus.healthy()
 
     async def _look(self) -> None:
@@ -190,8 +229,10 @@ class Listener:
             for topic in self.settings.topics:
                 request = api.TopicLookupRequest(request_id=next(self._numbers), topic=topic)
                 answer = await services.DiscoveryStub(link).TopicPartitions(request, **self._with())
-                self._incomplete |= has_gap(topic, answer.partitions)
-                found += answer.partitions or [topic]
+                partitions = partitions_of(topic, answer.partitions) or [topic]
+                self._incomplete |= has_gap(topic, partitions)
+                self._streams |= dict.fromkeys(partitions, topic)
+                found += partitions
         except grpc.RpcError as error:
             topics = ", ".join(self.settings.topics)
             broken = failure(error, f"the partitions of {topics} cannot be listed", self.settings.config)
@@ -256,6 +297,7 @@ class Listener:
             # another message, which nobody has written down.
             session.alive = False
             self._sessions.discard(session)
+            self._names.left(partition)
             for task in (watching, *session.acking):
                 task.cancel()
             self._closing.add(asyncio.ensure_future(session.channel.close()))
@@ -268,7 +310,7 @@ class Listener:
         request = api.ConsumerRequest(
             request_id=next(self._numbers),
             topic_name=partition,
-            consumer_name=own.consumer,
+            consumer_name=self._names.of(partition),
             subscription=own.subscription,
             subscription_type=own.kind,
             key_filters=own.filters,
@@ -325,6 +367,7 @@ class Listener:
             except Refused as refused:
                 await self._refuse(session, message, str(refused))
                 return
+        self._refusals.taken(message.msg_id)
         while (self._no_room or self._sender.full) and not self._sender.stopped:
             if self._room.held:
                 return  # with the session; it comes again
@@ -339,7 +382,7 @@ class Listener:
             await asyncio.sleep(GATHER_SECS)
             self._arrived.clear()
             taken, self._waiting = self._waiting, []
-            envelopes = [envelope(message, frame) for _, message, frame in taken]
+            envelopes = [envelope(one, frame, self._streams[session.partition]) for session, one, frame in taken]
             places = [(session, message.msg_id) for session, message, _ in taken]
             room = self._room
             room.enter(places)
@@ -382,8 +425,7 @@ class Listener:
     async def _refuse(self, session: Session, message: Any, reason: str) -> None:
         """Hand it back with the reason: the broker's own policy says what becomes of it."""
         self.counts.refused += 1
-        self._last_refusal = f"{message.msg_id.topic_name}@{message.msg_id.topic_offset}: {reason}"
-        logger.warning("refused %s", self._last_refusal)
+        logger.warning("refused %s", self._refusals.add(message.msg_id, reason))
         request = api.NackRequest(
             request_id=next(self._numbers),
             msg_id=message.msg_id,

@@ -9,7 +9,8 @@ from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
 from penstock.connectors.danube import partitions
 from penstock.connectors.danube.loop import submit
-from penstock.connectors.danube.session import Listener, Settings
+from penstock.connectors.danube.message import stream_of
+from penstock.connectors.danube.session import KEY_SHARED, Listener, Settings
 from penstock.errors import ConfigError
 from penstock.schema.registry.danube_client import Calls, DanubeConfig, first
 from penstock.source import (
@@ -39,8 +40,8 @@ class DanubeSourceConfig(DanubeConfig):
     key_filters: list[str] = Field(default=[])
     """With `key_shared`: the routing keys to get, with `*` and `?`; none: all. What no consumer wants, the broker skips."""
 
-    consumer_name: Annotated[str, Field(min_length=1)] = "penstock"
-    """Name of this consumer. Of two with one name the later takes over; with the other types each needs its own."""
+    consumer_name: str | None = Field(default=None, min_length=1)
+    """Name of this consumer, by default the pipeline's. Of two with one name the later takes over; otherwise see the page."""
 
     create_topics: bool = False
     """Make a topic that is not there, reliable and with `partitions`; otherwise that is an error."""
@@ -62,6 +63,8 @@ class DanubeSourceConfig(DanubeConfig):
                 raise ValueError(f"{topic!r} is not of the form /namespace/name")
         if len(set(topics)) < len(topics):
             raise ValueError("a topic is named twice")
+        if twice := [topic for topic in topics if stream_of(topic) != topic and stream_of(topic) in topics]:
+            raise ValueError(f"{twice[0]!r} is a partition of a topic that is named too")
         return topics
 
     @model_validator(mode="after")
@@ -107,7 +110,7 @@ class Danube(StreamingSource[DanubeSourceConfig]):
                     continue
                 for name in partitions.missing(topic, self.config.partitions, found):
                     first(lambda: calls.create(name, reliable=True))  # noqa: B023 - called at once
-        self._listener = Listener(self._settings())
+        self._listener = Listener(self._settings(context.pipeline))
 
     def close(self) -> None:
         self._listener = None
@@ -136,15 +139,15 @@ class Danube(StreamingSource[DanubeSourceConfig]):
     def metrics(self) -> ConnectorMetrics:
         return self._listener.counts.metrics() if self._listener is not None else ConnectorMetrics()
 
-    def _settings(self) -> Settings:
-        kinds: dict[str, Any] = {"exclusive": 0, "shared": 1, "failover": 2, "key_shared": 3}
+    def _settings(self, pipeline: str) -> Settings:
+        kinds: dict[str, Any] = {"exclusive": 0, "shared": 1, "failover": 2, "key_shared": KEY_SHARED}
         own = self.config
         return Settings(
             config=own,
             topics=tuple(own.topics),
             subscription=own.subscription,
             kind=kinds[own.subscription_type],
-            consumer=own.consumer_name,
+            consumer=own.consumer_name or pipeline or "penstock",
             filters=tuple(own.key_filters),
             subject=own.expected_schema_subject,
             frames=own.schema_frame,

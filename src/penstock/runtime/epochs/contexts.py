@@ -55,7 +55,12 @@ class Contexts:
         held, refused = partial(self.copies.held, name), partial(self._refused, name)
         newest = self._state.newest
         return SourceContext(
-            self._sources / name, produces, held, refused, parallelism=newest.parallelism if newest else 1
+            self._sources / name,
+            produces,
+            held,
+            refused,
+            parallelism=newest.parallelism if newest else 1,
+            pipeline=self._state.pipeline,
         )
 
     def _refused(self, source: str, stream: str, payloads: Sequence[bytes]) -> Failed | None:

@@ -9,8 +9,9 @@ import os
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import itertools
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -41,6 +42,7 @@ __all__ = [
     "first",
     "fnv1a",
     "grpc",
+    "partitions_of",
     "schemas",
     "services",
 ]
@@ -151,8 +153,8 @@ def current(config: DanubeConfig, place: Place | None = None) -> list[tuple[str,
 
 _TOKEN_HINT = "check `token` and the rights of its principal; a token in a file is read again for each call"
 _TAKEN_HINT = (
-    "another consumer has the subscription, or it is of another type: stop that one, use another `subscription`, or the same "
-    "`subscription_type` if it is to be shared"
+    "another consumer has the subscription: stop that one, and if it is gone, take its place by its name in `consumer_name`, "
+    "which the broker keeps until it is restarted; or use another `subscription`, or share it by `subscription_type`"
 )
 _HINTS = {
     "served by another broker": "a standalone broker does not serve its topics again after a restart: make them again, or run a "
@@ -249,7 +251,7 @@ class Calls:
         """The partitions of a topic, itself if it has none; empty: there is no such topic."""
         request = api.TopicLookupRequest(request_id=next(self._numbers), topic=topic)
         answer = self._call(services.DiscoveryStub, "TopicPartitions", request, f"the topic {topic}")
-        return sorted(answer.partitions, key=_number)
+        return partitions_of(topic, answer.partitions)
 
     def create(self, topic: str, reliable: bool) -> None:
         """Make a topic: a producer may."""
@@ -307,6 +309,12 @@ def fnv1a(key: str) -> int:
     for byte in key.encode():
         found = (found ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
     return found
+
+
+def partitions_of(topic: str, answer: Iterable[str]) -> list[str]:
+    """What of a broker's answer is of the topic: it answers with every topic whose name begins as this one's does."""
+    own = re.compile(re.escape(topic) + r"(-part-\d+)?")
+    return sorted(filter(own.fullmatch, answer), key=_number)
 
 
 def _number(partition: str) -> tuple[str, int]:

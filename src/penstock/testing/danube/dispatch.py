@@ -16,6 +16,9 @@ from penstock.testing.danube.options import Options
 
 EXCLUSIVE, SHARED, FAILOVER, KEY_SHARED = range(4)
 
+EVICTED_BEATS = 6
+"""So many beats without a stream, and a consumer of KEY_SHARED is forgotten."""
+
 
 class Consumer:
     """One consumer: its messages wait in a queue, which outlives its stream."""
@@ -25,13 +28,19 @@ class Consumer:
         self.name = name
         self.filters = filters
         self.active = True
+        self.away = 0
+        """Beats without a stream; of KEY_SHARED only."""
         self.queue: asyncio.Queue[StreamMessage] = asyncio.Queue()
         self.session = 0
         """Counts streams: an earlier one ends when a later one begins."""
         self.taken_over = asyncio.Event()
 
+    @property
+    def is_evicted(self) -> bool:
+        return self.away >= EVICTED_BEATS
+
     def wants(self, key: str) -> bool:
-        return not self.filters or any(fnmatchcase(key, each) for each in self.filters)
+        return not self.is_evicted and (not self.filters or any(fnmatchcase(key, each) for each in self.filters))
 
     def take_over(self) -> int:
         self.taken_over.set()
@@ -74,7 +83,7 @@ class Subscription:
     """For tests: how often each offset was handed out."""
     acknowledged: int = 0
     nacks: list[str] = field(default_factory=list)
-    _poisoned: set[int] = field(default_factory=set)
+    poisoned: set[int] = field(default_factory=set)
     _saved_at: float = field(default_factory=time.monotonic)
     _turn: int = 0
 
@@ -86,7 +95,7 @@ class Subscription:
 
     def retry_now(self, consumer: Consumer) -> None:
         """A consumer left or came back: what it did not acknowledge goes out again at once."""
-        for delivery in self.in_flight.values():
+        for delivery in self.in_flight.values() if self.kind != KEY_SHARED else ():
             if delivery.state != "poisoned" and (self.kind == EXCLUSIVE or delivery.consumer in (0, consumer.id)):
                 delivery.state, delivery.until, delivery.consumer = "waiting", 0.0, 0
         self.pump()
@@ -107,8 +116,15 @@ class Subscription:
         self.pump()
 
     def beat(self) -> None:
-        """Twice a second: late acknowledgements, messages that are due again."""
+        """Twice a second: late acknowledgements, messages that are due again, consumers that are gone."""
         now = time.monotonic()
+        for consumer in self.consumers if self.kind == KEY_SHARED else ():
+            if not consumer.active and not consumer.is_evicted:
+                consumer.away += 1
+                if consumer.is_evicted:
+                    self._evict(consumer)
+            elif consumer.active and not consumer.is_evicted:
+                consumer.away = 0
         for delivery in self.in_flight.values():
             if delivery.state == "sent" and now >= delivery.until:
                 self._fail(delivery, "ack timeout", 0)
@@ -117,7 +133,7 @@ class Subscription:
     def pump(self) -> None:
         """Hand out what may be handed out now: what is due again, and what is new."""
         if self.options.poison_policy != "block":
-            for offset in sorted(self._poisoned):
+            for offset in sorted(self.poisoned):
                 if self.options.poison_policy == "dead_letter":
                     self.dead_letter(self.in_flight[offset])
                 self._done(offset)
@@ -129,10 +145,11 @@ class Subscription:
 
     def advance(self) -> None:
         """Hand out what is new, as far as the window allows."""
-        while not self._poisoned and self.next < len(self.log) and len(self.in_flight) < self.options.max_unacked:
+        while not self.poisoned and self.next < len(self.log) and len(self.in_flight) < self.options.max_unacked:
             message = self.log[self.next]
             key = _key(message)
-            if self.kind == KEY_SHARED and self.consumers and not any(each.wants(key) for each in self.consumers):
+            known = [each for each in self.consumers if not each.is_evicted]
+            if self.kind == KEY_SHARED and known and not any(each.wants(key) for each in known):
                 self.next += 1
                 self._done(self.next - 1)  # nobody asked for this key
                 continue
@@ -143,6 +160,11 @@ class Subscription:
             self.in_flight[self.next] = delivery = Delivery(message)
             self.next += 1
             self._send(delivery)
+
+    def _evict(self, consumer: Consumer) -> None:
+        """What was on its way there counts as delivered, and who comes later under its name gets nothing: as the real one."""
+        for offset in [offset for offset, each in self.in_flight.items() if each.consumer == consumer.id]:
+            self._done(offset)
 
     def flush(self) -> None:
         self.save_cursor(self.cursor)
@@ -167,13 +189,14 @@ class Subscription:
         if self.kind == SHARED and able:
             self._turn += 1
             return able[self._turn % len(able)]
-        return able[0] if able else None
+        first = self.consumers[:1]  # also of FAILOVER: nobody takes the place of one that is gone
+        return first[0] if first and first[0].active else None
 
     def _fail(self, delivery: Delivery, reason: str, delay_ms: int) -> None:
         delivery.reason, delivery.consumer = reason, 0
         if delivery.attempt > self.options.max_redelivery_count:
             delivery.state = "poisoned"
-            self._poisoned.add(delivery.message.msg_id.topic_offset)
+            self.poisoned.add(delivery.message.msg_id.topic_offset)
             return
         own = self.options.base_redelivery_delay_ms << min(30, max(1, delivery.attempt) - 1)
         delay = min(max(own, delay_ms), self.options.max_redelivery_delay_ms)
@@ -181,7 +204,7 @@ class Subscription:
 
     def _done(self, offset: int) -> None:
         self.in_flight.pop(offset, None)
-        self._poisoned.discard(offset)
+        self.poisoned.discard(offset)
         self.acked.add(offset)
         while self.cursor + 1 in self.acked:
             self.cursor += 1

@@ -184,9 +184,18 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self.calls: dict[str, int] = {}
         self._failing: dict[str, list[dict[str, Any]]] = {}
 
-    def fail(self, method: str, code: str, times: int = 1, after: int = 0, done: bool = False) -> None:
+    def fail(
+        self,
+        method: str,
+        code: str,
+        times: int = 1,
+        after: int = 0,
+        done: bool = False,
+        what: str = "a test asked for it",
+    ) -> None:
         """Let the next calls of a method fail, after so many good ones; with `done` the call is carried out before."""
-        self._failing.setdefault(method, []).append({"code": code, "times": times, "after": after, "done": done})
+        fault = {"code": code, "times": times, "after": after, "done": done, "what": what}
+        self._failing.setdefault(method, []).append(fault)
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         method = details.method.rpartition("/")[2]
@@ -211,7 +220,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         fault["times"] -= 1
         if fault["times"] == 0:
             waiting.pop(0)
-        return _refusing(method, Code[fault["code"]], "a test asked for it", handler if fault["done"] else None)
+        return _refusing(method, Code[fault["code"]], fault["what"], handler if fault["done"] else None)
 
 
 def _refusing(method: str, code: Any, what: str, handler: Any = None) -> Any:

@@ -125,10 +125,10 @@ class Topics:
         return self._metadata.topics[name]
 
     def partitions(self, name: str) -> list[str]:
+        """As the real one answers: itself, or else whatever has a name that begins so."""
         if name in self._metadata.topics:
             return [name]
-        part = re.compile(re.escape(name) + r"-part-\d+")
-        return sorted(each for each in self._metadata.topics if part.fullmatch(each))
+        return sorted(each for each in self._metadata.topics if each.startswith(name))
 
     def producer(self, topic: Topic, name: str) -> int:
         for number, known in topic.producers.items():
@@ -178,6 +178,8 @@ class Topics:
                         "in_flight": sorted(each.in_flight),
                         "attempts": {str(offset): count for offset, count in each.attempts.items()},
                         "nacks": each.nacks,
+                        "poisoned": sorted(each.poisoned),
+                        "evicted": [one.name for one in each.consumers if one.is_evicted],
                         "consumers": {one.name: one.active for one in each.consumers},
                     }
                     for each in topic.subscriptions.values()

@@ -1,0 +1,305 @@
+"""Who gets which messages of a Danube broker: names, partitions, kinds of subscriptions, refusals, odd contents."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from danube_source import FAST, TOPIC, Streaming, acked, source, subscribed
+from penstock.connectors.danube import DanubeSink, room, schemas, session
+from penstock.connectors.danube.sink import DanubeSinkConfig
+from penstock.connectors.danube.source import DanubeSourceConfig
+from penstock.errors import ConfigError, DataError, RetryableError
+from penstock.formats import WireSchema
+from penstock.schema.registry.danube import DanubeRegistry, unpacked
+from penstock.schema.registry.danube_client import DanubeConfig
+from penstock.sink import Epoch, Task
+from penstock.source import HealthState, SourceContext
+from penstock.testing import RecordingSender
+from penstock.testing.danube import DanubeBroker
+from penstock.testing.danube.clients import PlainConsumer, PlainProducer
+from penstock.testing.processes import wait_until
+
+pytestmark = pytest.mark.xdist_group("danube")
+
+
+@pytest.fixture(autouse=True)
+def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These senders never make the last messages durable: there is nothing to wait for."""
+    monkeypatch.setattr(session, "SETTLE_SECS", 0.1)
+    monkeypatch.setattr(room, "HELD_SECS", 600.0)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[DanubeBroker]:
+    with DanubeBroker(**FAST) as broker:
+        yield broker
+
+
+@pytest.fixture
+def own() -> Iterator[DanubeBroker]:
+    """One whose settings the test may change."""
+    with DanubeBroker(**FAST) as broker:
+        broker.tell("create", topic=TOPIC)
+        yield broker
+
+
+@pytest.fixture
+def topic(shared: DanubeBroker, request: pytest.FixtureRequest) -> str:
+    name = f"/default/{request.node.name[:60].replace('[', '-').replace(']', '')}"
+    shared.tell("create", topic=name)
+    return name
+
+
+def send(broker: DanubeBroker, rows: pa.RecordBatch, *, number: int = 1, **options: Any) -> None:
+    sink = DanubeSink(DanubeSinkConfig(url=broker.url, **options))
+    epoch = Epoch("orders", "incarnation", number)
+    sink.open()
+    sink.begin_epoch(epoch, Task(0))
+    try:
+        sink.write_batch("/shop/orders", rows)
+        sink.pre_commit(epoch)
+    finally:
+        sink.close()
+
+
+def consumers(broker: DanubeBroker, topic: str) -> dict[str, bool]:
+    return dict(broker.subscription(topic, "penstock").get("consumers", {}))
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_topic_whose_name_begins_alike_is_another_topic(shared: DanubeBroker, topic: str) -> None:
+    """A broker that has no such topic answers with all whose names begin so."""
+    begun = topic[:-3]
+    for part in range(2):
+        shared.tell("create", topic=f"{begun}-part-{part}")
+    with Streaming(shared, source(shared, begun), f"{begun}-part-0", f"{begun}-part-1"):
+        assert not consumers(shared, topic)
+    assert not shared.subscription(topic, "penstock")
+    with pytest.raises(ConfigError, match="no topic"):
+        source(shared, topic[:-4]).open()
+    send(shared, pa.record_batch({"id": [1]}), topic=topic[:-5])
+    assert [message.payload for message in shared.messages(topic[:-5])] == [b'{"id":1}']
+
+
+def test_one_partition_is_read_by_itself_under_its_own_name(shared: DanubeBroker, topic: str) -> None:
+    part = f"{topic}-part-1"
+    shared.tell("create", topic=part)
+    with Streaming(shared, source(shared, part), part) as run, PlainProducer(shared.url, part) as producer:
+        producer.send(b"one")
+        run.wait(1)
+    assert run.sender.rows == {part: [b"one"]}, "the stream that `schema` promises"
+    with pytest.raises(ValueError, match="is a partition of"):
+        DanubeSourceConfig(url=shared.url, topics=[topic, part], subscription="s")
+
+
+def test_partitions_that_are_added_are_read(shared: DanubeBroker, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "LOOK_SECS", 0.05)
+    growing = f"{topic}-growing"
+    shared.tell("create", topic=f"{growing}-part-0")
+    with Streaming(shared, source(shared, growing), f"{growing}-part-0") as run:
+        shared.tell("create", topic=f"{growing}-part-1")
+        subscribed(shared, f"{growing}-part-1")
+        with PlainProducer(shared.url, f"{growing}-part-1") as producer:
+            producer.send(b"new")
+        run.wait(1)
+    assert run.sender.rows == {growing: [b"new"]}
+
+
+# -- kinds -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_exclusive_subscription_is_not_taken_by_another_pipeline(
+    shared: DanubeBroker, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "TRIES", 1)
+    first, second = source(shared, topic), source(shared, topic)
+    run = Streaming(shared, first, topic, context=SourceContext(pipeline="first"))
+    with run, PlainProducer(shared.url, topic) as producer:
+        sender = RecordingSender()
+        second.open(SourceContext(pipeline="second"))
+        with contextlib.suppress(RetryableError), sender.streaming(second):
+            wait_until(lambda: sender.failed, "its refusal")
+        assert isinstance(sender.failed, RetryableError)
+        assert "consumer_name" in sender.failed.hint
+        producer.send(b"mine")
+        assert run.wait(1) == [b"mine"]
+        assert consumers(shared, topic) == {"first": True}
+        assert first.metrics().custom["reconnects_total"] == 0
+    again = Streaming(shared, source(shared, topic), context=SourceContext(pipeline="first"))
+    with (
+        again,
+        PlainProducer(shared.url, topic) as producer,
+    ):  # it was not acknowledged, and comes to who takes its place
+        assert again.wait(1) == [b"mine"]
+
+
+def test_a_consumer_of_another_program_is_followed_under_its_name(shared: DanubeBroker, topic: str) -> None:
+    """As when a pipeline takes the place of a connector: an exclusive subscription stays with the name that had it first."""
+    with (
+        PlainConsumer(shared.url, topic, "penstock", name="connector") as before,
+        PlainProducer(shared.url, topic) as one,
+    ):
+        one.send(b"done")
+        one.send(b"left")
+        before.next()
+        before.next(ack=False)
+    with Streaming(shared, source(shared, topic, consumer_name="connector")) as run:
+        assert run.wait(1) == [b"left"]
+
+
+def test_with_key_shared_a_source_that_was_away_gets_messages_again(shared: DanubeBroker, topic: str) -> None:
+    """The broker forgets who is away for three seconds, and a later consumer of that name gets nothing."""
+    with PlainProducer(shared.url, topic) as producer:
+        for number, life in enumerate((b"one", b"two", b"three"), 1):
+            with Streaming(shared, source(shared, topic, subscription_type="key_shared")) as run:
+                wait_until(lambda: any(consumers(shared, topic).values()), "a consumer")
+                producer.send(life, key="k")
+                assert run.wait(1) == [life]
+                wait_until(lambda: run.sender.make_durable() or acked(shared, topic) == number, "the acknowledgement")  # noqa: B023
+            gone = shared.subscription(topic, "penstock")
+            wait_until(lambda: len(shared.subscription(topic, "penstock")["evicted"]) == number, str(gone))  # noqa: B023
+
+
+def test_with_key_shared_a_broken_stream_is_opened_under_the_same_name(shared: DanubeBroker, topic: str) -> None:
+    """What was on its way to a name that does not come back counts as delivered."""
+    with Streaming(shared, source(shared, topic, subscription_type="key_shared"), topic) as run:
+        name = list(consumers(shared, topic))
+        shared.tell("break")
+        wait_until(lambda: run.source.metrics().custom["reconnects_total"], "the reconnect")
+        wait_until(lambda: run.source.health_check().state is HealthState.HEALTHY, "health")
+        assert list(consumers(shared, topic)) == name
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+def registered(broker: DanubeBroker, *subjects: str) -> list[tuple[int, int]]:
+    registry = DanubeRegistry(DanubeConfig(url=broker.url))
+    found = [registry.register_schema(each, WireSchema("json_schema", '{"type": "object"}')).id for each in subjects]
+    registry.close()
+    return [unpacked(id) for id in found]
+
+
+def test_a_refused_message_that_blocks_its_partition_keeps_health_down(
+    own: DanubeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schemas, "FORGOTTEN_SECS", 0.0)
+    own.tell("set", max_redelivery_count=1)
+    (right,) = registered(own, "orders")
+    with Streaming(own, source(own, expected_schema_subject="orders"), TOPIC) as run:
+        with PlainProducer(own.url, TOPIC) as producer:
+            producer.send(b"bad")
+            wait_until(lambda: own.subscription(TOPIC, "penstock")["poisoned"], "the end of its deliveries")
+            producer.send(b"good", schema=right)
+        assert run.source.health_check().state is HealthState.DEGRADED
+        assert "no schema" in run.source.health_check().reason
+        own.tell("set", poison_policy="drop")
+        assert run.wait(1) == [b"good"]
+        wait_until(lambda: run.source.health_check().state is HealthState.HEALTHY, "health: the partition goes on")
+
+
+def test_a_message_that_is_taken_after_all_is_no_refusal_any_more(own: DanubeBroker) -> None:
+    with Streaming(own, source(own, expected_schema_subject="orders"), TOPIC) as run:
+        with PlainProducer(own.url, TOPIC) as producer:
+            producer.send(b"early", schema=(1, 1))
+        wait_until(lambda: run.source.health_check().state is HealthState.DEGRADED, "the refusal")
+        registered(own, "orders")
+        assert run.wait(1) == [b"early"]
+        wait_until(lambda: run.source.health_check().state is HealthState.HEALTHY, "health")
+
+
+# -- credentials -----------------------------------------------------------------------------------------------------
+
+
+def test_a_token_that_expires_in_mid_stream_is_said_and_its_successor_taken(
+    own: DanubeBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream stays open, and only acknowledgements are refused: the source must not sit there until messages are given up."""
+    monkeypatch.setattr(session, "LOOK_SECS", 0.1)
+    monkeypatch.setattr(session, "TRIES", 1000)
+    token = tmp_path / "token"
+    token.write_text("first")
+    own.tell("set", tokens=["first"])
+    with Streaming(own, source(own, token={"file": token}), TOPIC) as run:
+        own.tell("set", tokens=["first", "plain"])
+        wait_until(lambda: run.source.health_check().state is HealthState.HEALTHY, "health")
+        own.tell("set", tokens=[])
+        with PlainProducer(own.url, TOPIC) as producer:
+            producer.send(b"one")
+        run.wait(1)
+        own.tell("set", tokens=["second"])
+        run.sender.make_durable()
+        wait_until(lambda: "UNAUTHENTICATED" in (run.source.health_check().reason or ""), "the truth")
+        assert acked(own, TOPIC) == 0
+        token.write_text("second")
+        wait_until(lambda: run.sender.make_durable() or acked(own, TOPIC) == 1, "the acknowledgement")
+        assert run.source.health_check().state is HealthState.HEALTHY
+
+
+# -- what a message may hold -----------------------------------------------------------------------------------------
+
+
+def test_odd_messages_arrive_as_they_were_sent(shared: DanubeBroker, topic: str) -> None:
+    odd = {"": "empty name", "ü ✓\n\t": "\x00\u2028", "a" * 5000: "b" * 20_000, "danube.topic": "a lie", "x": ""}
+    sent: list[tuple[bytes, str | None]] = [(b"", None), (b"", ""), (b"\0" * (1 << 20), "k" * 2000), (b"x", "\n✓")]
+    seen: list[Any] = []
+    with Streaming(shared, source(shared, topic), topic) as run, PlainProducer(shared.url, topic) as producer:
+        keep = run.sender._keep
+        run.sender._keep = lambda items, done: (seen.extend(items), keep(items, done))  # type: ignore[method-assign]
+        for payload, key in sent:
+            producer.send(payload, key=key, attributes=odd)
+        run.wait(len(sent))
+    assert [(each.record.payload, each.record.key) for each in seen] == [
+        (payload, key.encode() if key is not None else None) for payload, key in sent
+    ]
+    assert all({**odd, "danube.topic": topic}.items() <= each.record.attributes.items() for each in seen)
+    assert len({each.dedupe_key for each in seen}) == len(sent)
+
+
+# -- what the broker says of a message -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["Topic /shop/orders not found in registry", "the producer with id 7 is not attached to topic name: /shop/orders"],
+)
+def test_a_topic_that_moves_to_another_broker_is_looked_up_again(own: DanubeBroker, what: str) -> None:
+    own.tell(
+        "fail", method="SendMessage", code="PERMISSION_DENIED", what=f"Unable to publish the message: {what}", times=2
+    )
+    send(own, pa.record_batch({"id": [1, 2]}), window=1)
+    assert [message.payload for message in own.messages("/shop/orders")] == [b'{"id":1}', b'{"id":2}']
+
+
+def test_a_message_that_its_topic_refuses_stops_the_epoch_with_the_reason(own: DanubeBroker) -> None:
+    rows = pa.record_batch({"id": [1]})
+    said = "Unable to publish the message: Message missing schema_id for topic /shop/orders (expected subject: orders)"
+    own.tell("fail", method="SendMessage", code="PERMISSION_DENIED", what=said)
+    with pytest.raises(ConfigError, match="missing schema_id") as caught:
+        send(own, rows)
+    assert "schema_subject" in caught.value.hint
+    said = "Message size 9 exceeds maximum allowed 5 for topic /shop/orders"
+    own.tell("fail", method="SendMessage", code="INVALID_ARGUMENT", what=said)
+    with pytest.raises(DataError, match="exceeds maximum") as refused:
+        send(own, rows)
+    assert "max_message_bytes" in refused.value.hint
+
+
+def test_a_schema_that_changes_while_the_pipeline_runs_is_named_from_the_next_epoch_on(own: DanubeBroker) -> None:
+    rows, strategy = pa.record_batch({"id": [1]}), {"schema_subject": "orders"}
+    with pytest.raises(ConfigError, match="no subject 'orders'"):
+        send(own, rows, **strategy)
+    registry = DanubeRegistry(DanubeConfig(url=own.url))
+    for number, text in enumerate(('{"type": "object"}', '{"type": "object", "title": "Order"}'), 1):
+        registry.register_schema("orders", WireSchema("json_schema", text))
+        send(own, rows, number=number, **strategy)
+    registry.close()
+    assert [message.schema_version for message in own.messages("/shop/orders")] == [1, 2]

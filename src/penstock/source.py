@@ -230,11 +230,7 @@ class SourceContext:
     """On the driver: the topics that the routes give this source."""
 
     copies_of: Callable[[str], Sequence[bool]] = _no_copies
-    """
-    On the driver: for each sink that a stream goes to, whether it holds a complete first copy. A call asks the targets.
-
-    If all do, the stream need not be copied. If only some do, a copy must begin with a clear (see `TableState.copy`).
-    """
+    """On the driver: whether each target of a stream has a complete first copy. If only some do, see `TableState.copy`."""
 
     refused: Callable[[str, Sequence[bytes]], Failed | None] = _none_refused
     """On the driver: which payloads of a stream no schema of its topics has a row for, by position. None: they have no schema."""

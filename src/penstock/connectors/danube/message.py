@@ -42,7 +42,7 @@ def stream_of(partition: str) -> str:
 
 
 def envelope(message: Any, frame: bytes = b"", stream: str | None = None) -> SourceEnvelope:
-    """The message as it is journaled; `stream` is the topic that the source was told, which may be one partition only."""
+    """The message as it is journaled; `stream` is the topic in the options, which may be one partition only."""
     place = message.msg_id
     attributes = {name: value for name, value in message.attributes.items() if name not in BESIDE}
     attributes[PRODUCER], attributes[PARTITION] = message.producer_name, place.topic_name

@@ -252,7 +252,7 @@ def _failure(error: Any, topic: str, config: DanubeConfig) -> ConnectorError:
     """
     As for every call; but a message that the topic's policy refuses will be refused again.
 
-    A topic that has gone to another broker and a log that cannot be written are told by the same code.
+    A topic that has gone to another broker and a log that cannot be written come with the same code.
     """
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.PERMISSION_DENIED and "to publish" in details:

@@ -37,7 +37,7 @@ logger = logging.getLogger("penstock.danube")
 KEY_SHARED = 3
 """The type of subscription whose consumers do not keep their name: see `Names`."""
 KNOWN_SECS = 2.0
-"""So long a broker surely knows a consumer of `key_shared` that is away."""
+"""For this long a broker surely knows a consumer of `key_shared` that is away."""
 TRIES = 5
 """So many tries in a row at one partition, and the runtime learns of it: it counts them, and stops in the end."""
 LOOK_SECS = 15.0

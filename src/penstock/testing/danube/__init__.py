@@ -31,9 +31,11 @@ class DanubeBroker:
 
     def __init__(self, **options: Any) -> None:
         self.options = Options(**options)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        # Bound as long as this object lives, or else somebody may get the port while the broker is down.
+        self._held = socket.socket()
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._held.bind(("127.0.0.1", 0))
+        self.port = int(self._held.getsockname()[1])
         self.directory = Path(tempfile.mkdtemp(prefix="penstock-danube-"))
         self._process: subprocess.Popen[str] | None = None
 
@@ -43,6 +45,7 @@ class DanubeBroker:
 
     def __exit__(self, *exception: object) -> None:
         self.kill()
+        self._held.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
     @property

@@ -274,7 +274,7 @@ async def serve(port: int, directory: Path, options: Options) -> None:
     scheme = "https" if options.certificate else "http"
     broker = Broker(f"{scheme}://127.0.0.1:{port}", options, topics, subjects)
     gate = Gate(options)
-    server = grpc.aio.server(interceptors=[gate], options=[("grpc.so_reuseport", 0)])
+    server = grpc.aio.server(interceptors=[gate], options=[("grpc.so_reuseport", 1)])
     services.add_ProducerServiceServicer_to_server(broker, server)
     services.add_ConsumerServiceServicer_to_server(broker, server)
     services.add_DiscoveryServicer_to_server(broker, server)

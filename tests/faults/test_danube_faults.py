@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from danube_pipe import Pipe
+from penstock.runtime.epochs.state import State
+from penstock.runtime.messages.replay import ReplayRequests, Step
 from penstock.schema.registry.danube_client import grpc
 from penstock.testing.danube import DanubeBroker
 from penstock.testing.danube.clients import PlainProducer
@@ -69,6 +72,37 @@ def relaying(path: Path, broker: DanubeBroker) -> Pipe:
         topic = "{TOPIC}"
         """,
     )
+
+
+SHAPE = '{"type": "object", "properties": {"n": {"type": %s}}}'
+
+
+def choosing(path: Path, broker: DanubeBroker) -> Pipe:
+    """As `relaying`; what is not of the schema becomes a dead letter."""
+    pipe = Pipe(
+        path,
+        f"""
+        connector_name = "relaying"
+        [processing]
+        state_dir = "state"
+        on_error = "dead_letter"
+        [source]
+        connector = "danube"
+        url = "{broker.url}"
+        topics = ["/default/first"]
+        subscription = "relay"
+        [[schemas]]
+        topic = "/default/first"
+        schema_type = "json_schema"
+        schema_file = "first.json"
+        [sink]
+        connector = "danube"
+        url = "{broker.url}"
+        topic = "{TOPIC}"
+        """.replace("\n        ", "\n"),
+    )
+    (path / "first.json").write_text(SHAPE % '"integer"')
+    return pipe
 
 
 class Sending:
@@ -203,3 +237,38 @@ def test_from_danube_to_danube_a_row_arrives_once_between_two_penstocks(
     assert sorted(set(relayed), key=int) == sent
     if step == "stage.task":
         assert len(relayed) > len(sent), "the kill made no repeats: the test shows nothing"
+
+
+@pytest.mark.parametrize("step", ["stage.middle", "stage.task", "commit.after"])
+def test_letters_that_are_replayed_go_on_to_danube_and_arrive_once(
+    broker: DanubeBroker, tmp_path: Path, step: str
+) -> None:
+    """The run that makes the letters is killed, the run that replays them too, each beside a broker that restarts."""
+    broker.tell("create", topic="/default/first")
+    first, second = choosing(tmp_path / "relay", broker), reading(tmp_path / "read", broker)
+    first.run_until(lambda: broker.subscription("/default/first", "relay").get("consumers"), "the first subscription")
+    subscribe_first(second, broker)
+    second.start()
+    sent = [json.dumps({"n": number if number % 3 else str(number)}).encode() for number in range(30)]
+    good = [payload for number, payload in enumerate(sent) if number % 3]
+    with PlainProducer(broker.url, "/default/first") as producer:
+        for payload in sent:
+            producer.send(payload)
+    first.killed(f"{step}=kill@1")
+    broker.restart()
+    first.start()
+    wait_until(lambda: len(payloads(second)) >= len(good), "the good ones")
+    first.stop()
+    state = State(first.directory / "state", "relaying").peek()
+    assert state.newest is not None
+    wanted = Step(verb="replay", incarnation=state.identity.incarnation, epoch=state.newest.number)
+    ReplayRequests.of(first.directory / "state").add(wanted)
+    (first.directory / "first.json").write_text(SHAPE % '["integer", "string"]')
+    first.killed(f"{step}=kill@1")
+    broker.restart()
+    first.start()
+    wait_until(lambda: len(payloads(second)) >= len(sent), "the others")
+    first.stop()
+    second.stop()
+    numbers = sorted(int(json.loads(payload)["n"]) for payload in payloads(second))
+    assert numbers == list(range(len(sent)))

@@ -178,6 +178,24 @@ def test_with_key_shared_a_broken_stream_is_opened_under_the_same_name(shared: D
         assert list(consumers(shared, topic)) == name
 
 
+def test_a_broker_that_waits_for_room_at_a_consumer_that_died_is_read_on_as_that_one(
+    shared: DanubeBroker, topic: str, tmp_path: Path
+) -> None:
+    """Seen on a real broker: nobody can subscribe then, and producers wait as well."""
+    context = SourceContext(tmp_path / "state", pipeline="orders")
+    with PlainProducer(shared.url, topic) as producer:
+        with Streaming(shared, source(shared, topic), topic, context=context) as run:
+            producer.send(b"one")
+            run.wait(1)
+        shared.tell("stick", topic=topic)
+        with Streaming(shared, source(shared, topic, timeout_ms=300), context=context) as run:
+            assert run.wait(1) == [b"one"], "it was not acknowledged"
+            wait_until(lambda: run.sender.make_durable() or acked(shared, topic) == 1, "the acknowledgement")
+        with Streaming(shared, source(shared, topic), context=context) as run:
+            producer.send(b"two")
+            assert run.wait(1) == [b"two"]
+
+
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 

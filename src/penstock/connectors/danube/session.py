@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import json
 import logging
 import math
 import random
@@ -12,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from penstock.connectors.danube.message import envelope
@@ -51,6 +54,7 @@ ACKS = 100
 """Acknowledgements of one subscription that may wait for the broker's answer."""
 ACK_PAUSES = (0.0, 0.2, 1.0, 5.0)
 """Before each try at one acknowledgement: a message that comes again after half a minute may be too old to be known."""
+_TOO_LATE = grpc.StatusCode.DEADLINE_EXCEEDED
 SETTLE_SECS = 2.0
 """How long a stop waits for the acknowledgements of what was handed over: the rest comes again, and is dropped."""
 
@@ -67,6 +71,8 @@ class Settings:
     filters: tuple[str, ...] = ()
     subject: str | None = None
     frames: bool = False
+    notes: Path | None = None
+    """A directory for what `Names` writes down."""
 
 
 @dataclass
@@ -117,6 +123,27 @@ class Names:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._known: dict[str, tuple[str, float]] = {}  # a name, and since when nobody has it
+        self._file = settings.notes / "consumers.json" if settings.notes is not None else None
+        self._ids: dict[str, int] = {}  # by partition and name
+        with contextlib.suppress(OSError, ValueError):  # it only helps
+            self._ids = json.loads(self._file.read_bytes()) if self._file is not None else {}
+
+    def id(self, partition: str) -> int | None:
+        """The consumer that the broker made last for this partition and name."""
+        return self._ids.get(f"{partition} {self._settings.consumer}")
+
+    def keep(self, partition: str, id: int) -> None:
+        """Write down the consumer that the broker made."""
+        key = f"{partition} {self._settings.consumer}"
+        if self._ids.get(key) == id or self._settings.kind == KEY_SHARED:
+            return
+        self._ids[key] = id
+        with contextlib.suppress(OSError):
+            if self._file is not None:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                fresh = self._file.with_suffix(".new")
+                fresh.write_text(json.dumps(self._ids))
+                fresh.replace(self._file)
 
     def of(self, partition: str) -> str:
         own = self._settings
@@ -316,11 +343,17 @@ class Listener:
             key_filters=own.filters,
         )
         try:
-            answer = await session.stub.Subscribe(request, **self._with(place))
-        except BaseException:
+            session.consumer_id = (await session.stub.Subscribe(request, **self._with(place))).consumer_id
+        except BaseException as error:
+            # A broker (0.15.1) whose consumer died while messages were handed to it waits for ever for room there, and answers
+            # nobody who subscribes. Who reads on as that consumer makes room.
+            known = self._names.id(partition)
+            if isinstance(error, grpc.RpcError) and error.code() is _TOO_LATE and known is not None:
+                session.consumer_id = known
+                return session
             await link.close()
             raise
-        session.consumer_id = answer.consumer_id
+        self._names.keep(partition, session.consumer_id)
         return session
 
     async def _place(self, partition: str) -> Place:

@@ -110,7 +110,7 @@ class Danube(StreamingSource[DanubeSourceConfig]):
                     continue
                 for name in partitions.missing(topic, self.config.partitions, found):
                     first(lambda: calls.create(name, reliable=True))  # noqa: B023 - called at once
-        self._listener = Listener(self._settings(context.pipeline))
+        self._listener = Listener(self._settings(context))
 
     def close(self) -> None:
         self._listener = None
@@ -139,7 +139,7 @@ class Danube(StreamingSource[DanubeSourceConfig]):
     def metrics(self) -> ConnectorMetrics:
         return self._listener.counts.metrics() if self._listener is not None else ConnectorMetrics()
 
-    def _settings(self, pipeline: str) -> Settings:
+    def _settings(self, context: SourceContext) -> Settings:
         kinds: dict[str, Any] = {"exclusive": 0, "shared": 1, "failover": 2, "key_shared": KEY_SHARED}
         own = self.config
         return Settings(
@@ -147,8 +147,9 @@ class Danube(StreamingSource[DanubeSourceConfig]):
             topics=tuple(own.topics),
             subscription=own.subscription,
             kind=kinds[own.subscription_type],
-            consumer=own.consumer_name or pipeline or "penstock",
+            consumer=own.consumer_name or context.pipeline or "penstock",
             filters=tuple(own.key_filters),
             subject=own.expected_schema_subject,
             frames=own.schema_frame,
+            notes=context.state_dir,
         )

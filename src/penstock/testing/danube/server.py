@@ -36,6 +36,8 @@ class Broker(
         self._url = url
         self._subjects = subjects
         self.breaking: asyncio.Event = asyncio.Event()
+        self.stuck: set[str] = set()
+        """Topics that wait for room at a consumer that died: nobody can subscribe until someone reads as that one."""
 
     async def TopicLookup(self, request: Any, context: Any) -> Any:
         await _require_name(request.topic, context)
@@ -112,6 +114,8 @@ class Broker(
     async def Subscribe(self, request: Any, context: Any) -> Any:
         await _require_name(request.topic_name, context)
         await self._require_served(request.topic_name, context)
+        while request.topic_name in self.stuck:
+            await asyncio.sleep(0.01)
         topic = self.topics.find(request.topic_name)
         if topic is None:
             await context.abort(Code.NOT_FOUND, f"Unable to find the topic: {request.topic_name}")
@@ -133,6 +137,7 @@ class Broker(
             await context.abort(Code.NOT_FOUND, f"The consumer with the id {request.consumer_id} does not exist")
             return
         subscription, consumer = found
+        self.stuck.clear()
         session = consumer.take_over()
         over, broken = consumer.taken_over, self.breaking
         consumer.active = True
@@ -318,6 +323,8 @@ def _obey(command: dict[str, Any], broker: Broker, gate: Gate) -> Any:
         case "forget":
             for _, consumer in broker.topics.forget(command["topic"]):
                 consumer.queue = asyncio.Queue()  # its stream stays open, and silent
+        case "stick":
+            broker.stuck.add(command["topic"])
         case "reset":
             broker.topics.reset()
         case "create":

@@ -15,13 +15,16 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from penstock.cli import main, running, states
-from penstock.cli.view import panel
+from penstock.cli import main, running, show, states
+from penstock.cli.terminal import Terminal, json_text
+from penstock.cli.view import closing, panel
 from penstock.connectors.delta import Delta, DeltaConfig
-from penstock.errors import RetryableError
+from penstock.errors import FatalError, RetryableError
 from penstock.runtime import supervisor
+from penstock.runtime.job import Bad
 from penstock.runtime.telemetry import Telemetry
-from penstock.sink import Epoch, Task
+from penstock.sink import Epoch, Task, WriteResult
+from penstock.source import HealthStatus
 from penstock.tables import TableState
 from test_cli import PIPELINE, report, text_of
 
@@ -198,6 +201,67 @@ def test_the_view_of_what_has_ended_shows_what_it_did_on_average() -> None:
     average = status["rows"]["in"] / status["working_secs"]
     assert f"{average:,.0f}/s  on average, while it had work" in text_of(panel(status, 110), 110)
 
+
+STEERING = ("\x1b", "\x07", "\x9b", "\r", "\x08", "\u202e")
+HOSTILE = "\x1b]0;mine\x07\x1b[2J\x9b31m\r\x08\u202eevil"
+
+
+def hostile() -> Telemetry:
+    """All that others can put into a status holds what would steer a terminal."""
+    telemetry = Telemetry(f"p{HOSTILE}", sources=["s"], sinks=["k"])
+    telemetry.state("source:s", HealthStatus.degraded(f"why{HOSTILE}"))
+    failed = TableState("failed", code="PEN-4001", error=f"e{HOSTILE}", hint=f"h{HOSTILE}")
+    telemetry.tables("s", {f"t{HOSTILE}": failed, f"u{HOSTILE}": TableState("seeding", rows=1, estimate=10)})
+    written = {("k", f"/o{HOSTILE}"): WriteResult(1, 10)}
+    bad = (Bad("s", "m", "/o", "PEN-3001", "rule", f"r{HOSTILE}"),)
+    telemetry.epoch(replace(report(1), rows_out=written, bad=bad))
+    telemetry.retry("sink:k", RetryableError(f"away{HOSTILE}"), 1.0)
+    return telemetry
+
+
+def test_names_and_messages_of_others_do_not_steer_the_terminal() -> None:
+    telemetry = hostile()
+    for end in (None, FatalError(f"the end{HOSTILE}")):
+        if end:
+            telemetry.close(end)
+        for shown in (panel(telemetry.status(), 110), closing(telemetry.status())):
+            terminal = Terminal(file=io.StringIO(), force_terminal=True, color_system=None, width=110)
+            terminal.print(shown)
+            text = terminal.file.getvalue()  # type: ignore[attr-defined]
+            assert "evil" in text
+            assert [each for each in STEERING if each in text] == []
+
+
+def test_errors_logs_and_json_do_not_steer_the_terminal(cli: Any, tmp_path: Path, capfd: Any) -> None:
+    show(FatalError(f"no entry{HOSTILE}\nmore{HOSTILE}", hint=f"try{HOSTILE}"))
+    log = io.StringIO()
+    for handler in (running.plain_handler(log), running.json_handler(log)):
+        with running.logging_to(handler, "debug"):
+            hostile().message("warning", f"said{HOSTILE}")
+    state = tmp_path / "state"
+    state.mkdir()
+    telemetry = hostile()
+    telemetry.publish(state)
+    telemetry.close()
+    (tmp_path / "p.toml").write_text(MINIMAL)
+    for words in (("status",), ("status", "--json"), ("logs",)):
+        with pytest.raises(SystemExit):
+            main([*words, str(tmp_path / "p.toml")])
+    out, err = capfd.readouterr()
+    for text in (out, err, log.getvalue()):
+        assert "evil" in text
+        assert [each for each in STEERING if each in text] == []
+    assert json_text({"a": HOSTILE}).isprintable()
+    assert json.loads(json_text({"a": HOSTILE})) == {"a": HOSTILE}
+
+
+MINIMAL = """
+connector_name = "x"
+[source]
+connector = "generator"
+[sink]
+connector = "console"
+"""
 
 MESSAGES = """
 connector_name = "messages"

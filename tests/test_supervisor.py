@@ -29,7 +29,7 @@ from penstock.connectors.generator import Generator, GeneratorConfig
 from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError
 from penstock.pipeline import Pipeline, Processing
 from penstock.pipeline.routing import Route, Router
-from penstock.runtime import commands, monitor, supervisor
+from penstock.runtime import commands, monitor, readiness, supervisor
 from penstock.runtime.epochs import State, reset
 from penstock.runtime.telemetry import Telemetry
 from penstock.schema import with_key
@@ -708,6 +708,24 @@ def test_rows_that_no_route_takes_are_no_errors(build: Any) -> None:
     pipeline = build(two, unrouted="skip", max_error_rate=0.0)
     pipeline = replace(pipeline, router=Router((Route("a", "/a"),), ("lake",), "skip"))
     assert supervisor.run(pipeline, engine=ForkEngine(1), drain=True).skipped == 10
+
+
+def test_a_state_directory_that_others_can_write_in_is_closed_or_refused(
+    build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    state.chmod(0o777)
+    theirs = os.geteuid() + 1
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: theirs)
+        with pytest.raises(FatalError, match=r"everybody can write in .*, and it belongs to another user"):
+            supervisor.run(build(Backlog(), epoch_interval_ms=0), engine=ForkEngine(1), drain=True)
+        with pytest.raises(FatalError, match="belongs to another user"):
+            readiness.state_directory(build(Backlog(), epoch_interval_ms=0))
+    assert not list(state.iterdir()), "nothing of it is used"
+    supervisor.run(build(Backlog(), epoch_interval_ms=0), engine=ForkEngine(1), drain=True)
+    assert stat.S_IMODE(state.stat().st_mode) == 0o755, "who may read it is left to its user"
 
 
 def test_only_its_user_can_read_a_state_directory(build: Any, tmp_path: Path) -> None:

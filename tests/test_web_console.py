@@ -23,6 +23,7 @@ from console_pipeline import TOKEN, Running, until
 from penstock.config import Secret
 from penstock.errors import CODES, ConfigError
 from penstock.runtime.commands import read_audit
+from penstock.runtime.telemetry import Telemetry
 from penstock.runtime.telemetry.ports import listening
 from penstock.tables import Requests
 from penstock.web import serve_all, server
@@ -375,6 +376,33 @@ def test_the_console_of_a_machine_survives_a_pipeline_that_dies(running: Running
         (tmp_path / "deep" / "down" / "status.json").write_text("{")
         assert "short-lived" not in states()
         assert states()["shop"] in ("running", "degraded")
+
+
+def test_a_directory_of_somebody_else_shows_no_file_and_runs_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CONSOLE_TEST_TOKEN", TOKEN)
+    planted, flag = tmp_path / "theirs", tmp_path / "ran"
+    (planted / "dead_letters").mkdir(parents=True)
+    (planted / "planted.py").write_text(f"open({str(flag)!r}, 'w')")
+    file = planted / "pipeline.toml"
+    file.write_text('connector_name = "x"\n[source]\nconnector = "planted:X"\n[sink]\nconnector = "console"\n')
+    telemetry = Telemetry("theirs")
+    telemetry.file = file
+    telemetry.publish(planted)
+    telemetry.close()
+    secret = Secret(env="CONSOLE_TEST_TOKEN")
+    for mode, shown in ((0o777, False), (0o700, True)):
+        planted.chmod(mode)
+        with serve_all([tmp_path], "127.0.0.1", 0, secret) as server:
+            id = ask(server.url, "/api/pipelines")[1]["pipelines"][0]["id"]
+            detail = ask(server.url, f"/api/p/{id}/detail")[1]
+            acted = ask(server.url, f"/api/p/{id}/actions", "POST", {"action": "stop"}, AUTH)
+        assert (detail["file"] is not None) is shown
+        assert flag.exists() is shown, "where it is ours, the file is read and its connector loaded"
+        if not shown:
+            assert "belongs to another user" in detail["letters"]["error"]
+            assert (acted[0], "belongs to another user" in acted[1]["error"]) == (409, True)
 
 
 def test_stop_is_left_for_the_running_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

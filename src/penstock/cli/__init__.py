@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from penstock import __version__
 from penstock.cli import offsets, tables
 from penstock.cli.groups import File
+from penstock.cli.terminal import Terminal, json_text
 from penstock.errors import CODES, ConfigError, ConnectorError, FatalError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def guarded(work: Callable[[], object], *, debug: bool = False) -> NoReturn:
 
 def show(error: ConnectorError) -> None:
     """Print an error for a person: code, what happened, what the code means, what to do."""
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     first, _, rest = error.message.partition("\n")
     console.print(Text.assemble((error.code, "bold red"), f" {first}"), soft_wrap=True)
     if rest:
@@ -211,8 +211,6 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Show what a pipeline does, or how it ended. Exits with 1 when it is not healthy."""
-    import json as codec
-
     from penstock.cli.view import panel
     from penstock.runtime.telemetry import ENDED, failed_tables, judge, read_status
 
@@ -230,7 +228,7 @@ def status(
         found = _fetch(f"{found['url']}/api/status") or found
     verdict = judge(found)
     if json:
-        print(codec.dumps({**found, "ok": verdict.ok, "verdict": verdict.reason}, ensure_ascii=False, indent=1))
+        print(json_text({**found, "ok": verdict.ok, "verdict": verdict.reason}, indent=1))
     else:
         console = stdout()
         console.print(panel(found, console.width))
@@ -392,9 +390,9 @@ def load(file: Path | None) -> Pipeline:
     return Pipeline.from_toml(file)
 
 
-def stdout() -> Console:
+def stdout() -> Terminal:
     """Where results go; wide when it is not a terminal, so that nothing is cut."""
-    return Console() if sys.stdout.isatty() else Console(width=160)
+    return Terminal() if sys.stdout.isatty() else Terminal(width=160)
 
 
 def _earlier(pipeline: Pipeline) -> str:

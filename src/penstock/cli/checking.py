@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json as codec
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from rich.text import Text
 
 from penstock.cli.looking import Looks, targets
 from penstock.cli.schemas import checked, entries_of
+from penstock.cli.terminal import json_text
 from penstock.durable import Json
 from penstock.errors import CODES, ConfigError, ConnectorError, from_text, is_of_stream, printable
 from penstock.pipeline import Pipeline
@@ -99,7 +99,7 @@ def check(
         found = {"pipeline": pipeline.name, "ok": not report.faults, "findings": report.found, "streams": columns}
         found |= {"topics": looks.columns(streams)} if show_schema else {}
         found |= {"sample": looks.rows()} if sample else {}
-        print(codec.dumps(found, ensure_ascii=False, indent=1, default=str))
+        print(json_text(found, indent=1))
     report.close()
     return not report.faults
 

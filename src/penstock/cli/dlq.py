@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.terminal import json_text
 from penstock.errors import ConfigError, printable
 from penstock.pipeline import Pipeline
 from penstock.runtime.commands import letters_asked
@@ -45,7 +46,7 @@ def show(
     newest = store.newest(sample, where, every=every) if sample else []
     if json:
         lines = newest if sample else zip(letters.to_pylist(), states, strict=True)
-        print(codec.dumps([plain(letter, state) for letter, state in lines], ensure_ascii=False, indent=1))
+        print(json_text([plain(letter, state) for letter, state in lines], indent=1))
         return
     if not letters.num_rows:
         console.print(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as codec
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.groups import File, FileFirst
+from penstock.cli.terminal import json_text
 
 if TYPE_CHECKING:
     from penstock.durable import Json
@@ -124,7 +124,7 @@ def show(pipeline: Pipeline, state: State, console: Console, json: bool) -> None
     if json:
         ranges = {source: range.model_dump(mode="json") for source, range in newest.ranges.items()}
         found = {"epoch": newest.number, "state": newest.state, "incarnation": newest.incarnation, "ranges": ranges}
-        print(codec.dumps(found, ensure_ascii=False, indent=1))
+        print(json_text(found, indent=1))
         return
     console.print(Text.assemble(("epoch ", "dim"), f"{newest.number} {_STATES[newest.state]}"), soft_wrap=True)
     console.print(Text.assemble(("incarnation ", "dim"), newest.incarnation))

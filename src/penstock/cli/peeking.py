@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as codec
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.abilities import Named, Peekable, first_of
+from penstock.cli.terminal import json_text
 from penstock.errors import ConfigError, printable
 from penstock.pipeline import Pipeline
 from penstock.runtime.telemetry import read_status
@@ -32,7 +32,7 @@ def peek(target: str, pipeline: Pipeline | None, rows: int, json: bool, console:
         kind = pa.struct(list(table.schema))
         for row in table.to_pylist():
             row = _plain(row, kind)
-            print(codec.dumps(row, default=str, ensure_ascii=False))
+            print(json_text(row))
         return
     shown = Table(*map(printable, table.schema.names), box=None, header_style="dim", padding=(0, 2, 0, 0))
     for row in table.to_pylist():

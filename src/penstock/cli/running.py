@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import re
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from penstock.cli.terminal import Terminal, json_text, visible
 from penstock.cli.view import LiveView, closing
 from penstock.runtime.telemetry import Telemetry
 from penstock.runtime.waker import PIECE_SECS
@@ -65,7 +65,7 @@ def run(
             raise
         telemetry.close()
     if closing_line:
-        Console(stderr=True).print(closing(telemetry.status()), soft_wrap=True)
+        Terminal(stderr=True).print(closing(telemetry.status()), soft_wrap=True)
     return telemetry
 
 
@@ -128,7 +128,7 @@ def shown(telemetry: Telemetry, log_level: str = "info", log_format: str = "auto
     """A live view when the terminal can show one, otherwise one log line per event on stderr."""
     # A descriptor of our own: while Spark starts, its JVM is given a log file for descriptor 2.
     with os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace") as stderr:
-        console = Console(file=stderr)
+        console = Terminal(file=stderr)
         if log_format == "auto" and console.is_terminal and not console.is_dumb_terminal:
             with _live(telemetry, console, log_level) as view:
                 yield view
@@ -194,7 +194,7 @@ def logging_to(handler: logging.Handler, level: str) -> Iterator[None]:
 def plain_handler(stream: TextIO) -> logging.Handler:
     """One line per record: time, level, what happened."""
     handler = logging.StreamHandler(stream)
-    formatter = logging.Formatter("%(asctime)s.%(msecs)03dZ %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%S")
+    formatter = _Plain("%(asctime)s.%(msecs)03dZ %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)
     return handler
@@ -207,12 +207,17 @@ def json_handler(stream: TextIO) -> logging.Handler:
     return handler
 
 
+class _Plain(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
 class _AsJson(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line = {"at": at, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
         found = dict(re.findall(r"(?:^|\s)(\w+)=(\S+)", record.getMessage())) if record.name == "penstock" else {}
-        return json.dumps({**line, **({"fields": found} if found else {})}, ensure_ascii=False)
+        return json_text({**line, **({"fields": found} if found else {})})
 
 
 class _AboveTheView(logging.Handler):

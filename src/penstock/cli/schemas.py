@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as codec
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.groups import File, FileFirst, file_and_names
+from penstock.cli.terminal import json_text, visible
 from penstock.errors import ConfigError, ConnectorError
 from penstock.formats import WireSchema
 from penstock.pipeline.schemas import TopicSchemas, read_schema_file
@@ -72,7 +72,7 @@ def list_subjects(registry: Registry, console: Console, json: bool = False) -> N
             {"subject": name, "type": latest.type, "version": latest.version, "id": latest.id, "compatibility": mode}
             for name, latest, mode in rows
         ]
-        print(codec.dumps(found, ensure_ascii=False, indent=1))
+        print(json_text(found, indent=1))
         return
     if not rows:
         console.print("the registry has no subjects")
@@ -90,7 +90,7 @@ def show_subject(registry: Registry, subject: str, version: int | None, console:
     found = registry.fetch_schema(subject, version)
     if console.is_terminal:
         console.print(Text(f"{subject} version {found.version}, id {found.id}, {found.type}", style="dim"))
-    print(found.text)
+    print(visible(found.text))
 
 
 def check_files(registry: Registry, entries: Sequence[SchemaFile], console: Console) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as codec
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.terminal import json_text
 from penstock.cli.view import duration
 from penstock.errors import printable
 from penstock.pipeline import Pipeline
@@ -46,7 +46,7 @@ def show(pipeline: Pipeline, names: Sequence[str], console: Console, json: bool)
         lines = [
             {"source": k.name, "stream": stream, **asdict(each), "asked": asked} for k, stream, each, asked in shown
         ]
-        print(codec.dumps(lines, indent=1))
+        print(json_text(lines, indent=1))
         return
     if not shown:
         console.print(f"{pipeline.name} has not read any table yet: penstock run", soft_wrap=True)

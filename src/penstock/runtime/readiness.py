@@ -16,6 +16,7 @@ from penstock.errors import ConfigError, FatalError
 from penstock.pipeline import Pipeline
 from penstock.pipeline.shape import compare_shapes
 from penstock.runtime.epochs import State
+from penstock.runtime.epochs.state import refuse_foreign
 from penstock.runtime.telemetry import ENDED, read_status
 from penstock.source import RangeSource
 
@@ -44,6 +45,8 @@ def state_directory(pipeline: Pipeline) -> str:
             hint=f"give this user write permission in {nearest}, or choose another `state_dir` under [processing]",
         ) from error
     with disk_errors(directory):
+        if directory.is_dir():
+            refuse_foreign(directory)
         state = State(directory, pipeline.name).peek()
     _positions(pipeline, state)
     if runs(pipeline):

@@ -122,6 +122,11 @@ class Watched:
         """The pipeline itself, read from its file again when that has changed."""
         if self._pipeline is not None:
             return self._pipeline
+        if not self._is_trusted():
+            raise FatalError(
+                f"{self.state_dir} belongs to another user, or others can write in it: its pipeline file is not read here",
+                hint="run the console as the user of the pipeline",
+            )
         status = self.status()
         file = status and status["file"]
         if not file:
@@ -135,8 +140,18 @@ class Watched:
                 self._loaded = (key, Pipeline.from_toml(file))
             return self._loaded[1]
 
+    def _is_trusted(self) -> bool:
+        """What a status of somebody else names could be any file of this user, and its modules would run as this user."""
+        if self._telemetry is not None or self.state_dir is None:
+            return True
+        try:
+            found = os.stat(self.state_dir)
+        except OSError:
+            return False
+        return found.st_uid in (os.geteuid(), 0) and not found.st_mode & 0o022
+
     def _file_text(self) -> str | None:
-        status = self.status()
+        status = self.status() if self._is_trusted() else None
         try:
             return hidden(Path(status["file"]).read_text()) if status and status["file"] else None
         except (OSError, UnicodeDecodeError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -42,6 +43,8 @@ class State:
     def open(self) -> None:
         """Take the lock and read everything; refuses what is corrupt, newer, another pipeline's or in use."""
         make_directory(self.directory, private=True)
+        refuse_foreign(self.directory)
+        _close_to_others(self.directory)
         self._lock = _take_lock(self.directory / "lock", self.pipeline)
         try:
             make_directory(self._epochs, private=True)
@@ -225,6 +228,24 @@ def _load(path: Path, kind: type[M]) -> M:
     raise FatalError(
         f"{path} has format {version}, and this Penstock knows {FORMAT}", code="PEN-5006", hint="run the newer version"
     )
+
+
+def refuse_foreign(directory: Path) -> None:
+    """Refuse a directory of another user in which everybody can write: its manifests may be anybody's."""
+    found = os.stat(directory)
+    if found.st_mode & stat.S_IWOTH and found.st_uid != os.geteuid():
+        raise FatalError(
+            f"everybody can write in {directory}, and it belongs to another user (uid {found.st_uid})",
+            hint=f"chmod o-w {directory}, if what is in it is yours; or choose another `state_dir` under [processing]",
+        )
+
+
+def _close_to_others(directory: Path) -> None:
+    """Let nobody else write in a directory that is ours and was made wider."""
+    found = os.stat(directory)
+    if found.st_mode & 0o022 and found.st_uid == os.geteuid():
+        with disk_errors(directory):
+            os.chmod(directory, stat.S_IMODE(found.st_mode) & ~0o022)
 
 
 def _take_lock(path: Path, pipeline: str) -> int:

@@ -1,0 +1,46 @@
+"""What goes to a terminal holds nothing that the terminal would take for a command: names, rows and messages come from others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+_STEERING = (
+    *range(9),
+    *range(11, 32),
+    *range(127, 160),
+    0x061C,
+    0x200E,
+    0x200F,
+    *range(0x202A, 0x202F),
+    *range(0x2066, 0x206A),
+)
+"""Control characters but tab and line break, and those that turn the direction of text."""
+_PICTURES = {code: chr(0x2400 + code) if code < 32 else "␡" if code == 127 else "�" for code in _STEERING}
+_ESCAPES = {code: f"\\u{code:04x}" for code in _STEERING}
+
+
+def visible(text: str) -> str:
+    """The text with a picture in the place of each character that steers a terminal."""
+    return text.translate(_PICTURES)
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """As JSON, which may be shown in a terminal."""
+    return json.dumps(value, ensure_ascii=False, indent=indent, default=str).translate(_ESCAPES)
+
+
+class Terminal(Console):
+    """Shows text as it is, and nothing of it as a command."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            text = segment.text
+            if segment.control or text.isprintable() or text == "\n":
+                yield segment
+            else:
+                yield Segment(visible(text), segment.style)

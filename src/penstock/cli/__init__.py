@@ -146,7 +146,10 @@ def check(
         bool, typer.Option("--show-schema", help="Print the columns of each topic beside those of its targets.")
     ] = False,
     sample: Annotated[
-        int, typer.Option(min=0, max=1000, help="Read, decode and route N rows of each stream; commits nothing.")
+        int,
+        typer.Option(
+            metavar="N", min=0, max=1000, help="Read, decode and route N rows of each stream; commits nothing."
+        ),
     ] = 0,
 ) -> None:
     """Say what is wrong with a pipeline. Shows where its rows would go, too; changes nothing. Exits with 1 if so."""
@@ -258,9 +261,11 @@ def stop(
 @app.command()
 def console(
     directories: Annotated[
-        list[Path] | None, typer.Argument(metavar="[DIR]...", help="Where state directories are; by default here.")
+        list[Path] | None, typer.Argument(metavar="DIR", help="Where state directories are; by default here.")
     ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 chooses a free one.")] = 8600,
+    port: Annotated[
+        int, typer.Option(metavar="PORT", min=0, max=65535, help="Port to listen on; 0 chooses a free one.")
+    ] = 8600,
     host: Annotated[
         str, typer.Option(help="Address to listen on; another than this machine needs a token.")
     ] = "127.0.0.1",
@@ -278,7 +283,7 @@ def console(
 def peek(
     target: Annotated[str, typer.Argument(help="A directory, a file, or a topic such as /orders.")],
     file: File = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, max=1000, help="How many rows.")] = 10,
+    rows: Annotated[int, typer.Option("--rows", metavar="N", min=1, max=1000, help="How many rows.")] = 10,
     sink: Annotated[str, typer.Option(help="The sink to look into; by default the first that has the topic.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print a JSON object per row.")] = False,
 ) -> None:
@@ -296,7 +301,7 @@ def peek(
 @app.command()
 def logs(
     file: File = None,
-    lines: Annotated[int, typer.Option("--lines", min=1, help="How many of the last lines.")] = 50,
+    lines: Annotated[int, typer.Option("--lines", metavar="N", min=1, help="How many of the last lines.")] = 50,
 ) -> None:
     """Print the last errors of a pipeline and the end of Spark's log."""
     from penstock.cli import peeking
@@ -312,7 +317,7 @@ def dead_letters(
     where: Annotated[
         list[str] | None, typer.Option("--where", metavar="NAME=VALUE", help="Only letters with this value.")
     ] = None,
-    sample: Annotated[int, typer.Option(min=0, help="Print the newest N letters as well (show).")] = 0,
+    sample: Annotated[int, typer.Option(metavar="N", min=0, help="Print the newest N letters as well (show).")] = 0,
     every: Annotated[bool, typer.Option("--all", help="Replayed and dropped letters, too (show).")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print them as JSON (show).")] = False,
 ) -> None:

@@ -378,6 +378,39 @@ def test_the_console_of_a_machine_survives_a_pipeline_that_dies(running: Running
         assert states()["shop"] in ("running", "degraded")
 
 
+def test_odd_things_where_a_status_should_be_hold_up_nobody(running: Running, tmp_path: Path) -> None:
+    whole = (running.directory / "state" / "status.json").read_text()
+    odd = {
+        "pipe": lambda path: os.mkfifo(path),
+        "endless": lambda path: path.symlink_to("/dev/zero"),
+        "directory": lambda path: path.mkdir(),
+        "deep": lambda path: path.write_text("[" * 100_000),
+        "list": lambda path: path.write_text("[]"),
+        "older": lambda path: path.write_text(json.dumps({**json.loads(whole), "rows": None})),
+        "other": lambda path: path.write_text(json.dumps({**json.loads(whole), "sources": [1]})),
+        "whole": lambda path: path.write_text(whole),
+    }
+    for name, make in odd.items():
+        (tmp_path / name).mkdir()
+        make(tmp_path / name / "status.json")
+    with serve_all([tmp_path], "127.0.0.1", 0, None) as server:
+        found = {each["pipeline"]: each["state"] for each in ask(server.url, "/api/pipelines")[1]["pipelines"]}
+        assert set(found) == {"shop", "older", "other"}
+        assert (found["older"], found["other"]) == ("unknown", "unknown")
+        for each in ask(server.url, "/api/pipelines")[1]["pipelines"]:
+            for part in ("status", "detail", "history"):
+                assert ask(server.url, f"/api/p/{each['id']}/{part}")[0] in (200, 404, 500), "it answers"
+
+
+def test_a_token_in_an_address_is_no_token(running: Running, one: str) -> None:
+    headers = {"Content-Type": "application/json", "Cookie": f"token={TOKEN}"}
+    body = {"action": "pause", "tables": ["public.orders"]}
+    assert ask(running.url, f"/api/p/{one}/actions?token={TOKEN}", "POST", body, headers)[0] == 401
+    assert (
+        ask(running.url, f"/api/me?token={TOKEN}&authorization=Bearer+{TOKEN}", headers=headers)[1]["writable"] is False
+    )
+
+
 def test_a_directory_of_somebody_else_shows_no_file_and_runs_no_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

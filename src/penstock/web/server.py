@@ -208,7 +208,11 @@ class _Handler(BaseHTTPRequestHandler):
             "detail": watched.detail,
             "history": lambda: watched.history(_since(query)),
         }
-        found = looks[match[2]]()
+        try:
+            found = looks[match[2]]()
+        except (KeyError, TypeError, AttributeError):
+            self._refuse(500, "its status cannot be read by this version")
+            return
         if found is None:
             self._refuse(404, "it has left no status")
         else:

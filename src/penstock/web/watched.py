@@ -65,29 +65,28 @@ class Watched:
         """What it does, or how it ended; None if it has left nothing."""
         if self._telemetry is not None:
             return self._telemetry.status()
-        return read_status(self.state_dir) if self.state_dir is not None else None
+        try:
+            return read_status(self.state_dir) if self.state_dir is not None else None
+        except OSError:  # not for this user
+            return None
 
     def summary(self) -> dict[str, Json] | None:
         """A line of the table of all pipelines."""
-        status = self.status()
-        if status is None:
-            return None
-        kept = ("pipeline", "state", "reason", "latency_secs", "dead_letters", "epochs", "uptime_secs")
-        return {
-            "id": self.id,
-            **{name: status.get(name) for name in kept},
-            "in_per_sec": status["rows"]["in_per_sec"],
-            "out_per_sec": status["rows"]["out_per_sec"],
-            **{f"lag_{unit}": lag for unit, lag in most_behind(status).items()},
-        }
+        try:
+            status = self.status()
+            return None if status is None else _line(self.id, status)
+        except (KeyError, TypeError, AttributeError):  # of another version, or not of Penstock at all
+            name = str(self.state_dir.name if self.state_dir is not None else "?")
+            what = {"pipeline": name, "state": "unknown", "reason": "its status cannot be read by this version"}
+            return {**dict.fromkeys(_KEPT), "id": self.id, **what, **dict.fromkeys(_MORE)}
 
     def history(self, since: float) -> dict[str, Json]:
         """The last hours, from a time on."""
-        return Rings(self.state_dir or Path(os.devnull)).read(since)
+        return Rings(self._readable()).read(since)
 
     def detail(self) -> dict[str, Json]:
         """What changes seldom: columns, the file without its secrets, dead letters, the audit."""
-        directory = self.state_dir or Path(os.devnull)
+        directory = self._readable()
         return {
             "schemas": read_schemas(directory),
             "file": self._file_text(),
@@ -140,6 +139,10 @@ class Watched:
                 self._loaded = (key, Pipeline.from_toml(file))
             return self._loaded[1]
 
+    def _readable(self) -> Path:
+        """Where more than the status is read: of a directory of somebody else, nowhere."""
+        return self.state_dir if self.state_dir is not None and self._is_trusted() else Path(os.devnull)
+
     def _is_trusted(self) -> bool:
         """What a status of somebody else names could be any file of this user, and its modules would run as this user."""
         if self._telemetry is not None or self.state_dir is None:
@@ -189,6 +192,16 @@ class Watched:
             return False
         pipeline = self.pipeline()
         return wants_letters(pipeline) and pipeline.processing.dead_letter_sink is not None
+
+
+_KEPT = ("pipeline", "state", "reason", "latency_secs", "dead_letters", "epochs", "uptime_secs")
+_MORE = ("in_per_sec", "out_per_sec", "lag_rows", "lag_bytes")
+
+
+def _line(id: str, status: Mapping[str, Json]) -> dict[str, Json]:
+    lags = {f"lag_{unit}": lag for unit, lag in most_behind(status).items()}
+    rates = {name: status["rows"][name] for name in ("in_per_sec", "out_per_sec")}
+    return {"id": id, **{name: status.get(name) for name in _KEPT}, **rates, **lags}
 
 
 def _letters(store: Store) -> Json:

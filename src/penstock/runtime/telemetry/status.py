@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +23,9 @@ from penstock.source import HealthState
 log = logging.getLogger("penstock")
 
 STATUS_FILE = "status.json"
+_MOST_BYTES = 64_000_000
+"""More than any status; one with 10,000 tables has about 5 MB."""
+
 ENDED = ("stopped", "failed", "dead")
 """The states a pipeline does not leave by itself."""
 
@@ -141,14 +145,14 @@ def read_status(state_dir: Path) -> dict[str, Json] | None:
     It tells the truth about a process that is gone: its state is then `dead`, unless it had ended.
     """
     try:
-        status: dict[str, Json] = json.loads((state_dir / STATUS_FILE).read_text())
+        status: dict[str, Json] = json.loads(_content(state_dir / STATUS_FILE))
         age = max(0.0, time.time() - datetime.fromisoformat(status["updated_at"]).timestamp())
         ended = status["own"]["state"] in ENDED
         here = status["host"] == socket.gethostname()
         alive = not here or process_started(status["pid"]) == status["process_started"] is not None
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError):  # not ours, or half a file of a machine that lost power
+    except (ValueError, KeyError, TypeError, RecursionError):  # not ours, or half a file of a machine that lost power
         return None
     if not ended and not alive:
         status |= {
@@ -170,6 +174,21 @@ def read_status(state_dir: Path) -> dict[str, Json] | None:
         status["problems"].append(f"last heard of {age:.0f} s ago, on {status['host']}")
     status["reason"] = "; ".join(status["problems"])
     return status
+
+
+def _content(path: Path) -> bytes:
+    """Of a plain file that is not absurdly large: what is found on a machine may be a pipe, or without an end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError(f"{path} is no plain file")
+        with open(descriptor, "rb", closefd=False) as file:
+            data = file.read(_MOST_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"{path} is larger than any status")
+    return data
 
 
 def process_started(pid: int) -> str | None:

@@ -132,6 +132,16 @@ def test_gzip_is_unpacked_up_to_the_limit(tmp_path):
         assert hook.post(two, content_encoding="br").status == 415
 
 
+def test_a_body_that_takes_long_to_cut_is_refused_before_it_keeps_others_waiting(tmp_path):
+    with serving(tmp_path) as hook:
+        empty = gzip.compress(b"")
+        assert hook.post(empty * 5000 + gzip.compress(b"{}"), content_encoding="gzip").body == {"accepted": 1}
+        assert hook.post(empty * 10_001, content_encoding="gzip").status == 413
+        assert hook.post(b"[" + b"1," * 99_999 + b"1]").body == {"accepted": 100_000}
+        refused = hook.post(b"[" + b"1," * 100_000 + b"1]")
+        assert (refused.status, "NDJSON" in refused.body["reason"]) == (413, True)
+
+
 def test_many_events_of_a_request_are_stored_as_few_are(tmp_path):
     endpoints = [{"path": "/events", "stream": "events", "headers": ["X-From", "X-Other"]}]
     lines = [b'{"id": %d}' % number for number in range(500)]
@@ -180,6 +190,15 @@ def test_only_clients_of_allowed_networks_may_send(tmp_path):
         assert hook.post({}).status == 403
         assert hook.post({}, x_forwarded_for="10.1.2.3").status == 200
         assert hook.post({}, x_forwarded_for="10.1.2.3, 192.0.2.1").status == 403  # what the proxy itself saw counts
+
+
+@pytest.mark.parametrize(
+    ("forwarded", "status"),
+    [("10.1.2.3:5555", 200), ("[::ffff:10.1.2.3]:443", 200), ("[2001:db8::1]", 403), ("10.1.2.3:x", 403)],
+)
+def test_a_proxy_may_write_the_port_of_a_client(tmp_path, forwarded, status):
+    with serving(tmp_path, allow=["10.0.0.0/8"], trusted_proxies=["127.0.0.1/32"]) as hook:
+        assert hook.post({}, x_forwarded_for=forwarded).status == status
 
 
 def test_a_client_that_is_no_trusted_proxy_cannot_say_who_it_is(tmp_path):
@@ -257,6 +276,16 @@ def test_a_retry_is_told_by_a_member_of_the_event(tmp_path):
         assert hook.post({"meta": {"id": 8}, "more": 1}).status == 200
         assert hook.post(b"not json").status == 200
         assert len(hook.events()) == 3
+
+
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+def test_a_key_that_is_no_text_is_stored_and_no_request_beside_it_suffers(tmp_path, on_error):
+    endpoints = [{"path": "/events", "stream": "events", "dedupe": {"path": "id"}}]
+    half, good = b'{"id": "\\ud800"}', b'{"id": "good"}'
+    with serving(tmp_path, endpoints=endpoints, processing={"on_error": on_error}) as hook:
+        found = hook.raw(request(half) + request(good) + request(half))
+        assert [each.status for each in found] == [200, 200, 200]
+        assert hook.events() == [half, good], "what was answered 200 is stored, and a retry of it is known"
 
 
 # -- schemas -------------------------------------------------------------------------------------------------------------

@@ -114,6 +114,14 @@ def test_an_old_request_cannot_be_sent_again(tmp_path, preset):
         assert hook.post(BODY, **make(BODY, time.time() - 250, b"correct horse")).status == 200
 
 
+@pytest.mark.parametrize("timestamp", ["9" * 400, "9" * 5000, "1_700_000_000", "-1", "1e9", "nan", "inf"])
+def test_a_timestamp_that_is_no_time_is_refused_for_what_it_is(tmp_path, timestamp):
+    with serving(tmp_path, auth={"type": "hmac", "preset": "slack", "secrets": SECRETS}) as hook:
+        headers = {"x-slack-signature": "v0=00", "x-slack-request-timestamp": timestamp}
+        refused = hook.post(BODY, **headers)
+        assert (refused.status, "seconds since 1970" in refused.body["reason"]) == (401, True)
+
+
 def test_a_scheme_of_ones_own(tmp_path):
     auth = {
         "type": "hmac",
@@ -235,6 +243,19 @@ def test_a_token_with_a_public_key_in_a_file(tmp_path, key, algorithm):
         head = ".".join(base64.urlsafe_b64encode(json.dumps(each).encode()).rstrip(b"=").decode() for each in forged)
         mark = base64.urlsafe_b64encode(hmac.new(path.read_bytes(), head.encode(), hashlib.sha256).digest())
         assert hook.post(BODY, authorization=f"Bearer {head}.{mark.rstrip(b'=').decode()}").status == 401
+
+
+def test_a_token_that_names_a_key_of_another_kind_is_refused_for_what_it_is(tmp_path):
+    path = tmp_path / "jwks.json"
+    elliptic = {**jwt.algorithms.ECAlgorithm.to_jwk(EC.public_key(), as_dict=True), "kid": "ec"}
+    shared = {"kty": "oct", "k": base64.urlsafe_b64encode(b"x" * 32).rstrip(b"=").decode(), "kid": "oct"}
+    path.write_text(json.dumps({"keys": [elliptic, shared]}))
+    auth = {"type": "jwt", "algorithms": ["RS256", "ES256"], "jwks_file": path}
+    with serving(tmp_path, auth=auth) as hook:
+        for key, algorithm, kid in ((RSA, "RS256", "ec"), (RSA, "RS256", "oct"), (b"x" * 32, "HS256", "oct")):
+            refused = hook.post(BODY, authorization=token(key, algorithm, kid))
+            assert (refused.status, refused.error) == (401, "unauthorized")
+        assert hook.post(BODY, authorization=token(EC, "ES256", "ec")).status == 200
 
 
 def test_keys_of_a_set_may_be_replaced_while_it_runs(tmp_path):

@@ -19,6 +19,9 @@ from penstock.errors import ConfigError
 Headers = Mapping[bytes, bytes]
 """Names are in lower case."""
 
+MOST_DIGITS = 15
+"""Of a time in seconds."""
+
 
 class Guard(Protocol):
     """One way of telling who may send. Both methods raise `Refused`."""
@@ -133,10 +136,9 @@ class Signed(Open):
             return b""
 
     def _check_time(self, timestamp: bytes) -> None:
-        try:
-            away = abs(time.time() - int(timestamp))
-        except ValueError:
-            raise _unauthorized("the timestamp is not a number of seconds since 1970") from None
+        if not timestamp.isdigit() or len(timestamp) > MOST_DIGITS:
+            raise _unauthorized("the timestamp is not a number of seconds since 1970")
+        away = abs(time.time() - int(timestamp))
         if away > self._auth.tolerance_secs:
             raise _unauthorized(f"the timestamp is more than {self._auth.tolerance_secs} s away from now")
 
@@ -171,7 +173,7 @@ class Token(Open):
                 leeway=auth.leeway_secs,
                 options={"require": ["exp"], "verify_aud": auth.audience is not None},
             )
-        except self._jwt.PyJWTError as error:
+        except (self._jwt.PyJWTError, TypeError) as error:  # TypeError: a key of the set that is of another kind than `alg`
             raise _unauthorized(f"the token is not valid: {type(error).__name__}") from None
         if auth.scope is not None and auth.scope not in _words(claims.get("scope", claims.get("scp"))):
             raise Refused(403, "forbidden", f"the token does not have the scope {auth.scope}")

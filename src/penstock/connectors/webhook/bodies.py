@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
@@ -18,6 +19,12 @@ Events: TypeAlias = "Sequence[bytes] | pa.Array"
 
 MANY_BYTES = 4096
 """A body of lines that is larger is cut by Arrow."""
+
+MOST_ITEMS = 100_000
+"""An array is cut item by item, while nobody else is served."""
+MOST_MEMBERS = 10_000
+"""Of a gzip body: an empty one takes twenty bytes and a new start."""
+PIECE_BYTES = 1 << 14
 
 Cut = Literal["json", "ndjson", "form", "raw"]
 
@@ -50,17 +57,21 @@ def inflate(body: bytes, encoding: bytes, most: int) -> bytes:
     """The body without its content encoding; a bomb is not unpacked."""
     if not encoding or encoding == b"identity":
         return body
-    parts, size = [], 0
+    parts, size, at, members = [], 0, 0, 0
     try:
-        while body:  # a gzip file may have several members
+        while at < len(body):  # a gzip file may have several members
+            if (members := members + 1) > MOST_MEMBERS:
+                raise Refused(413, "too_large", f"the body has over {MOST_MEMBERS:,} members of gzip")
             inflater = zlib.decompressobj(wbits=31)
-            parts.append(inflater.decompress(body, most + 1 - size))
-            size += len(parts[-1])
-            if size > most:
-                raise Refused(413, "too_large", f"the body is over {most} bytes once it is unpacked")
+            while at < len(body) and not inflater.eof:  # in pieces: what comes after a member is copied each time
+                piece = body[at : at + PIECE_BYTES]
+                parts.append(inflater.decompress(piece, most + 1 - size))
+                size += len(parts[-1])
+                if size > most:
+                    raise Refused(413, "too_large", f"the body is over {most} bytes once it is unpacked")
+                at += len(piece) - len(inflater.unused_data)
             if not inflater.eof:
                 raise zlib.error("cut short")
-            body = inflater.unused_data
     except zlib.error:
         raise Refused(400, "bad_request", "the body is not valid gzip") from None
     return b"".join(parts)
@@ -118,6 +129,8 @@ def _items(body: bytes) -> list[bytes]:
         found: list[bytes] = []
         at = _skip(text, text.index("[") + 1)
         while text[at] != "]" or found:
+            if len(found) == MOST_ITEMS:
+                raise Refused(413, "too_large", f"the array has over {MOST_ITEMS:,} items: send lines (NDJSON), or less")
             _, end = _decoder.raw_decode(text, at)
             found.append(text[at:end].encode())
             at = _skip(text, end)
@@ -145,13 +158,10 @@ def _form(body: bytes) -> bytes:
         pairs = parse_qsl(body.decode(), keep_blank_values=True, strict_parsing=bool(body), max_num_fields=10_000)
     except ValueError:
         raise Refused(400, "bad_request", "the body is not a form") from None
-    fields: dict[str, Any] = {}
+    found: dict[str, list[str]] = {}
     for name, value in pairs:
-        if name in fields:
-            before = fields[name]
-            fields[name] = [*before, value] if isinstance(before, list) else [before, value]
-        else:
-            fields[name] = value
+        found.setdefault(name, []).append(value)
+    fields = {name: values if len(values) > 1 else values[0] for name, values in found.items()}
     return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
@@ -165,4 +175,9 @@ def member(event: bytes, path: Sequence[str]) -> str | None:
         return None
     if found is None:
         return None
-    return found if isinstance(found, str) else json.dumps(found, sort_keys=True)
+    # Half a surrogate pair cannot be encoded, but as JSON wrote it.
+    plain = isinstance(found, str) and not _HALF_A_PAIR.search(found)
+    return str(found) if plain else json.dumps(found, sort_keys=True)
+
+
+_HALF_A_PAIR = re.compile("[\ud800-\udfff]")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
 import time
 from collections.abc import Sequence
 from functools import lru_cache
@@ -83,13 +84,17 @@ class Networks:
         return any(found in network for network in self._networks if network.version == found.version)
 
 
+_ADDRESS = re.compile(r"^(?:\[([0-9a-fA-F:.]+)\](?::\d+)?|(\d+\.\d+\.\d+\.\d+):\d+)$")
+"""An address with brackets or a port, as some proxies write it."""
+
+
 def client_of(peer: str, forwarded: bytes | None, trusted: Networks) -> str:
     """The address that a request comes from: the last one of `X-Forwarded-For` that no trusted proxy has."""
     if forwarded is None or not trusted or peer not in trusted:
         return peer
     client = peer
     for each in reversed(forwarded.decode("latin-1").split(",")):
-        client = each.strip()
+        client = _ADDRESS.sub(r"\1\2", each.strip())
         if client not in trusted:
             return client
     return client

@@ -788,6 +788,27 @@ def test_large_batches_are_cut_so_that_a_task_stays_small(tmp_path: Path, monkey
     assert rows(tmp_path) == {"n": list(range(10_000)), "s": list(range(500))}
 
 
+@pytest.mark.parametrize("inline", [True, False])
+def test_rows_of_every_kind_are_written_as_arrow_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inline: bool
+) -> None:
+    monkeypatch.setattr(segments, "INLINE_BYTES", 1 << 30 if inline else -1)
+    many = pa.record_batch(
+        {"n": range(20_000), "text": [str(n) for n in range(20_000)], "lists": [[n, None] for n in range(20_000)]}
+    )
+    few = pa.record_batch({"kind": pa.array(["a", "b", None, "a"]).dictionary_encode(), "x": [None, 1.5, 2.5, 0.0]})
+    messages = SourceBatch.of_messages("m", [b"x" * n for n in range(500)], {"a": "b"}).records
+    for batch in (many.slice(3, 15_001), few, few.slice(1, 2), messages, messages.slice(7, 400)):
+        stream = pa.BufferOutputStream()
+        with pa.ipc.new_stream(stream, batch.schema) as writer:
+            writer.write_batch(batch)
+        assert segments.serialise(batch) == b"".join(segments.parts_of(batch)) == stream.getvalue()
+    with contextlib.closing(Journal(tmp_path)) as journal:
+        journal.append([SourceBatch(many.slice(3, 15_001), stream="many"), SourceBatch(few, stream="few")])
+    read = {each.stream: each.records for each in source(tmp_path).read(JournalSplit(tmp_path, 0, 15_005))}
+    assert read == {"many": many.slice(3, 15_001), "few": few}
+
+
 def test_batches_that_differ_only_in_their_key_are_not_joined(tmp_path: Path) -> None:
     writer = Journal(tmp_path)
     keyed = numbers(2)

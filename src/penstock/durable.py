@@ -20,7 +20,10 @@ Json = Any
 
 def canonical(value: Json) -> str:
     """The one way a position, receipt or manifest becomes text: sorted keys, no spaces."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return _CANONICAL.encode(value)
+
+
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 def fsync(*paths: str | os.PathLike[str]) -> None:

@@ -10,6 +10,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -28,11 +29,13 @@ from penstock.runtime.journal.segment import (
     Block,
     Segment,
     bytes_of,
+    checksum,
     corrupt,
     frame,
     has_record,
     header_length,
     identity_of,
+    parts_of,
     read_blocks,
     record_at,
     segments_of,
@@ -92,6 +95,7 @@ class Disk:
         self._index: FileIO | None = None
         self._index_bytes = 0  # of the file, with its header
         self._room, self._room_asked = 0, -ROOM_ASKED_SECS
+        self._checksums = ThreadPoolExecutor(1, f"checksums-{directory.name}")
         self._ages: deque[tuple[int, float]] = deque()  # the end and the time of commits, about one a second
         make_directory(directory, private=True)
         self._lock_fd = _lock_directory(directory)
@@ -153,19 +157,21 @@ class Disk:
                 self.segments.append(segment)
         assert self._data is not None
         assert self._index is not None
-        record: dict[str, Json] = {"row": segment.end, "at": segment.data_bytes, "blocks": [], "keys": list(keys)}
+        record: dict[str, Json] = {"row": segment.end, "at": segment.data_bytes, "keys": list(keys)}
         sizes = {self._data: segment.data_bytes, self._index: self._index_bytes}
-        inline: list[pa.Buffer] = []
-        is_inline = size <= segments.INLINE_BYTES and segment.version > 1
-        with _full_is_no_room(sizes):
-            for stream, batch in blocks:
-                buffer = serialise(batch)
-                record["blocks"].append([stream, batch.num_rows, buffer.size, zlib.crc32(buffer)])
-                inline.append(buffer) if is_inline else _write(self._data, buffer)
+        inline: list[bytes] = []
+        if size <= segments.INLINE_BYTES and segment.version > 1:
+            inline = [serialise(batch) for _, batch in blocks]
+            written = [(len(block), zlib.crc32(block)) for block in inline]
+        else:
+            with _full_is_no_room(sizes):
+                checked = [self._write_block(self._data, batch) for _, batch in blocks]
+            if blocks:
+                self._sync(self._data)
+            written = [(length, found.result()) for length, found in checked]
+        record["blocks"] = [[stream, rows.num_rows, *each] for (stream, rows), each in zip(blocks, written, strict=True)]
         if inline:
-            record["inline"] = sum(buffer.size for buffer in inline)
-        elif blocks:
-            self._sync(self._data)
+            record["inline"] = sum(map(len, inline))
         if blocks:
             failpoints.hit("journal.data")
         if new := self._new_streams(blocks, streams):
@@ -202,6 +208,7 @@ class Disk:
 
     def close(self) -> None:
         """Let go of the directory; may be called twice."""
+        self._checksums.shutdown(wait=False)
         for file in (self._data, self._index):
             if file is not None:
                 file.close()
@@ -217,6 +224,14 @@ class Disk:
 
     # -- writing -------------------------------------------------------------------------------------------------
 
+    def _write_block(self, file: FileIO, batch: pa.RecordBatch) -> tuple[int, Future[int]]:
+        """The bytes that a block took, and its checksum: another core finds it while the disk is busy."""
+        parts = parts_of(batch)
+        found = self._checksums.submit(checksum, parts)
+        for part in parts:
+            _write(file, part)
+        return sum(map(len, parts)), found
+
     def _sync(self, file: FileIO) -> None:
         if self._durable:
             began = time.perf_counter()
@@ -224,8 +239,7 @@ class Disk:
             self.fsyncs = Fsyncs(self.fsyncs.count + 1, self.fsyncs.seconds + time.perf_counter() - began)
 
     def _publish(self) -> None:
-        with disk_errors():
-            os.pwrite(self._tail_fd, self.tail.to_bytes(8, "little"), 0)
+        os.pwrite(self._tail_fd, self.tail.to_bytes(8, "little"), 0)
 
     def _new_streams(self, blocks: Sequence[Block], streams: Iterable[str]) -> dict[str, str]:
         seen = dict.fromkeys(streams, "")

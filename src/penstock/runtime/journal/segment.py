@@ -14,6 +14,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -95,11 +96,62 @@ def _concat(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
     return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
 
 
-def serialise(batch: pa.RecordBatch) -> pa.Buffer:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
+def serialise(batch: pa.RecordBatch) -> bytes:
+    """Rows as an Arrow IPC stream."""
+    if batch.schema.equals(ENVELOPE_SCHEMA, check_metadata=True):  # the same bytes, at half the price
+        return b"".join((_MESSAGES_BEGIN, batch.serialize(), _STREAM_ENDS))
+    return b"".join(parts_of(batch))
+
+
+_MESSAGES_BEGIN = ENVELOPE_SCHEMA.serialize()
+_STREAM_ENDS = b"\xff\xff\xff\xff\0\0\0\0"
+
+
+def parts_of(batch: pa.RecordBatch) -> list[pa.Buffer | bytes]:
+    """What `serialise` gives, in pieces: the columns of a large batch are not copied."""
+    parts = _Parts()
+    with pa.ipc.new_stream(parts, batch.schema) as writer:
         writer.write_batch(batch)
-    return sink.getvalue()
+    return [
+        each
+        for few, pieces in groupby(parts.written, lambda part: len(part) < _FEW_BYTES)
+        for each in ([b"".join(pieces)] if few else pieces)
+    ]
+
+
+class _Parts:
+    """A file as Arrow writes to it: it hands over whole buffers, and gaps as bytes."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.written: list[pa.Buffer | bytes] = []
+
+    def write(self, part: pa.Buffer | bytes) -> int:
+        self.written.append(part)
+        return len(part)
+
+    def flush(self) -> None:
+        """There is nothing to flush."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def readable(self) -> bool:
+        return False
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return False
+
+
+def checksum(parts: Iterable[pa.Buffer | bytes]) -> int:
+    found = 0
+    for part in parts:
+        found = zlib.crc32(part, found)
+    return found
 
 
 def read_blocks(segment: Segment, start: int, end: int, until: int | None = None) -> Iterator[Block]:

@@ -79,7 +79,7 @@ class JournalSplit:
 
     def rows(self) -> list[tuple[str | None, bytes]]:
         """On the driver: the rows, to be carried to a task."""
-        return [(stream, serialise(batch).to_pybytes()) for stream, batch in _read(self)]
+        return [(stream, serialise(batch)) for stream, batch in _read(self)]
 
 
 class Carried(Protocol):

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import email.utils
+import gzip
 import json
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import ValidationError
 
 from connectors.receiver import Asked, Receiver, receiving
 from connectors.webhooks import journaled
+from penstock.connectors.http_client import pause_of
 from penstock.connectors.http_poll import HttpPoll, HttpPollConfig
 from penstock.connectors.http_poll.known import MOST_LINES, Known
 from penstock.errors import NOT_READY, FatalError, RetryableError
@@ -371,6 +379,132 @@ def test_credentials_do_not_follow_a_page_to_another_server(opened):
     page = {"data": {"items": [{"id": 1, "updated": 1}]}, "next": "http://other.example/next"}
     with receiving(lambda asked: (200, page)) as api, pytest.raises(FatalError, match="another server"):
         opened(make(api, "next")).poll_batch(10)
+
+
+def test_a_page_may_name_its_own_server_in_other_words(shop, opened):
+    def answer(asked: Asked) -> Any:
+        status, body, headers = shop.answer(asked)
+        if "next" in body:
+            body["next"] = body["next"].replace("/next", f"HTTP://LOCALHOST:{port}/next")
+        return status, body, headers
+
+    with receiving(answer) as api:
+        port = api.url.rpartition(":")[2]
+        api.url = f"http://localhost:{port}"
+        assert len(polled(opened(make(api, "next")))) == 8
+
+
+@pytest.mark.parametrize("address", ["http://[", "http://localhost:99999999/", "//[x", "http://a\0b/"])
+@pytest.mark.parametrize("kind", ["next", "link"])
+def test_an_address_of_a_next_page_that_is_none_is_an_error_that_says_so(opened, kind, address):
+    headers = {"Link": f'<{address}>; rel="next"'} if "\0" not in address else {"Link": '<http://[>; rel="next"'}
+    page = {"data": {"items": [{"id": 1, "updated": 1}]}, "next": address}
+    with (
+        receiving(lambda asked: (200, page, headers)) as api,
+        pytest.raises((RetryableError, FatalError), match="next page"),
+    ):
+        opened(make(api, kind)).poll_batch(10)
+
+
+def test_pages_that_lead_back_to_an_earlier_one_are_noticed_and_none_comes_twice(opened):
+    def answer(asked: Asked) -> Any:
+        at = int(asked.query.get("cursor", 0)) % 3
+        return 200, {"data": {"items": [{"id": at, "updated": 1}]}, "next_cursor": str(at + 1 if at < 2 else 1)}
+
+    with receiving(answer) as api:
+        source = opened(make(api))
+        found = [source.poll_batch(10), source.poll_batch(10)]
+        for _ in range(5):
+            with pytest.raises(RetryableError, match="same page"):
+                source.poll_batch(10)
+        assert [json.loads(each.record.payload)["id"] for batch in found for each in batch] == [0, 1]
+
+
+def test_a_page_that_nobody_marked_and_that_is_said_to_be_unchanged_is_asked_for_again(opened):
+    """The newest come first: to believe it would lose the older ones."""
+    says: list[Any] = [(304, b"")]
+    pages = {"": [{"id": 9, "updated": 9}], "1": [{"id": 1, "updated": 1}]}
+
+    def answer(asked: Asked) -> Any:
+        at = asked.query.get("cursor", "")
+        if at and says:
+            return says.pop()
+        return 200, {"data": {"items": pages[at]}, "next_cursor": None if at else "1"}
+
+    with receiving(answer) as api:
+        source = opened(make(api))
+        assert len(source.poll_batch(10)) == 1
+        with pytest.raises(RetryableError, match="304"):
+            source.poll_batch(10)
+        assert [json.loads(each.record.payload)["id"] for each in source.poll_batch(10)] == [1]
+
+
+def test_a_page_that_would_fill_all_memory_is_given_up(opened):
+    bomb = gzip.compress(b"[" + b" " * (32 << 20) + b"]")
+    with receiving(lambda asked: (200, bomb, {"Content-Encoding": "gzip"})) as api:
+        options = {"records": "", "pagination": None, "incremental": None}
+        assert opened(make(api, **options)).poll_batch(10) is None
+        with pytest.raises(FatalError, match="max_page_bytes"):
+            opened(make(api, **options, max_page_bytes=1 << 20)).poll_batch(10)
+
+
+def test_a_page_that_comes_byte_by_byte_is_given_up(opened, monkeypatch):
+    monkeypatch.setattr("penstock.connectors.http_poll.pages.PAGE_TIMEOUTS", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip() -> None:
+            with contextlib.suppress(OSError):
+                client = listener.accept()[0]
+                client.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n[")
+                while True:
+                    client.sendall(b" ")
+                    time.sleep(0.01)
+
+        threading.Thread(target=drip, daemon=True).start()
+        api = Receiver(url=f"http://127.0.0.1:{listener.getsockname()[1]}")
+        source = opened(make(api, records="", pagination=None, timeout_secs=20))
+        with pytest.raises(RetryableError, match="does not end"):
+            source.poll_batch(10)
+
+
+def test_half_a_surrogate_pair_stops_nobody(opened, tmp_path):
+    items = b'{"data": {"items": [{"id": "\\ud800", "updated": "\\udfff"}, {"id": "\\ud83d\\ude00", "updated": "x"}]}}'
+    with receiving(lambda asked: (200, items)) as api:
+        found = opened(make(api)).poll_batch(10)
+        assert [json.loads(each.record.payload)["id"] for each in found] == ["\ufffd" * 3, "\U0001f600"]
+        assert len(opened(make(api, **FULL), SourceContext(state_dir=tmp_path)).poll_batch(10)) == 2
+
+
+def test_pages_without_anything_new_do_not_hide_a_stop(opened, monkeypatch):
+    monkeypatch.setattr("penstock.connectors.http_poll.source.LOOK_SECS", 0.0)
+    monkeypatch.setattr("penstock.connectors.http_poll.source.MOST_EMPTY_PAGES", 4)
+
+    def answer(asked: Asked) -> Any:
+        return 200, {"data": {"items": []}, "next_cursor": int(asked.query.get("cursor", 0)) + 1}
+
+    with receiving(answer) as api:
+        source = opened(make(api))
+        for count in range(1, 5):
+            assert source.poll_batch(10) == [], "it is asked again at once, and what it has passed is journaled"
+            assert len(api.asked) == count
+        with pytest.raises(FatalError, match="4 pages"):
+            source.poll_batch(10)
+
+
+@pytest.mark.parametrize(
+    ("asks", "secs"),
+    [("7", 7), ("9" * 30, 86_400), ("9" * 400, 86_400), ("\xb2", None), ("soon", None), ("-5", None), ("", None)],
+)
+def test_a_pause_is_a_number_of_seconds_and_a_day_at_most(asks, secs):
+    assert pause_of(httpx.Response(429, headers=[(b"Retry-After", asks.encode("latin-1"))])) == secs
+
+
+def test_a_pause_may_be_a_date():
+    at = email.utils.formatdate(time.time() + 100, usegmt=True)
+    assert 90 < pause_of(httpx.Response(503, headers={"Retry-After": at})) <= 100
+    for date in ("Wed, 21 Oct 2015 07:28:00 GMT", "Mon, 01 Jan 0001 00:00:00 GMT"):
+        assert pause_of(httpx.Response(503, headers={"Retry-After": date})) == 0
+    assert pause_of(httpx.Response(503, headers={"Retry-After": "Fri, 31 Dec 9999 23:59:59 GMT"})) == 86_400
 
 
 def test_a_cursor_that_never_moves_is_noticed(opened):

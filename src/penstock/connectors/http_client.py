@@ -22,6 +22,10 @@ PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Answers that may be others next time."""
 
 
+LONGEST_SECS = 86_400.0
+"""A server that asks for a longer pause is asked again after this one."""
+
+
 class BearerAuth(Config):
     type: Literal["bearer"]
     """`"bearer"`: `Authorization: Bearer …`."""
@@ -141,13 +145,13 @@ def failure(response: httpx.Response, what: str) -> ConnectorError:
 
 
 def pause_of(response: httpx.Response) -> float | None:
-    """The seconds that `Retry-After` asks for, written as a number or as a date; None: it does not say."""
+    """The seconds that `Retry-After` asks for, a day at most, written as a number or as a date; None: it does not say."""
     text = response.headers.get("Retry-After", "").strip()
-    if text.isdigit():
-        return float(text)
+    if text.isascii() and text.isdigit():
+        return min(LONGEST_SECS, float(text))
     try:
-        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
-    except (ValueError, TypeError):
+        return min(LONGEST_SECS, max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time()))
+    except (ValueError, TypeError, OverflowError):
         return None
 
 
@@ -220,8 +224,6 @@ _TOKENS_LOCK = threading.Lock()
 class _Tokens(httpx.Auth):
     """Client credentials: one token for all, and a new one when it ends or is refused."""
 
-    requires_response_body = True
-
     def __init__(self, auth: OAuth2) -> None:
         self._auth = auth
         self._secret = auth.client_secret.reveal()
@@ -247,6 +249,7 @@ class _Tokens(httpx.Auth):
         return next(httpx.BasicAuth(self._auth.client_id, self._secret).auth_flow(asked))
 
     def _taken(self, response: httpx.Response) -> str:
+        response.read()
         if response.status_code != 200:
             raise failure(response, f"the question for a token at {self._auth.token_url}")
         try:

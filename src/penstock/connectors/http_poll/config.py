@@ -115,6 +115,9 @@ class HttpPollConfig(HttpConfig):
     interval_secs: PositiveFloat = 60
     """Time between two rounds through all pages."""
 
+    max_page_bytes: PositiveInt = 64 << 20
+    """Largest page, unpacked. Memory is needed for several times as much."""
+
     rate_limit_per_sec: Annotated[PositiveFloat, Field(ge=0.2)] | None = None
     """Requests a second at most."""
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urljoin
 
 import httpx
 
 from penstock.connectors.http_client import PASSING, client, failure, passing, pause_of
 from penstock.connectors.http_poll.config import ByCursor, ByLink, ByNextUrl, ByOffset, ByPage, HttpPollConfig
-from penstock.durable import Json
+from penstock.durable import Json, canonical
 from penstock.errors import NOT_READY, FatalError, RetryableError
+
+PAGE_TIMEOUTS = 10
+"""So many times `timeout_secs`, and a page that is still coming is given up."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Api:
         self._config = config
         self._client = client(config)
         self._wait_until = 0.0
+        self._asked_for: set[str] = set()  # the pages of this round
         self._asked_at = 0.0
 
     def close(self) -> None:
@@ -60,10 +65,7 @@ class Api:
         url, params = self._target(at, since)
         asked = {"If-None-Match": marks.etag, "If-Modified-Since": marks.modified}
         headers = {name: value for name, value in asked.items() if value}
-        try:
-            answer = self._client.get(url, params=params or None, headers=headers)
-        except httpx.HTTPError as error:
-            raise passing(error, f"GET {config.url}") from error
+        answer, body = self._get(url, params, headers)
         pause = pause_of(answer)
         if answer.status_code in PASSING and pause is not None:
             self._wait_until = time.monotonic() + pause
@@ -71,10 +73,33 @@ class Api:
             raise RetryableError(self.waits, code=NOT_READY)
         self.waits = ""
         if answer.status_code == 304:
+            if not headers:
+                raise RetryableError(f"GET {config.url} was answered 304 Not Modified, which nobody had asked")
             return Page([], marks=marks, unchanged=True)
         if not answer.is_success:
             raise failure(answer, f"GET {config.url}")
-        return self._read(answer, at)
+        return self._read(answer, body, at)
+
+    def _get(self, url: str, params: dict[str, Any], headers: dict[str, str]) -> tuple[httpx.Response, bytes]:
+        """An answer and its body, which may be packed so that it would fill all memory, or never end."""
+        config = self._config
+        until = time.monotonic() + PAGE_TIMEOUTS * config.timeout_secs
+        body = bytearray()
+        try:
+            with self._client.stream("GET", url, params=params or None, headers=headers) as answer:
+                for piece in answer.iter_bytes():
+                    body += piece
+                    if len(body) > config.max_page_bytes:
+                        raise FatalError(
+                            f"a page of {config.url} has over {config.max_page_bytes:,} bytes",
+                            code="PEN-5001",
+                            hint="ask for smaller pages, or raise max_page_bytes",
+                        )
+                    if time.monotonic() > until:
+                        raise RetryableError(f"GET {config.url}: the page does not end", code="PEN-2003")
+        except httpx.HTTPError as error:
+            raise passing(error, f"GET {config.url}") from error
+        return answer, bytes(body)
 
     def _target(self, page: Json, since: Json) -> tuple[str, dict[str, Any]]:
         config = self._config
@@ -93,10 +118,13 @@ class Api:
                 params |= {by.param: page or 0, by.size_param: by.size}
         return config.url, params
 
-    def _read(self, answer: httpx.Response, at: Json) -> Page:
+    def _read(self, answer: httpx.Response, raw: bytes, at: Json) -> Page:
         config = self._config
         try:
-            body = answer.json()
+            body = json.loads(raw)
+            if b"\\ud" in raw.lower():  # half a surrogate pair is no text: it could not be stored or sent
+                whole = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
+                body = json.loads(whole.decode("utf-8", "replace"))
             records = member(body, config.records)
         except (ValueError, RecursionError):
             body = records = None
@@ -104,7 +132,10 @@ class Api:
             where = f"at {config.records!r}" if config.records else "at its top"
             raise RetryableError(f"{config.url} has no list of records {where}", hint="correct `records`")
         following = self._next(answer, body, at, len(records))
-        if following is not None and following == at:
+        if at is None:
+            self._asked_for.clear()
+        self._asked_for.add(canonical(at))
+        if following is not None and canonical(following) in self._asked_for:
             raise RetryableError(f"{config.url} names the same page again and again", hint="look at `pagination`")
         marks = Marks(answer.headers.get("ETag", ""), answer.headers.get("Last-Modified", ""))
         return Page(records, following, marks)
@@ -127,14 +158,20 @@ class Api:
         """An address on the same server: nobody else gets our credentials."""
         if not found:
             return None
-        url = urljoin(str(answer.request.url), str(found))
-        if urlsplit(url)[:2] != urlsplit(self._config.url)[:2]:
+        try:
+            url = httpx.URL(urljoin(str(answer.request.url), str(found)))
+        except (ValueError, httpx.InvalidURL):
+            raise RetryableError(
+                f"{self._config.url} names a next page whose address is none", hint="look at `pagination`"
+            ) from None
+        own = httpx.URL(self._config.url)
+        if url.userinfo != own.userinfo or (url.scheme, url.host, url.port) != (own.scheme, own.host, own.port):
             raise FatalError(
                 f"{self._config.url} names a next page on another server",
                 code="PEN-5001",
                 hint="set `url` to the server that has the pages",
             )
-        return url
+        return str(url)
 
 
 def member(value: Any, path: str) -> Any:

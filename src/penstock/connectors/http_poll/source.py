@@ -28,6 +28,8 @@ from penstock.source import (
 )
 
 MOST_EMPTY_PAGES = 10_000
+LOOK_SECS = 1.0
+"""How long pages without anything new may hide a stop."""
 
 
 class Place(Config):
@@ -67,12 +69,13 @@ class HttpPoll(PollingSource[HttpPollConfig]):
         self._found: set[str] = set()  # in the round in hand
         self._due = 0.0  # the next round begins then
         self._batch = 0  # how many were handed over
+        self._empty_pages = 0  # one after the other
 
     def open(self, context: SourceContext = SourceContext()) -> None:
         self.close()
         super().open(context)
         self._api = Api(self.config)
-        self._place, self._due, self._batch = Place(), 0.0, 0
+        self._place, self._due, self._batch, self._empty_pages = Place(), 0.0, 0, 0
         is_kept = context.state_dir is not None and self.config.incremental is None
         self._known = Known(context.state_dir / "records.jsonl" if context.state_dir and is_kept else None)
 
@@ -95,14 +98,18 @@ class HttpPoll(PollingSource[HttpPollConfig]):
         if self._batch == 0 and self._place == Place():
             self._known.clear()  # there is no checkpoint: nothing was sent
         incremental = self.config.incremental
-        for _ in range(MOST_EMPTY_PAGES):
+        until = time.monotonic() + LOOK_SECS
+        while self._empty_pages < MOST_EMPTY_PAGES:
             page = self._ask()
             found = self._full(page) if incremental is None else self._newer(page, incremental)
+            self._empty_pages = 0 if found or self._place.page is None else self._empty_pages + 1
             if found:
                 self._batch += 1
                 return found
             if self._place.page is None:
                 return None
+            if time.monotonic() > until:
+                return []
         raise FatalError(
             f"{MOST_EMPTY_PAGES:,} pages in a row bring nothing new", code="PEN-5001", hint="look at `pagination`"
         )

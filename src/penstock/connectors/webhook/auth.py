@@ -173,7 +173,10 @@ class Token(Open):
                 leeway=auth.leeway_secs,
                 options={"require": ["exp"], "verify_aud": auth.audience is not None},
             )
-        except (self._jwt.PyJWTError, TypeError) as error:  # TypeError: a key of the set that is of another kind than `alg`
+        except (
+            self._jwt.PyJWTError,
+            TypeError,
+        ) as error:  # TypeError: a key of the set that is of another kind than `alg`
             raise _unauthorized(f"the token is not valid: {type(error).__name__}") from None
         if auth.scope is not None and auth.scope not in _words(claims.get("scope", claims.get("scp"))):
             raise Refused(403, "forbidden", f"the token does not have the scope {auth.scope}")

@@ -6,7 +6,7 @@ import json
 import re
 import zlib
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 from urllib.parse import parse_qsl
 
 import numpy as np
@@ -130,7 +130,9 @@ def _items(body: bytes) -> list[bytes]:
         at = _skip(text, text.index("[") + 1)
         while text[at] != "]" or found:
             if len(found) == MOST_ITEMS:
-                raise Refused(413, "too_large", f"the array has over {MOST_ITEMS:,} items: send lines (NDJSON), or less")
+                raise Refused(
+                    413, "too_large", f"the array has over {MOST_ITEMS:,} items: send lines (NDJSON), or less"
+                )
             _, end = _decoder.raw_decode(text, at)
             found.append(text[at:end].encode())
             at = _skip(text, end)

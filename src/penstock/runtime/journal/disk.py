@@ -169,7 +169,9 @@ class Disk:
             if blocks:
                 self._sync(self._data)
             written = [(length, found.result()) for length, found in checked]
-        record["blocks"] = [[stream, rows.num_rows, *each] for (stream, rows), each in zip(blocks, written, strict=True)]
+        record["blocks"] = [
+            [stream, rows.num_rows, *each] for (stream, rows), each in zip(blocks, written, strict=True)
+        ]
         if inline:
             record["inline"] = sum(map(len, inline))
         if blocks:

@@ -305,6 +305,54 @@ class Losing:
         return False
 
 
+def _publish(body: bytes, head: int = 0x32) -> bytes:
+    return bytes([head, len(body)]) + body
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        _publish(b"\0\1t\0\7\2\x7f\0"),
+        _publish(b"\0\1t\0\7\x7f\x26\0"),
+        _publish(b"\0\1t\0\7\7\x26\0\1\xff\0\1\xfe"),
+        _publish(b"\0\1t\0\7\0x", 0x36),
+        _publish(b"\0\1t\0\0\0x"),
+        _publish(b"\0\0\0\7\0x"),
+        _publish(b"\xff\xfft"),
+        b"\x62\1\0",
+        b"\x32\xff\xff\xff\xff\x7f",
+    ],
+    ids=[
+        "property that is none",
+        "properties cut short",
+        "property of no text",
+        "QoS 3",
+        "no packet id",
+        "no topic",
+        "topic beyond the packet",
+        "PUBREL cut short",
+        "length without end",
+    ],
+)
+def test_a_packet_that_cannot_be_read_ends_the_connection_and_the_message_comes_again(
+    broken: bytes, broker: Mosquitto, sender: Peer, topic: str, subscribed: Callable[..., Running]
+) -> None:
+    swaps = [broken]
+
+    def rule(to_broker: bool, packet: bytes) -> bool | bytes:
+        return swaps.pop() if swaps and not to_broker and packet[0] >> 4 == PUBLISH else True
+
+    with Way(broker.port, rule) as way:
+        running = subscribed("5", way.url)
+        first = running.source._link
+        sender.publish_all(f"{topic}/x", [b"1", b"2"], 1)
+        wait_until(lambda: (running.poll(), running.source._link is not first)[1], "another connection")
+        assert first is not None
+        assert first.failure is not None
+        assert sorted(running.until(2)) == [b"1", b"2"]
+        running.source.close()
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
     ("qos", "kind"), [(1, PUBLISH), (1, PUBACK), (2, PUBLISH), (2, PUBREC), (2, PUBREL), (2, PUBCOMP)]

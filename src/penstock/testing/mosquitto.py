@@ -89,10 +89,13 @@ class Way:
     """
     Is between clients and a broker, packet by packet.
 
-    `rule(to_broker, packet)` says what becomes of a packet: True passes it on, False loses it, None ends the connection.
+    `rule(to_broker, packet)` says what becomes of a packet: True passes it on, False loses it, bytes take its place, and None
+    ends the connection.
     """
 
-    def __init__(self, port: int, rule: Callable[[bool, bytes], bool | None] = lambda to_broker, packet: True) -> None:
+    def __init__(
+        self, port: int, rule: Callable[[bool, bytes], bool | bytes | None] = lambda to_broker, packet: True
+    ) -> None:
         self.rule = rule
         self._target = port
         self._server = socket.create_server(("127.0.0.1", 0))
@@ -136,7 +139,7 @@ class Way:
             for packet in _packets(one):
                 fate = self.rule(to_broker, packet)
                 if fate:
-                    other.sendall(packet)
+                    other.sendall(fate if isinstance(fate, bytes) else packet)
                 elif fate is None:
                     break
         for each in (one, other):

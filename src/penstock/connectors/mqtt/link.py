@@ -43,6 +43,7 @@ _OVERRIDDEN = {
     "_packet_queue": ("self", "command", "packet", "mid", "qos", "info"),
     "_send_pingreq": ("self",),
     "_sock_close": ("self",),
+    "_thread_main": ("self",),
     "loop_read": ("self", "max_packets"),
 }
 """Methods of paho that `Link` overrides or calls. By its public ones PUBREC is sent before a message is safe."""
@@ -249,12 +250,16 @@ class Link(paho.Client):
         """Hand the message over at once, also under QoS 2, whose PUBREC says that it is safe here."""
         head, raw = self._in_packet["command"], bytes(self._in_packet["packet"])
         qos, mid, properties = (head & 6) >> 1, 0, None
+        if qos > 2:
+            raise MalformedPacket("a PUBLISH of QoS 3")
         try:
             at = 2 + (raw[0] << 8 | raw[1])
             topic = raw[2:at].decode()
             if qos:
                 mid = raw[at] << 8 | raw[at + 1]
                 at += 2
+            if not topic or bool(qos) != bool(mid):
+                raise MalformedPacket("a PUBLISH without a topic or an id")
             if self._is_v5:
                 if raw[at]:
                     properties = Properties(PacketTypes.PUBLISH)  # type: ignore[no-untyped-call]
@@ -299,6 +304,18 @@ class Link(paho.Client):
         if not self._leaving:
             why = "another client took the session over (the same `client_id`)" if reason.value == 142 else str(reason)
             self.failure = self.failure or self._unreachable(f"the connection ended: {why}")
+        self._finish()
+
+    def _thread_main(self) -> None:
+        try:
+            super()._thread_main()
+        except Exception as error:  # noqa: BLE001 - paho fails in many ways at a packet that is none; nobody may wait for more
+            self.failure = self.failure or self._unreachable(
+                f"a packet cannot be read: {type(error).__name__}: {error}"
+            )
+            self._finish()
+
+    def _finish(self) -> None:
         self._over.set()
         self._connected.set()
         with self._ack_lock:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from penstock.connectors.tcp import Tcp, TcpConfig
+from penstock.connectors.tcp import Tcp, TcpConfig, _Bell, _Connection
 from penstock.errors import FatalError, RetryableError
 from penstock.runtime.journal import Journal
 from penstock.runtime.journal.envelopes import placed
@@ -172,6 +174,46 @@ def test_a_silent_connection_is_ended_and_half_a_line_is_dropped(serve: Callable
         assert sock.recv(1) == b""
     wait_until(lambda: not source._connections, "the connection to be gone")
     assert sender.payloads == [b"whole"]
+
+
+def test_connections_are_not_ended_for_a_silence_that_was_ours(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], sleep=time.sleep)
+    monkeypatch.setattr("penstock.connectors.tcp.time", clock)
+    source, sender = serve()
+    blocked, room, send = threading.Event(), threading.Event(), sender.send
+
+    def full(item: Any, on_durable: Callable[[], None] | None = None) -> None:
+        blocked.set()
+        assert room.wait(60)
+        send(item, on_durable)
+
+    with dial(source) as one, dial(source) as other:
+        other.sendall(b"first\n")
+        wait_until(lambda: sender.payloads == [b"first"], "the first line")
+        sender.send = full
+        one.sendall(b"waits\n")
+        time.sleep(0.2)  # it is taken before the other's, which then waits in the kernel
+        other.sendall(b"second\n")
+        time.sleep(1.5)
+        room.set()
+        other.sendall(b"third\n")
+        wait_until(lambda: len(sender.kept) == 4, "all lines")
+        assert sorted(sender.payloads) == [b"first", b"second", b"third", b"waits"]
+
+
+def test_a_line_that_comes_byte_by_byte_costs_no_more_the_longer_it_is() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, _Bell() as bell:
+        with socket.create_connection(server.getsockname()), server.accept()[0] as taken:
+            connection = _Connection(taken, bell, 1 << 20)
+        list(connection.lines(b"x" * 1_000_000))
+        began = time.process_time()
+        for _ in range(20_000):
+            assert not list(connection.lines(b"x"))
+        assert time.process_time() - began < 1, "20 GB would have been copied"
+        assert [len(line) for line in connection.lines(b"\ny\n")] == [1_020_000, 1]
 
 
 def test_an_epoch_is_asked_for_when_a_connection_ends(serve: Callable[..., Any]) -> None:

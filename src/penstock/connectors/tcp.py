@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import selectors
 import socket
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 _READ_BYTES = 1 << 18
 _LOOK_SECS = 0.5
 """How long a stop may go unnoticed."""
+_NO_FILES_SECS = 0.05
+"""The listener stays ready for a connection that cannot be taken: it is not looked at all the time."""
 
 
 class TcpConfig(Config):
@@ -179,7 +182,9 @@ class Tcp(StreamingSource[TcpConfig]):
         assert self._listener is not None
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # it has gone already, or there are too many files open: the others go on
+        except OSError as error:  # it has gone already, or there are too many files open: the others go on
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(_NO_FILES_SECS)
             return
         if len(self._connections) >= self.config.max_connections:
             self._refused += 1
@@ -207,7 +212,10 @@ class Tcp(StreamingSource[TcpConfig]):
             rows = SourceBatch.of_messages(self.config.stream, lines, {"tcp.peer": connection.peer}).records
             partition = PartitionInfo(connection.peer, number)
             batch = SourceBatch.with_partition(rows, partition, self.config.stream)
+            began = time.monotonic()
             sender.send(batch, lambda: connection.is_durable(number))
+            for each in self._connections.values():  # while the journal was full, it was we who did not listen
+                each.heard_at += time.monotonic() - began
         if not raw or connection.is_too_long:
             if connection.rest:
                 self._cut += 1
@@ -249,7 +257,8 @@ class _Connection:
         """Lines that were handed over."""
         self.durable = 0
         """Lines that are on disk."""
-        self.rest = b""
+        self.rest = bytearray()
+        """The beginning of a line. It may grow by a byte at a time, so it is not copied each time."""
         self.heard_at = time.monotonic()
         self._bell = bell
         self._most = max_line_bytes
@@ -264,11 +273,14 @@ class _Connection:
         """The whole lines so far; one that is too long stays in `rest`."""
         if raw:
             self.heard_at = time.monotonic()
-        *whole, rest = (self.rest + raw).split(b"\n") if b"\n" in raw else (self.rest + raw,)
-        self.rest = rest
+        self.rest += raw
+        if b"\n" not in raw:
+            return
+        *whole, rest = bytes(self.rest).split(b"\n")
+        self.rest = bytearray(rest)
         for line in whole:
             if len(line) > self._most:
-                self.rest = line
+                self.rest = bytearray(line)
                 return
             if line := line.removesuffix(b"\r"):
                 yield line

@@ -282,6 +282,25 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
         MqttConfig(url=url, topics=("a",))
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_session_that_another_client_takes_over_is_said_and_goes_on_there(
+    version: str, broker: Mosquitto, sender: Peer, topic: str, subscribed: Callable[..., Running]
+) -> None:
+    first = subscribed(version)
+    sender.publish_all(f"{topic}/x", [b"1"], 1)
+    first.until(1)
+    second = Running(source_of(broker.url, topic, version), first.checkpoint)
+    link = first.source._link
+    assert link is not None
+    wait_until(lambda: link.failure, "the first one to notice")
+    assert isinstance(link.failure, RetryableError)
+    assert "client_id" in link.failure.message
+    sender.publish_all(f"{topic}/x", [b"2", b"3"], 1)
+    assert second.until(2) == [b"2", b"3"]
+    first.source.close()
+    second.source.close()
+
+
 # -- packets that are lost -------------------------------------------------------------------------------------------
 
 PUBLISH, PUBACK, PUBREC, PUBREL, PUBCOMP = 3, 4, 5, 6, 7

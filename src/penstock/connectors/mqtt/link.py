@@ -302,7 +302,11 @@ class Link(paho.Client):
 
     def _ended(self, client: Any, data: Any, flags: Any, reason: ReasonCode, properties: Any) -> None:
         if not self._leaving:
-            why = "another client took the session over (the same `client_id`)" if reason.value == 142 else str(reason)
+            why = str(reason)
+            if reason.value == 142:
+                why = "another client took the session over (the same `client_id`)"
+            elif why == "Unspecified error":  # brokers that say nothing, also where a session is taken over
+                why = "without a word; if that repeats, another client has the same `client_id`, or the line breaks"
             self.failure = self.failure or self._unreachable(f"the connection ended: {why}")
         self._finish()
 

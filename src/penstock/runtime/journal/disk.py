@@ -165,7 +165,7 @@ class Disk:
             written = [(len(block), zlib.crc32(block)) for block in inline]
         else:
             with _full_is_no_room(sizes):
-                checked = [self._write_block(self._data, batch) for _, batch in blocks]
+                checked = [_write_block(self._data, batch, self._checksums) for _, batch in blocks]
             if blocks:
                 self._sync(self._data)
             written = [(length, found.result()) for length, found in checked]
@@ -225,14 +225,6 @@ class Disk:
             self._lock_fd = -1
 
     # -- writing -------------------------------------------------------------------------------------------------
-
-    def _write_block(self, file: FileIO, batch: pa.RecordBatch) -> tuple[int, Future[int]]:
-        """The bytes that a block took, and its checksum: another core finds it while the disk is busy."""
-        parts = parts_of(batch)
-        found = self._checksums.submit(checksum, parts)
-        for part in parts:
-            _write(file, part)
-        return sum(map(len, parts)), found
 
     def _sync(self, file: FileIO) -> None:
         if self._durable:
@@ -367,6 +359,15 @@ def _full_is_no_room(sizes: Mapping[FileIO, int] | None = None) -> Iterator[None
         if isinstance(cause, OSError) and cause.errno in _FULL:
             raise NoRoom(str(cause.strerror)) from error
         raise
+
+
+def _write_block(file: FileIO, batch: pa.RecordBatch, checksums: ThreadPoolExecutor) -> tuple[int, Future[int]]:
+    """The bytes that a block took, and its checksum: another core finds it while the disk is busy."""
+    parts = parts_of(batch)
+    found = checksums.submit(checksum, parts)
+    for part in parts:
+        _write(file, part)
+    return sum(map(len, parts)), found
 
 
 def _write(file: FileIO, data: pa.Buffer | bytes) -> None:

@@ -254,6 +254,15 @@ def test_a_name_that_differs_in_case_only_makes_a_dead_letter_of_its_own_message
     assert sorted(json.loads(letter["payload"])["id"] for letter in home.letters()) == [100, 101, 103]
 
 
+def test_a_name_with_a_nul_character_makes_a_dead_letter_of_its_own_message_alone(home: Home) -> None:
+    home.put({"id": 1})
+    home.run()
+    home.put({"id": 2}, {"id": 3, "\0": 1}, {"id": 4, "to": {"\0": 1}})
+    home.run()
+    assert [row["id"] for row in home.rows()] == [1, 2]
+    assert sorted(json.loads(letter["payload"])["id"] for letter in home.letters()) == [3, 4]
+
+
 def test_a_topic_may_change_its_format(home: Home) -> None:
     home.put({"id": 1, "v": 2})
     home.run()

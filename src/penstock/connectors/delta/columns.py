@@ -179,10 +179,16 @@ def follow_rows(
 
 
 def refuse_twins(topic: Topic, fields: Sequence[pa.Field], above: str = "") -> None:
-    """Refuse columns, and fields of structs at any depth, whose names differ in case only."""
+    """Refuse columns, and fields of structs at any depth, whose names differ in case only, or hold a NUL character."""
     folded: dict[str, str] = {}
     for each in fields:
         path = f"{above}{each.name}"
+        if "\0" in each.name:
+            raise SchemaError(
+                f"the name of the column {path!r} of {topic} holds a NUL character, which is lost on the way to Delta",
+                code="PEN-4001",
+                hint="rename the column in the route's SQL",
+            )
         if folded.setdefault(path.lower(), path) != path:
             raise SchemaError(
                 f"the columns {folded[path.lower()]!r} and {path!r} of {topic} differ in case only",

@@ -204,6 +204,12 @@ class TestFailures:
         assert (made.version, registry.versions("s")) == (1, [1])
         assert server.calls.count("POST /subjects/s/versions") == 2
 
+    @pytest.mark.parametrize("answer", [{}, [], {"schema": 1}, "a schema"])
+    def test_an_answer_that_is_no_schema_is_a_wrong_setting(self, server, monkeypatch, answer):
+        monkeypatch.setattr(server.schemas, "answer", lambda *call: answer)
+        with pytest.raises(ConfigError, match="PEN-1032"):
+            client(server.url).fetch_schema("orders")
+
     def test_nobody_there_is_a_passing_failure(self):
         with RegistryServer() as server:
             url = server.url

@@ -172,6 +172,12 @@ class Confluent:
 
     def _schema(self, found: dict[str, Any], id: int = 0) -> WireSchema:
         """An answer as a schema, with all that it refers to."""
+        if not isinstance(found, dict) or not isinstance(found.get("schema"), str):
+            raise ConfigError(
+                f"the answer of {self.config.url} is no schema",
+                code="PEN-1032",
+                hint="check `url` in [registry]: it is that of the registry's API (Apicurio's ends with /apis/ccompat/v7)",
+            )
         kind = found.get("schemaType") or "AVRO"
         names = {theirs: ours for ours, theirs in TYPES.items()}
         if kind not in names:

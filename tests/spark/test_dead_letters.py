@@ -115,6 +115,32 @@ def test_a_query_that_fails_on_too_many_rows_stops_the_run(
         drained(Route(sql=DIVIDED))
 
 
+@pytest.mark.parametrize(
+    ("counts", "bad", "most"),
+    [
+        ([300], [(0, 299)], 10),
+        ([300], [(0, 7)], 15),
+        ([0, 300, 0], [(1, 0), (1, 7), (1, 213)], 31),
+        ([4, 300], [(0, 3), (1, 5)], 21),
+        ([1], [(0, 0)], 1),
+    ],
+)
+def test_every_row_at_fault_is_found_and_a_half_that_must_hold_one_is_not_asked(
+    counts: list[int], bad: list[tuple[int, int]], most: int
+) -> None:
+    asked = []
+
+    def fails(task: int, low: int, high: int) -> DataError | None:
+        asked.append((task, low, high))
+        held = any(task == where and low <= row < high for where, row in bad)
+        return DataError(f"row {low}") if held else None
+
+    found = sieve.find(counts, fails, DataError("the whole"))
+    assert [(task, row) for task, rows in found.items() for row in sorted(rows)] == bad
+    assert {why for rows in found.values() for why in rows.values()} == {f"row {row}" for _, row in bad}
+    assert len(asked) <= most
+
+
 def test_a_query_stops_the_run_where_rows_may_not_become_letters(drained: Any) -> None:
     with pytest.raises(DataError, match="PEN-3003"):
         drained(Route(sql=DIVIDED), on_error="skip")

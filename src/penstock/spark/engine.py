@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import pickle
 import threading
 import time
@@ -45,7 +46,7 @@ from penstock.spark.session import (
     try_lock,
 )
 from penstock.spark.shipping import bare, carrying, ship
-from penstock.spark.sieve import CODE, Sieve, find, keeps_rows
+from penstock.spark.sieve import CODE, TRIES, Sieve, find, keeps_rows
 from penstock.spark.sql import (
     BAD_SQL,
     activate,
@@ -79,6 +80,8 @@ from penstock.spark.tasks import (
 )
 from penstock.spark.versions import arrow_schema
 from penstock.tables import Refused, TableSource
+
+_LOG = logging.getLogger("penstock.spark")
 
 _RESULT = "result binary"
 
@@ -320,6 +323,9 @@ class SparkEngine:
                     return why
                 return None
 
+            _LOG.warning(
+                "the query of %s fails on a row: looking for it by halves, in at most %s queries", target.topic, TRIES
+            )
             groups = job.groups(self.parallelism)
             counting = self._empty(len(groups)).mapPartitionsWithIndex(count_task(pack(bare(job)), groups, target))
             counts = dict(counting.collect())

@@ -68,7 +68,11 @@ def letters_of(rows: Rows, left: Mapping[int, str], job: Job) -> Rows:
 def find(
     counts: Sequence[int], fails: Callable[[int, int, int], DataError | None], error: DataError
 ) -> dict[int, dict[int, str]]:
-    """Per task the rows that the query fails on, with the reason; raises `error` if they are too many to find."""
+    """
+    Per task the rows that the query fails on, with the reason; raises `error` if they are too many to find.
+
+    A query that fails is dear. So the half beside one that holds no such row is not asked: it must hold them.
+    """
     tries = 0
 
     def failing(task: int, low: int, high: int) -> DataError | None:
@@ -79,18 +83,24 @@ def find(
         return fails(task, low, high)
 
     found: dict[int, dict[int, str]] = {}
+    is_only = np.count_nonzero(counts) == 1
     for task, count in enumerate(counts):
-        waiting = [(0, count)] if count else []
+        waiting = [(0, count, is_only, False)] if count else []
         while waiting:
-            low, high = waiting.pop()
-            why = failing(task, low, high)
-            if why is None:
+            low, high, is_known, is_left = waiting.pop()
+            if high - low > 1 and is_known:
+                why = error
+            elif (answer := failing(task, low, high)) is not None:
+                why = answer
+            else:
+                if is_left:
+                    waiting.append((*waiting.pop()[:2], True, False))
                 continue
             if high - low == 1:
                 found.setdefault(task, {})[low] = why.message
                 continue
             middle = (low + high) // 2
-            waiting += [(middle, high), (low, middle)]
+            waiting += [(middle, high, False, False), (low, middle, False, True)]
     return found
 
 

@@ -44,6 +44,8 @@ class Bucket:
         self.options = dict(options)
         self._revealed: dict[str, str] | None = None
         self._made: Any = None
+        self.ends_at: float | None = None
+        """When keys end that somebody gave with the options: they can be had again only there."""
         self.look_again = 0.0
         """When the keys of a role are looked at again: they are renewed before they end."""
 
@@ -99,7 +101,8 @@ class Bucket:
             raise self.failed(place, error) from error
 
     def _refused(self, place: object, error: Exception) -> ConnectorError:
-        is_expired = any(mark in str(error) for mark in _EXPIRED)
+        is_over = self.ends_at is not None and time.time() >= self.ends_at
+        is_expired = is_over or any(mark in str(error) for mark in _EXPIRED)
         if is_expired:
             forget(self._revealed or {})
         text, is_renewed = _first_line(error), self._renewed()

@@ -23,6 +23,9 @@ SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "abfs": "az", "abfss
 SECRET = {"access_key_id", "secret_access_key", "session_token", "account_key", "sas_token", "service_account_key"}
 """Options that hold secrets: never plain text."""
 
+KEYS = {"access_key_id", "profile", "role_arn", "account_key", "sas_token", "service_account", "service_account_key"}
+"""Options of which each says who asks."""
+
 NAMES = {
     "s3": {
         *("access_key_id", "secret_access_key", "session_token", "region", "endpoint", "allow_http"),
@@ -101,6 +104,11 @@ def revealed(where: str, options: Options) -> dict[str, str]:
     found = plain if profile is None else {**keys_of(profile), **plain}
     role, endpoint = found.pop("role_arn", ""), found.pop("sts_endpoint", "")
     return {**found, **assumed(role, found, endpoint)} if role else found
+
+
+def has_keys(options: Options) -> bool:
+    """True if the options say who asks."""
+    return not KEYS.isdisjoint(options)
 
 
 def allows_http(options: Mapping[str, str]) -> bool:

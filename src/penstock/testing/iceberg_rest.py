@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
@@ -43,13 +43,16 @@ class RestCatalogServer:
     """
     A catalog whose clients must show a token. `properties` are those of its own file access, as pyiceberg names them.
 
-    `vended` are credentials that it hands out with each table.
+    `vended` gives, for the location of a table, the keys that are handed out with it.
     """
 
     def __init__(
-        self, home: Path, properties: Mapping[str, str] | None = None, vended: Mapping[str, str] | None = None
+        self,
+        home: Path,
+        properties: Mapping[str, str] | None = None,
+        vended: Callable[[str], Mapping[str, str]] = lambda location: {},
     ) -> None:
-        self.vended = dict(vended or {})
+        self.vended = vended
         self.token = TOKEN
         self.commits = 0
         self._lock = threading.Lock()
@@ -126,7 +129,7 @@ class RestCatalogServer:
         return {
             "metadata-location": table.metadata_location,
             "metadata": json.loads(table.metadata.model_dump_json()),
-            "config": self.vended,
+            "config": dict(self.vended(table.location())),
         }
 
 

@@ -14,7 +14,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
-Action = Literal["400", "500", "503", "409", "412", "cut", "applied, then 500", "applied, then 503", "applied, then cut",
+Action = Literal["400", "403", "500", "503", "409", "412", "cut", "applied, then 500", "applied, then 503", "applied, then cut",
                  "applied, then 409", "applied, then 412", "without conditions"]  # fmt: skip
 """
 A status: the server never sees the request; 400 says that a token has expired. `cut`: the connection ends without an answer.
@@ -24,6 +24,7 @@ do not reach the server.
 
 _REASONS = {
     "400": "ExpiredToken",
+    "403": "AccessDenied",
     "409": "ConditionalRequestConflict",
     "412": "PreconditionFailed",
     "500": "InternalError",
@@ -71,6 +72,10 @@ class Spoiler:
         self._rules.append(rule)
         return rule
 
+    def judged(self, path: str, head: str, body: bytes) -> Action | str:
+        """What becomes of a request by who asks; nothing, unless a test says otherwise."""
+        return ""
+
     def __enter__(self) -> Self:
         self._thread.start()
         self._ready.wait(60)
@@ -103,7 +108,8 @@ class Spoiler:
         head, body = await _message(client, "")
         method, path, _ = head.partition("\r\n")[0].split(" ", 2)
         self.requests.append((method, path))
-        action = next((rule.action for rule in self._rules if rule.takes(method, path)), "")
+        action = self.judged(path, head, body)
+        action = action or next((rule.action for rule in self._rules if rule.takes(method, path)), "")
         if action == "cut":
             return False
         answer = b""

@@ -1,4 +1,4 @@
-"""Append topics to Iceberg tables in a SQL catalog, each epoch exactly once."""
+"""Write topics to Iceberg tables of a catalog, appended or applied by key, each epoch exactly once."""
 
 from penstock.connectors.iceberg.config import IcebergConfig
 from penstock.connectors.iceberg.sink import Iceberg

@@ -37,6 +37,7 @@ from penstock import durable
 from penstock.config import Secret
 from penstock.connectors.iceberg.config import IcebergConfig
 from penstock.connectors.iceberg.io import properties_for
+from penstock.connectors.iceberg.vended import vends
 from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError
 from penstock.sink import Topic
 from penstock.store import Place, is_object_url
@@ -146,7 +147,8 @@ class Catalogs:
         self._revealed = properties_of(self._config)
         with self.errors(f"the catalog at {self._config.catalog_uri or self._config.catalog_kind}"):
             kind = KINDS[self._config.catalog_kind]()
-            made: AnyCatalog = kind(self._config.catalog, **self._revealed, **properties_for(self._root))
+            own = properties_for(self._root, vends(self._config, self._root))
+            made: AnyCatalog = kind(self._config.catalog, **self._revealed, **own)
             return made
 
     @contextlib.contextmanager

@@ -27,6 +27,7 @@ from penstock.connectors.iceberg.columns import Columns, iceberg_schema, ids_of,
 from penstock.connectors.iceberg.layout import Layout
 from penstock.connectors.iceberg.table import PROPERTIES, SEEDED, Table, fork, seeded_key
 from penstock.connectors.iceberg.upsert import Changed, Known, Upsert, head, own_rows
+from penstock.connectors.iceberg.vended import TableTargets, place_of
 from penstock.connectors.lake import commit as loop
 from penstock.connectors.lake import lists
 from penstock.connectors.lake.changed import changes_of
@@ -53,7 +54,7 @@ class IcebergTarget(LakeTarget[Table]):
     conflicts = (CommitFailedException, TableAlreadyExistsError, NoSuchTableError, FileNotFoundError)
 
     def __init__(self, sink: Iceberg, topic: Topic) -> None:
-        super().__init__(topic, sink.targets.claim(topic), sink.targets.root)
+        super().__init__(topic, sink.targets.claim(topic), sink.targets.lists_of(topic))
         self.sink = sink
         self.layout = sink.layout
         self.branch = sink.config.branch
@@ -75,13 +76,27 @@ class IcebergTarget(LakeTarget[Table]):
     def load(self) -> Table | None:
         with self.sink.catalog_errors(self.topic):
             try:
-                table = Table(
-                    self.topic, self.catalog.load_table(self.identifier), self.catalog, self.path, self.branch
-                )
+                found = self.catalog.load_table(self.identifier)
             except NoSuchTableError:
                 return None
+            if self.sink.is_vended:
+                self._go_to(place_of(found.metadata.location, found.io.properties, self.sink.config.storage_options))
+            table = Table(self.topic, found, self.catalog, self.path, self.branch)
         self.layout.refuse_another(self.topic, table.metadata.schema(), table.metadata.spec())
         return table
+
+    def _go_to(self, place: Place) -> None:
+        """The table is there, and may be reached with other keys than at the last look."""
+        assert isinstance(self.sink.targets, TableTargets)
+        self.sink.targets.found(self.topic, place)
+        self.path = self.root = place
+
+    def require(self, rows: pa.Schema) -> None:
+        """Make the table, unless it is there: only with a table come the keys to write its files."""
+        if self.load() is None:
+            with self.sink.catalog_errors(self.topic), contextlib.suppress(TableAlreadyExistsError):
+                self._create([rows])
+            self.load()
 
     def marker(self, loaded: Table, pipeline: str) -> CommittedEpoch | None:
         return loaded.marker(pipeline)
@@ -240,7 +255,9 @@ class IcebergTarget(LakeTarget[Table]):
     def _leave_note(self, columns: Columns) -> None:
         """Write the table's columns down for the tasks of the next epoch, so that they need not ask the catalog."""
         text = columns.to_json()
-        if self._noted != text:
+        if (
+            self._noted != text and not self.sink.is_vended
+        ):  # there tasks ask the catalog for keys, and so for the columns
             path = hint_of(self.path)
             store.make_directory(path.parent)
             store.put(path, text.encode())

@@ -7,20 +7,26 @@ from typing import Any
 from pyiceberg.io import FileIO, InputFile, InputStream, OutputFile, OutputStream
 
 from penstock import store
+from penstock.connectors.iceberg.vended import place_of
 from penstock.store import ObjectPath, Place
 
-_ROOT = "penstock.root"
+_ROOT, _VENDED = "penstock.root", "penstock.vended"
 
 _roots: dict[str, ObjectPath] = {}
-"""The places that catalogs of this process are about, by address: a property of the client can only be text."""
+"""The places that catalogs of this process are about, by address and options: a property of the client can only be text."""
 
 
-def properties_for(root: Place) -> dict[str, str]:
-    """Properties of a catalog whose tables are read and written here; none for a disk. They hold no secret."""
+def properties_for(root: Place, vended: bool = False) -> dict[str, str]:
+    """
+    Properties of a catalog whose tables are read and written here; none for a disk. They hold no secret.
+
+    `vended`: each table is reached with the keys that the catalog gives with it.
+    """
     if not isinstance(root, ObjectPath):
         return {}
-    _roots[str(root)] = root
-    return {"py-io-impl": f"{__name__}.StoreIO", _ROOT: str(root)}
+    name = f"{root} {sorted(root.store.options.items(), key=str)}"  # secrets are references here
+    _roots[name] = root
+    return {"py-io-impl": f"{__name__}.StoreIO", _ROOT: name, **({_VENDED: "true"} if vended else {})}
 
 
 class StoreIO(FileIO):
@@ -40,7 +46,10 @@ class StoreIO(FileIO):
     def _place(self, location: str) -> Place:
         """Another bucket is reached with the same options."""
         own = self._root.store
-        return store.beside(self._root, location) if location.startswith(own.url) else store.at(location, own.options)
+        if _VENDED in self.properties:
+            return place_of(location, self.properties, own.options)
+        is_own = location.startswith(f"{own.url}/")
+        return store.beside(self._root, location) if is_own else store.at(location, own.options)
 
 
 class StoreFile(InputFile, OutputFile):

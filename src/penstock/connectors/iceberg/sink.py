@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Self
@@ -11,6 +11,7 @@ from typing import Any, Self
 import pyarrow as pa
 from pyiceberg.expressions import GreaterThan, LessThan, Or
 
+from penstock import store
 from penstock.changes import is_changelog, own_columns
 from penstock.connectors.iceberg.catalog import Catalogs, Names
 from penstock.connectors.iceberg.columns import StatsPart, iceberg_schema, promotes, widens
@@ -20,14 +21,18 @@ from penstock.connectors.iceberg.layout import Layout
 from penstock.connectors.iceberg.table import Table, scan
 from penstock.connectors.iceberg.task import IcebergTask
 from penstock.connectors.iceberg.upsert import head
+from penstock.connectors.iceberg.vended import TableTargets, vends
 from penstock.connectors.lake.changed import begin_changes, changes_of
 from penstock.connectors.lake.partitions import Directories
 from penstock.connectors.lake.sink import LakeSink
 from penstock.connectors.lake.staging import FileSpec, Part, Stage
+from penstock.connectors.lake.targets import Targets
 from penstock.connectors.upsert import check_options
+from penstock.errors import ConnectorError
 from penstock.schema import ChangeKind, SchemaChange
 from penstock.schema.evolution import EXACT, diff, follow, is_doubling, no_exact_double
 from penstock.sink import Epoch, SinkContext, Task, Topic
+from penstock.source import Finding, HealthStatus
 from penstock.store import Place
 
 
@@ -72,6 +77,34 @@ class Iceberg(LakeSink[IcebergConfig]):
         self.layout = Layout.parse(self.config.partition_by)
         super().open(context)
         self.catalogs = Catalogs(self.config, self._uri, self.targets.root)
+
+    def make_targets(self) -> Targets:
+        plain = super().make_targets()
+        self.is_vended = vends(self.config, plain.root)
+        return TableTargets(plain.template, plain.options) if self.is_vended else plain
+
+    def roots(self) -> Iterable[Place]:
+        if not self.is_vended:
+            return super().roots()
+        topics = {*self._known, *self.context.topics}
+        return [table.target for topic in topics if (table := self.target(topic).load()) is not None]
+
+    def check(self) -> Sequence[Finding]:
+        if not self.is_vended:
+            return super().check()
+        found = []
+        try:
+            with self.catalogs.errors("its configuration"):
+                self.catalogs.here()
+            for place in self.roots():
+                store.try_writing(place)
+                found.append(Finding(True, f"{place} can be written with the keys that the catalog gives"))
+        except ConnectorError as error:
+            return [*found, Finding(False, error.message, error.hint)]
+        return found or [Finding(True, "the catalog gives the keys of each table, which are tried with its first rows")]
+
+    def health_check(self) -> HealthStatus:
+        return HealthStatus.healthy() if self.is_vended else super().health_check()
 
     def close(self) -> None:
         super().close()

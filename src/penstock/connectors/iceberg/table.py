@@ -92,7 +92,8 @@ class Table:
             )
         location = self.metadata.location
         own = self.target.store.url if isinstance(self.target, ObjectPath) else ""
-        if ("://" in location and not location.startswith("file://")) != bool(own) or not location.startswith(own):
+        is_object = "://" in location and not location.startswith("file://")
+        if is_object != bool(own) or (own and not location.startswith(f"{own}/")):
             raise SchemaError(
                 f"the Iceberg table {self.name} is at {location}, and `path` is in another store: {self.target}",
                 code="PEN-4002",

@@ -10,7 +10,7 @@ import pyarrow as pa
 from penstock.changes import is_changelog
 from penstock.changes.checks import check_changes
 from penstock.connectors.iceberg.columns import TYPES, Columns, iceberg_schema
-from penstock.connectors.iceberg.commit import NO_COLUMNS, hint_of, wider_columns
+from penstock.connectors.iceberg.commit import NO_COLUMNS, IcebergTarget, hint_of, wider_columns
 from penstock.connectors.iceberg.upsert import own_rows
 from penstock.connectors.lake.staging import Stage, StagedFiles
 from penstock.connectors.lake.task import LakeTask
@@ -34,6 +34,7 @@ class IcebergTask(LakeTask):
         super().__init__(sink, stage)
         self._columns: dict[Topic, Columns] = {}
         self._keys: dict[Topic, list[str]] = {}
+        self._required: set[Topic] = set()
 
     def write(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
         if self.sink.config.upserts:
@@ -46,7 +47,9 @@ class IcebergTask(LakeTask):
                 raise SchemaError(
                     f"the column {name!r} of {topic} holds nulls, and the table forbids them", code="PEN-4001"
                 )
-        self.stage.write(topic, pa.RecordBatch.from_arrays(rows.columns, schema=columns.select(rows.schema)))
+        rows = pa.RecordBatch.from_arrays(rows.columns, schema=columns.select(rows.schema))
+        self._require_table(topic, rows.schema)
+        self.stage.write(topic, rows)
         return WriteResult(rows.num_rows, batch.nbytes, lost)
 
     def _write_changes(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
@@ -60,9 +63,17 @@ class IcebergTask(LakeTask):
         check_changes(pa.Table.from_batches([rows]), key)
         if self.stage.last_schema(topic) not in (None, rows.schema):
             self.stage.end(topic)
+        self._require_table(topic, rows.schema)
         if rows.num_rows:
             self.stage.write(topic, rows)
         return WriteResult(rows.num_rows, batch.nbytes, lost)
+
+    def _require_table(self, topic: Topic, rows: pa.Schema) -> None:
+        if self.sink.is_vended and topic not in self._required:
+            target = self.sink.target(topic)
+            assert isinstance(target, IcebergTarget)
+            target.require(rows)
+            self._required.add(topic)
 
     def finish(self) -> StagedFiles:
         receipt = super().finish()
@@ -90,7 +101,8 @@ class IcebergTask(LakeTask):
 
     def _stored_columns(self, topic: Topic) -> Columns:
         """The table's columns as the driver last saw them; the commit looks again."""
-        with contextlib.suppress(FileNotFoundError):
-            return Columns.from_json(hint_of(self.sink.targets.claim(topic)).read_text())
+        if not self.sink.is_vended:
+            with contextlib.suppress(FileNotFoundError):
+                return Columns.from_json(hint_of(self.sink.targets.claim(topic)).read_text())
         table = self.sink.target(topic).load()
         return table.columns() if table else NO_COLUMNS

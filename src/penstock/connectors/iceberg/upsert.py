@@ -196,7 +196,8 @@ class Upsert:
         )
         if self.known.index is None or not self.known.index.is_like(made):
             self.known.index = made
-        self.known.index.read = made.read  # of the version that is loaded now
+        # Of the version that is loaded now, and with the keys that reach it now.
+        self.known.index.read, self.known.index.table = made.read, made.table
         return self.known.index
 
     def _remove_from(self, file: TableFile, positions: Ints, places: Ints, changes: Collapsed) -> None:

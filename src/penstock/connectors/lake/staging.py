@@ -282,7 +282,7 @@ class Stage:
         if topic not in self._staged:
             store.make_directory(self.targets.claim(topic))
             with durable.disk_errors(str(self.targets.root)):
-                begun = self._lists[topic] = lists.begin(self.targets.root, self.epoch, self.stem, topic)
+                begun = self._lists[topic] = lists.begin(self.targets.lists_of(topic), self.epoch, self.stem, topic)
             self._staged[topic] = StagedTopic(listed=begun.name, columns="")
 
     def _write(self, topic: Topic, values: tuple[str | None, ...], rows: pa.RecordBatch) -> None:

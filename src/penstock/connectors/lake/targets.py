@@ -42,6 +42,10 @@ class Targets:
         self.root: Place = store.at(os.path.dirname(before) if found else before, self.options)
         """The part of the path that is the same for all topics."""
 
+    def lists_of(self, topic: Topic) -> Place:
+        """The place below which tasks write down which files of the topic they begin."""
+        return self.root
+
     def claim(self, topic: Topic) -> Place:
         """The directory of the topic; refused if another topic has the same one, one above it or one below it."""
         known = self._paths.get(topic)

@@ -222,7 +222,7 @@ def test_rows_go_to_where_the_table_is(make, gate, catalog, read, bucket):
     assert gate.strangers == []
 
 
-def test_keys_in_the_options_go_before(make, gate, s3, read):
+def test_keys_in_the_options_take_precedence(make, gate, s3, read):
     sink = make(storage_options=s3.options())
     sink.commit_epoch(epoch(1), [stage(sink, epoch(1), rows(10))], END)
     assert read().num_rows == 10

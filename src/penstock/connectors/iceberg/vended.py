@@ -46,7 +46,7 @@ def vends(config: IcebergConfig, root: Place) -> bool:
 
 
 def place_of(location: str, properties: Mapping[str, str], given: Options) -> ObjectPath:
-    """A place of a table, reached with the keys among its properties; what `given` says goes before."""
+    """A place of a table, reached with the keys among its properties; what `given` says takes precedence."""
     found = _keys(location, properties)
     if not found and any(properties.get(name, "false").lower() != "false" for name in _SIGNING):
         raise ConfigError(

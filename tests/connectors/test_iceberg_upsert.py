@@ -12,7 +12,7 @@ from pyiceberg.manifest import DataFileContent
 from sink_protocol import END, SinkProtocol, epoch, stage
 
 from penstock.changes import CHANGE_FIELDS
-from penstock.connectors.iceberg import Iceberg, IcebergConfig, upsert
+from penstock.connectors.iceberg import Iceberg, IcebergConfig, apply, upsert
 from penstock.connectors.lake import index
 from penstock.errors import SchemaError
 from penstock.schema import with_key
@@ -33,16 +33,28 @@ def duckdb(need):
         yield process
 
 
-def made(home, **options):
+class InTasks(Iceberg):
+    """Has work for tasks in every epoch, however small it is, and a piece for each file."""
+
+    small_rows = 0
+
+
+def made(home, kind=Iceberg, **options):
     given = {"path": f"{home}/{{topic}}", "mode": "upsert", "key": ["id"], "purge_percent": 100}
-    sink = Iceberg(IcebergConfig(**{**given, **options}))
+    sink = kind(IcebergConfig(**{**given, **options}))
     sink.open()
     return sink
 
 
+@pytest.fixture(params=[Iceberg, InTasks], ids=["driver", "tasks"])
+def kind(request, monkeypatch):
+    monkeypatch.setattr(apply, "PIECE_BYTES", 1)
+    return request.param
+
+
 @pytest.fixture
-def make(tmp_path):
-    return lambda **options: made(tmp_path / "out", **options)
+def make(tmp_path, kind):
+    return lambda **options: made(tmp_path / "out", kind, **options)
 
 
 @pytest.fixture
@@ -64,6 +76,10 @@ class TestIcebergUpsert(SinkProtocol):
     """The protocol of every sink that stages files; what is staged here are changes, without partitions."""
 
     test_every_file_of_a_receipt_and_every_directory_to_it_is_synced_before_the_receipt = None
+
+    @pytest.fixture
+    def kind(self):
+        return Iceberg
 
     @pytest.fixture
     def visible(self, tmp_path):
@@ -134,19 +150,23 @@ CHANGES = st.tuples(st.dictionaries(IDS, st.text("abc", max_size=3)), st.sets(ID
 
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    epochs=st.lists(CHANGES.filter(any), max_size=6), purge=st.sampled_from([20, 100]), merged=st.sampled_from([2, 16])
+    epochs=st.lists(CHANGES.filter(any), max_size=6),
+    purge=st.sampled_from([20, 100]),
+    merged=st.sampled_from([2, 16]),
+    kind=st.sampled_from([Iceberg, InTasks]),
 )
-def test_every_reader_sees_the_state_after_every_epoch(tmp_path_factory, duckdb, epochs, purge, merged):
+def test_every_reader_sees_the_state_after_every_epoch(tmp_path_factory, duckdb, epochs, purge, merged, kind):
     path = tmp_path_factory.mktemp("upserts")
-    sink = made(path, purge_percent=purge)
+    sink = made(path, kind, purge_percent=purge)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(upsert, "MERGED", merged)
+        patch.setattr(apply, "PIECE_BYTES", 1)
         state = fill(sink, 30)
         for number, (written, deleted) in enumerate(epochs, 2):
             commit(sink, number, upserts(written, deleted - set(written)))
             state = {id: name for id, name in {**state, **written}.items() if id in written or id not in deleted}
             if number % 3 == 0:  # as after a restart
-                sink = made(path, purge_percent=purge)
+                sink = made(path, kind, purge_percent=purge)
             table = loaded(path)
             assert names(table) == state
             frame = polars.scan_iceberg(table).collect()
@@ -268,12 +288,13 @@ def test_structs_get_new_fields_and_rows_keep_what_is_unchanged_in_them(sink, ta
     }
 
 
-def test_others_may_append_and_delete_between_epochs_and_before_the_commit(sink, table, monkeypatch):
+def test_others_may_append_and_delete_between_epochs_and_before_the_commit(sink, table, monkeypatch, kind):
     state = fill(sink)
     commit(sink, 2, upserts({7: "new"}))
     table().append(pa.table({"id": [1000], "name": ["theirs"], "doc": ["theirs"]}))
     table().delete("id = 60")
-    real, raced = upsert.Upsert.run, []
+    where, name = (apply.Applying, "do") if kind is InTasks else (upsert.Upsert, "all_at_once")
+    real, raced = getattr(where, name), []
 
     def run(self, *given):
         found = real(self, *given)
@@ -281,7 +302,7 @@ def test_others_may_append_and_delete_between_epochs_and_before_the_commit(sink,
             raced.append(table().delete("id = 61"))
         return found
 
-    monkeypatch.setattr(upsert.Upsert, "run", run)
+    monkeypatch.setattr(where, name, run)
     commit(sink, 3, upserts({1000: "ours", 8: "new", 61: "back"}))
     assert raced
     state.update({7: "new", 8: "new", 61: "back", 1000: "ours"})
@@ -308,6 +329,42 @@ def test_a_date_that_becomes_a_timestamp_is_refused(sink):
     receipts = [stage(sink, e, changes({"_op": "c", "id": 2}, schema=when))]
     with pytest.raises(SchemaError, match="PEN-4001"):
         sink.commit_epoch(e, receipts, END)
+
+
+def test_delete_files_are_counted_by_partition(make, table, monkeypatch):
+    """Each epoch leaves one in each of four partitions: all of them together would be merged in every epoch."""
+    monkeypatch.setattr(upsert, "MERGED", 4)
+    sink = make(partition_by=["bucket(4, id)"])
+    state, counts = fill(sink), []
+    for number in range(2, 8):
+        new = {id: f"{number}" for id in range(20 * number - 40, 20 * number - 20) if id < 100}
+        commit(sink, number, upserts(new))
+        state.update(new)
+        assert names(table()) == state
+        counts.append(len(files(table(), DataFileContent.POSITION_DELETES)))
+    assert counts[:4] == [4, 8, 12, 16]
+    assert counts[4] <= 8
+
+
+def test_a_large_purge_and_a_first_index_are_work_for_tasks(make, table, kind):
+    """And what an epoch on a known table needs is not, nor is an epoch that is there."""
+    sink = make(purge_percent=10)
+    fill(sink)
+    if kind is Iceberg:
+        sink.small_rows = 60
+    commit(sink, 2, upserts(dict.fromkeys(range(12), "new")))
+    e = epoch(3)
+    receipts = [stage(sink, e, upserts({50: "new"}))]
+    planned = sink.plan_apply(e, "/lake/orders", receipts)
+    assert [len(work.files) for work in planned if work.purges] == [1]
+    assert [work.share for work in planned if work.share is not None] == [0]
+    sink.commit_epoch(e, receipts, END)
+    assert sum(file.record_count for file in files(table(), DataFileContent.DATA)) == 100  # no row is there twice
+    assert not sink.plan_apply(e, "/lake/orders", receipts)
+    commit(sink, 4, upserts({50: "newer"}))
+    e = epoch(5)
+    receipts = [stage(sink, e, upserts({50: "newest"}))]
+    assert bool(sink.plan_apply(e, "/lake/orders", receipts)) is (kind is InTasks)
 
 
 def test_nothing_is_left_of_staged_changes(sink, tmp_path):

@@ -36,6 +36,23 @@ class TestIcebergUpsertCrash(TestIcebergCrash):
         return Iceberg(IcebergConfig(path=f"{path}/{{topic}}", mode="upsert"))
 
 
+class InTasks(Iceberg):
+    """Has work for tasks in every epoch, however small it is."""
+
+    small_rows = 0
+
+    def plan_apply(self, epoch, topic, receipts):
+        planned = super().plan_apply(epoch, topic, receipts)
+        return [work.model_copy(update={"bytes": 1 << 30}) for work in planned]
+
+
+class TestIcebergApplyCrash(TestIcebergUpsertCrash):
+    commits_without_work = False
+
+    def make_sink(self, path):
+        return InTasks(IcebergConfig(path=f"{path}/{{topic}}", mode="upsert"))
+
+
 def _look_on(stage):
     reader = Forked(lambda: _poll(stage))
     stage.started.append(reader)

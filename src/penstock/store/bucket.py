@@ -44,8 +44,7 @@ class Bucket:
         self.options = dict(options)
         self._revealed: dict[str, str] | None = None
         self._made: Any = None
-        self.ends_at: float | None = None
-        """When keys end that somebody gave with the options: they can be had again only there."""
+        self._ends_at: float | None = None
         self.look_again = 0.0
         """When the keys of a role are looked at again: they are renewed before they end."""
 
@@ -66,6 +65,10 @@ class Bucket:
                 if self._made is None or now != self._revealed:
                     self._revealed, self._made = now, _client(self.url, now)
             return self._made
+
+    def keys_end(self, time: float | None) -> None:
+        """The keys among the options end then (seconds since 1970): a refusal after it is no mistake of the user."""
+        self._ends_at = time
 
     @property
     def _has_role(self) -> bool:
@@ -101,7 +104,7 @@ class Bucket:
             raise self.failed(place, error) from error
 
     def _refused(self, place: object, error: Exception) -> ConnectorError:
-        is_over = self.ends_at is not None and time.time() >= self.ends_at
+        is_over = self._ends_at is not None and time.time() >= self._ends_at
         is_expired = is_over or any(mark in str(error) for mark in _EXPIRED)
         if is_expired:
             forget(self._revealed or {})

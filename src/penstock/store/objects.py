@@ -83,10 +83,7 @@ class ObjectStore(Store[ObjectPath]):
         self._bucket = Bucket(url, options)
         self.errors = self._bucket.errors
         self.failed = self._bucket.failed
-
-    def ends_at(self, time: float | None) -> None:
-        """The keys among the options end then (seconds since 1970): a refusal after it is no mistake."""
-        self._bucket.ends_at = time
+        self.keys_end = self._bucket.keys_end
 
     @classmethod
     def at(cls, where: str, options: Options) -> ObjectPath:

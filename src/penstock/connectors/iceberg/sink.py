@@ -6,13 +6,14 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import pyarrow as pa
 from pyiceberg.expressions import GreaterThan, LessThan, Or
 
 from penstock import store
 from penstock.changes import is_changelog, own_columns
+from penstock.connectors.iceberg.apply import IcebergApplied, IcebergWork
 from penstock.connectors.iceberg.catalog import Catalogs, Names
 from penstock.connectors.iceberg.columns import StatsPart, iceberg_schema, promotes, widens
 from penstock.connectors.iceberg.commit import IcebergTarget, data_file
@@ -23,15 +24,16 @@ from penstock.connectors.iceberg.task import IcebergTask
 from penstock.connectors.iceberg.upsert import head
 from penstock.connectors.iceberg.vended import TableTargets, vends
 from penstock.connectors.lake.changed import begin_changes, changes_of
+from penstock.connectors.lake.commit import Commit
 from penstock.connectors.lake.partitions import Directories
 from penstock.connectors.lake.sink import LakeSink
-from penstock.connectors.lake.staging import FileSpec, Part, Stage
+from penstock.connectors.lake.staging import FileSpec, Part, Stage, StagedFiles
 from penstock.connectors.lake.targets import Targets
 from penstock.connectors.upsert import check_options
 from penstock.errors import ConnectorError
 from penstock.schema import ChangeKind, SchemaChange
 from penstock.schema.evolution import EXACT, diff, follow, is_doubling, no_exact_double
-from penstock.sink import Epoch, SinkContext, Task, Topic
+from penstock.sink import Applied, Epoch, Positions, SinkContext, Task, Topic, Work
 from penstock.source import Finding, HealthStatus
 from penstock.store import Place
 
@@ -56,6 +58,10 @@ class Iceberg(LakeSink[IcebergConfig]):
     """
 
     name = "iceberg"
+    applied_type = IcebergApplied
+    small_rows: ClassVar[int] = 1_000_000
+    """Up to this many rows of changes, and of files that must be read for them, an upsert is done on the driver."""
+
     needs_conditional_writes = False
 
     def __init__(self, config: IcebergConfig) -> None:
@@ -63,6 +69,7 @@ class Iceberg(LakeSink[IcebergConfig]):
         self._uri = config.catalog_uri
         if config.catalog_uri.startswith("sqlite:///"):
             self._uri = "sqlite:///" + os.path.abspath(config.catalog_uri.removeprefix("sqlite:///"))
+        self.needs_apply = config.upserts
         if config.mode != "append":
             self.capabilities = self.capabilities.with_changelog()
         if config.upserts:
@@ -136,6 +143,31 @@ class Iceberg(LakeSink[IcebergConfig]):
 
     def _begin_file(self, path: Place, schema: pa.Schema) -> Part:
         return StatsPart(path, schema, self.config.compression)
+
+    # -- the second stage of upserts -------------------------------------------------------------------------------
+
+    def plan_apply(self, epoch: Epoch, topic: Topic, receipts: Sequence[StagedFiles]) -> Sequence[Work]:
+        parts = [receipt.staged[topic] for receipt in receipts]
+        return self.iceberg(topic).plan(Commit(epoch, parts)) if self.config.upserts else ()
+
+    def apply(self, epoch: Epoch, work: Work, task: Task) -> IcebergApplied:
+        assert isinstance(work, IcebergWork)
+        return self.iceberg(work.topic).apply(work, lambda: Stage(epoch, task, self.targets, self.spec()))
+
+    def commit_applied(
+        self,
+        epoch: Epoch,
+        topic: Topic,
+        receipts: Sequence[StagedFiles],
+        end: Positions,
+        applied: Sequence[Applied],
+    ) -> None:
+        self.iceberg(topic).commit(Commit(epoch, [receipt.staged[topic] for receipt in receipts], end, applied))
+
+    def iceberg(self, topic: Topic) -> IcebergTarget:
+        target = self.target(topic)
+        assert isinstance(target, IcebergTarget)
+        return target
 
     # -- schemas ---------------------------------------------------------------------------------------------------
 

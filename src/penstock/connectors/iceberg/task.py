@@ -10,7 +10,7 @@ import pyarrow as pa
 from penstock.changes import is_changelog
 from penstock.changes.checks import check_changes
 from penstock.connectors.iceberg.columns import TYPES, Columns, iceberg_schema
-from penstock.connectors.iceberg.commit import NO_COLUMNS, IcebergTarget, hint_of, wider_columns
+from penstock.connectors.iceberg.commit import NO_COLUMNS, hint_of, wider_columns
 from penstock.connectors.iceberg.upsert import own_rows
 from penstock.connectors.lake.staging import Stage, StagedFiles
 from penstock.connectors.lake.task import LakeTask
@@ -70,9 +70,7 @@ class IcebergTask(LakeTask):
 
     def _require_table(self, topic: Topic, rows: pa.Schema) -> None:
         if self.sink.is_vended and topic not in self._required:
-            target = self.sink.target(topic)
-            assert isinstance(target, IcebergTarget)
-            target.require(rows)
+            self.sink.iceberg(topic).require(rows)
             self._required.add(topic)
 
     def finish(self) -> StagedFiles:

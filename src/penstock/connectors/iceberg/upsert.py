@@ -9,9 +9,9 @@ files, they become one; a data file with many deleted rows is written again with
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict
 from pyiceberg.expressions import AlwaysTrue
 from pyiceberg.io.pyarrow import ArrowScan, _read_deletes
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
@@ -28,25 +29,19 @@ from pyiceberg.typedef import Record
 
 from penstock.changes import own_columns
 from penstock.changes.collapse import Collapsed
-from penstock.changes.keys import Ints
-from penstock.changes.streamed import collapse_parts
+from penstock.changes.keys import Equality, Ints
 from penstock.connectors.iceberg.columns import Columns, iceberg_schema
 from penstock.connectors.iceberg.config import IcebergConfig
-from penstock.connectors.lake.changed import StagedChanges, as_stored
 from penstock.connectors.lake.index import Index, Part, Wanted
 from penstock.connectors.lake.staging import Stage
-from penstock.connectors.upsert import DELETED, gone_columns, one_key, refuse_own_mark
+from penstock.connectors.upsert import DELETED, refuse_own_mark
 from penstock.errors import SchemaError
-from penstock.schema import key_of
 from penstock.schema.evolution import widened
 from penstock.sink import Topic
 
 if TYPE_CHECKING:
     from penstock.connectors.iceberg.table import Table
     from penstock.store import Place
-
-PURGE_ROWS = 1_000_000
-"""Most rows of data files that one epoch writes again because of their deleted rows."""
 
 MERGED = 16
 """This many delete files become one: a reader opens all of them for every scan."""
@@ -60,6 +55,8 @@ _DELETES = pa.schema(
         pa.field("pos", pa.int64(), False, {"PARQUET:field_id": str(_POS)}),
     ]
 )
+Group = tuple[int, Record]
+
 _NONE: Ints = np.empty(0, np.int64)
 
 
@@ -91,6 +88,61 @@ class Known:
     manifests: dict[str, list[DataFile]] = field(default_factory=dict)
     deletes: dict[str, dict[str, Ints]] = field(default_factory=dict)
     index: Index | None = None
+
+    def keep_only(self, files: Sequence[TableFile]) -> None:
+        """Forget the keys of other files."""
+        if self.index is not None:
+            self.index.keep_only(files)
+
+
+class DeleteFile(BaseModel):
+    """A delete file that was written, as a receipt holds it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str
+    """Relative to the topic's target."""
+    beside: str
+    """A data file of the same partition."""
+    rows: int
+    bytes: int
+    paths: tuple[str, str]
+    """The first and the last data file that it names."""
+    positions: tuple[int, int]
+    """The lowest and the highest position."""
+
+    def as_data(self, target: Place, beside: DataFile) -> DataFile:
+        """As a manifest names it."""
+        (first, last), (low, high) = self.paths, (struct.pack("<q", each) for each in self.positions)
+        made = DataFile.from_args(
+            content=DataFileContent.POSITION_DELETES,
+            file_path=str(target / self.path),
+            file_format=FileFormat.PARQUET,
+            partition=beside.partition,
+            record_count=self.rows,
+            file_size_in_bytes=self.bytes,
+            column_sizes={},
+            value_counts={_PATH: self.rows, _POS: self.rows},
+            null_value_counts={_PATH: 0, _POS: 0},
+            nan_value_counts={},
+            lower_bounds={_PATH: first.encode(), _POS: low},
+            upper_bounds={_PATH: last.encode(), _POS: high},
+            key_metadata=None,
+            split_offsets=None,
+            equality_ids=None,
+            sort_order_id=None,
+        )
+        made.spec_id = beside.spec_id
+        return made
+
+
+@dataclass
+class Written:
+    """What the changes of an epoch come to, besides data files."""
+
+    deletes: list[DeleteFile] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    """Data files and delete files that the next snapshot lacks."""
 
 
 @dataclass
@@ -137,10 +189,27 @@ class Contents:
             if file.content == DataFileContent.DATA
         ]
 
+    def by_path(self) -> dict[str, DataFile]:
+        return {file.file_path: file for file in (*(each.data for each in self.data), *self.deletes)}
+
+    def merging(self) -> set[Group]:
+        """The partitions that have so many delete files that they become one."""
+        count = Counter(group_of(file) for file in self.deletes)
+        return {group for group, files in count.items() if files >= MERGED}
+
+    def deletes_of(self, groups: Collection[Group]) -> list[str]:
+        return [file.file_path for file in self.deletes if group_of(file) in groups]
+
+    def changed(self, target: Place, written: Written, sent: list[str]) -> Changed:
+        """What was written, as the commit names it."""
+        known = self.by_path()
+        deletes = [each.as_data(target, known[each.beside]) for each in written.deletes]
+        return Changed(deletes, [known[each] for each in written.dropped], sent)
+
 
 @dataclass
 class Upsert:
-    """One epoch's changes on their way into a table; nothing of it is visible before the commit."""
+    """An epoch's changes on their way into a table, or a piece of them; nothing of it is visible before the commit."""
 
     topic: Topic
     config: IcebergConfig
@@ -149,110 +218,107 @@ class Upsert:
     """Those of the table after the commit."""
     known: Known
     stage: Stage
+    contents: Contents
 
     def __post_init__(self) -> None:
-        self._contents = Contents(self.table, self.known)
-        self._result = Changed()
+        self.written = Written()
         self._kept: list[pa.Table] = []
         self._doomed: list[tuple[TableFile, Ints]] = []
         """Files that stay, and all their deleted rows from now on."""
 
-    def run(
-        self, changed: Sequence[Place], schemas: Sequence[pa.Schema], sent: list[str], now: pa.Schema | None
-    ) -> Changed:
+    def all_at_once(self, changes: Collapsed, purge_rows: int) -> None:
         """Stage what turns the table into the next version of it."""
-        whole = iceberg_schema(self.topic, self.columns.schema)
-        own = pa.schema([each for each in whole if not self.config.soft_delete or each.name != DELETED])
-        gone, key = gone_columns(sent, now), one_key(self.topic, [key_of(each) for each in schemas])
-        parts = [StagedChanges(place, partial(as_stored, schema=own, gone=gone)) for place in changed]
-        changes = collapse_parts(parts, key, own)
-        self._result.sent = sent
         if changes.truncated and not self.config.soft_delete:
-            self._result.dropped = [*(file.data for file in self._contents.data), *self._contents.deletes]
+            self.written.dropped = list(self.contents.by_path())
         else:
-            self._remove(changes, own)
-        self._add(changes)
-        return self._result
+            merging = self.contents.merging()
+            self.remove(changes, self.contents.data)
+            self.known.keep_only(self.contents.data)
+            self._purge(purge_rows)
+            self.written.dropped += self.contents.deletes_of(merging)
+            self.write_deletes(merging)
+        self.add(changes)
 
-    def _remove(self, changes: Collapsed, own: pa.Schema) -> None:
-        keys = changes.keys().cast(pa.schema([own.field(name) for name in changes.key]))
-        wanted, index = Wanted.of(keys, changes.equality), self._index(keys.schema, changes)
-        for file in self._contents.data:
+    def remove(self, changes: Collapsed, files: Sequence[TableFile]) -> None:
+        """Find the rows of some files that go."""
+        keys = key_columns(changes, self.columns, self.topic)
+        wanted, index = (
+            Wanted.of(keys, changes.equality),
+            index_of(self.table, self.known, keys.schema, changes.equality),
+        )
+        for file in files:
             part: Part = index.part(file)
             positions, places = wanted.find(part)
             alive = ~np.isin(positions, file.dead)
             self._remove_from(file, positions[alive], places[alive], changes)
-        index.keep_only(self._contents.data)
-        self._purge()
-        self._write_deletes()
 
-    def _index(self, key: pa.Schema, changes: Collapsed) -> Index:
-        made = Index(
-            self.stage.targets.claim(self.topic),
-            str(self.table.metadata.table_uuid),
-            key,
-            changes.equality,
-            lambda file, wanted: self._read(file, wanted.names, wanted),
+    def look_up(self, changes: Collapsed, files: Sequence[TableFile]) -> None:
+        """Read the values that the changes leave as they are stored."""
+        keys = key_columns(changes, self.columns, self.topic)
+        wanted, index = (
+            Wanted.of(keys, changes.equality),
+            index_of(self.table, self.known, keys.schema, changes.equality),
         )
-        if self.known.index is None or not self.known.index.is_like(made):
-            self.known.index = made
-        # Of the version that is loaded now, and with the keys that reach it now.
-        self.known.index.read, self.known.index.table = made.read, made.table
-        return self.known.index
+        for file in files if changes.kept else ():
+            positions, _ = wanted.find(index.part(file))
+            self._keep(file, positions[~np.isin(positions, file.dead)], changes)
 
     def _remove_from(self, file: TableFile, positions: Ints, places: Ints, changes: Collapsed) -> None:
-        if changes.kept and len(positions):
-            names = [*changes.key, *changes.kept]
-            wanted = pa.schema([changes.upserts.schema.field(name) for name in names])
-            if self.config.soft_delete:
-                names, wanted = [*names, DELETED], wanted.append(pa.field(DELETED, pa.bool_()))
-            self._kept += (_living(rows) for rows in self._take(file, names, wanted, positions))
+        self._keep(file, positions, changes)
         if self.config.soft_delete:
             deleted = positions[places >= changes.upserts.num_rows]
             if changes.truncated:
                 every = np.setdiff1d(np.arange(file.rows), file.dead)
                 deleted = np.setdiff1d(every, positions[places < changes.upserts.num_rows])
                 positions = every
-            for rows in self._take(file, None, None, deleted):
+            for rows in _take(self.table, file, None, None, deleted):
                 place = rows.schema.get_field_index(DELETED)
                 marks = pa.repeat(True, rows.num_rows)
                 named = rows.set_column(place, DELETED, marks) if place >= 0 else rows.append_column(DELETED, marks)
                 self._write(named)
         dead = np.union1d(file.dead, positions)
         if len(dead) == file.rows and file.rows:
-            self._result.dropped.append(file.data)
+            self.written.dropped.append(file.path)
         else:
             self._doomed.append((file, dead))
 
-    def _purge(self) -> None:
-        """Write files again that have many deleted rows: the worst first, and not too many in one epoch."""
-        share = self.config.purge_percent / 100
-        due = [(file, dead) for file, dead in self._doomed if len(dead) and len(dead) >= share * file.rows]
-        due.sort(key=lambda each: len(each[1]) / each[0].rows, reverse=True)
-        for (file, dead), size in zip(due, accumulate(file.rows for file, _ in due), strict=True):
-            if size > max(PURGE_ROWS, due[0][0].rows):
-                break
-            for rows in self._take(file, None, None, np.setdiff1d(np.arange(file.rows), dead)):
-                self._write(rows)
-            self._result.dropped.append(file.data)
-            self._doomed = [each for each in self._doomed if each[0] is not file]
+    def _keep(self, file: TableFile, positions: Ints, changes: Collapsed) -> None:
+        if changes.kept and len(positions):
+            names = [*changes.key, *changes.kept]
+            wanted = pa.schema([changes.upserts.schema.field(name) for name in names])
+            if self.config.soft_delete:
+                names, wanted = [*names, DELETED], wanted.append(pa.field(DELETED, pa.bool_()))
+            self._kept += (_living(rows) for rows in _take(self.table, file, names, wanted, positions))
 
-    def _write_deletes(self) -> None:
-        """One delete file per partition: with the new deletes alone, or with all that there are."""
-        merges = len(self._contents.deletes) >= MERGED
-        if merges:
-            self._result.dropped += self._contents.deletes
-        groups: dict[tuple[int, Record], list[tuple[str, Ints]]] = {}
+    def rewrite(self) -> None:
+        """Write the files again that were looked at, without their deleted rows."""
         for file, dead in self._doomed:
-            positions = dead if merges else np.setdiff1d(dead, file.dead)
-            if len(positions):
-                groups.setdefault((file.data.spec_id, file.data.partition), []).append((file.path, positions))
-        for number, ((spec_id, partition), found) in enumerate(groups.items()):
-            found.sort(key=lambda each: each[0])
-            self._result.deletes.append(self._deletes(number, spec_id, partition, found))
+            for rows in _take(self.table, file, None, None, np.setdiff1d(np.arange(file.rows), dead)):
+                self._write(rows)
+            self.written.dropped.append(file.path)
+        self._doomed = []
 
-    def _deletes(self, number: int, spec_id: int, partition: Record, found: list[tuple[str, Ints]]) -> DataFile:
-        paths = np.repeat(np.array([path for path, _ in found], object), [len(positions) for _, positions in found])
+    def _purge(self, most: int) -> None:
+        """Write files again that have many deleted rows: the worst first. Larger ones wait for an epoch that plans it."""
+        due = worst_first(self._doomed, self.config.purge_percent, most)
+        rest = [each for each in self._doomed if each[0] not in due]
+        self._doomed = [each for each in self._doomed if each[0] in due]
+        self.rewrite()
+        self._doomed = rest
+
+    def write_deletes(self, merging: Collection[Group] = ()) -> None:
+        """One delete file per partition: with the new deletes alone, or with all that there are."""
+        groups: dict[Group, list[tuple[TableFile, Ints]]] = {}
+        for file, dead in self._doomed:
+            group = group_of(file.data)
+            positions = dead if group in merging else np.setdiff1d(dead, file.dead)
+            if len(positions):
+                groups.setdefault(group, []).append((file, positions))
+        for number, found in enumerate(groups.values()):
+            self.written.deletes.append(self._deletes(number, sorted(found, key=lambda each: each[0].path)))
+
+    def _deletes(self, number: int, found: list[tuple[TableFile, Ints]]) -> DeleteFile:
+        paths = np.repeat(np.array([file.path for file, _ in found], object), [len(each) for _, each in found])
         every = np.concatenate([positions for _, positions in found])
         sink = pa.BufferOutputStream()
         pq.write_table(
@@ -261,29 +327,17 @@ class Upsert:
         data = sink.getvalue().to_pybytes()
         name = f"data/{self.stage.stem}-deletes-{number:04d}.parquet"
         self.stage.put(self.topic, name, data)
-        low, high = struct.pack("<q", int(every.min())), struct.pack("<q", int(every.max()))
-        made = DataFile.from_args(
-            content=DataFileContent.POSITION_DELETES,
-            file_path=str(self.stage.targets.claim(self.topic) / name),
-            file_format=FileFormat.PARQUET,
-            partition=partition,
-            record_count=len(every),
-            file_size_in_bytes=len(data),
-            column_sizes={},
-            value_counts={_PATH: len(every), _POS: len(every)},
-            null_value_counts={_PATH: 0, _POS: 0},
-            nan_value_counts={},
-            lower_bounds={_PATH: found[0][0].encode(), _POS: low},
-            upper_bounds={_PATH: found[-1][0].encode(), _POS: high},
-            key_metadata=None,
-            split_offsets=None,
-            equality_ids=None,
-            sort_order_id=None,
+        return DeleteFile(
+            path=name,
+            beside=found[0][0].path,
+            rows=len(every),
+            bytes=len(data),
+            paths=(found[0][0].path, found[-1][0].path),
+            positions=(int(every.min()), int(every.max())),
         )
-        made.spec_id = spec_id
-        return made
 
-    def _add(self, changes: Collapsed) -> None:
+    def add(self, changes: Collapsed) -> None:
+        """Write the new rows."""
         kept = pa.concat_tables(self._kept, promote_options="default") if self._kept else None
         for rows in changes.rows(kept)(0, changes.upserts.num_rows):
             if self.config.soft_delete:
@@ -301,32 +355,71 @@ class Upsert:
         for batch in plain.to_batches():
             self.stage.write(self.topic, pa.RecordBatch.from_arrays(batch.columns, schema=schema))
 
-    def _take(
-        self, file: TableFile, names: Sequence[str] | None, wanted: pa.Schema | None, positions: Ints
-    ) -> Iterator[pa.Table]:
-        """The rows of a file at some positions, in their order."""
-        first = 0
-        for rows in self._read(file, names, wanted) if len(positions) else ():
-            begin, end = np.searchsorted(positions, (first, first + rows.num_rows))
-            if begin < end:
-                yield rows.take(pa.array(positions[begin:end] - first))
-            first += rows.num_rows
 
-    def _read(self, file: TableFile, names: Sequence[str] | None, wanted: pa.Schema | None) -> Iterator[pa.Table]:
-        """All rows of a file, the deleted ones too, some at a time; columns that the table does not have yet are null."""
-        stored = self.table.metadata.schema()
-        there = [each.name for each in stored.fields if names is None or each.name in names]
-        scan = ArrowScan(self.table.metadata, self.table.iceberg.io, stored.select(*there), AlwaysTrue())
-        for batch in scan._record_batches_from_scan_tasks_and_deletes([FileScanTask(file.data)], {}):
-            rows = pa.Table.from_batches([batch])
-            if wanted is None:
-                yield rows
-                continue
-            columns = [
-                widened(rows.column(each.name), each.type) if each.name in there else pa.nulls(rows.num_rows, each.type)
-                for each in wanted
-            ]
-            yield pa.table(columns, schema=pa.schema([pa.field(each.name, each.type) for each in wanted]))
+def index_of(table: Table, known: Known, key: pa.Schema, equality: Equality) -> Index:
+    """Where each key of the table is; what is known of it from earlier epochs stays."""
+    made = Index(
+        table.target,
+        str(table.metadata.table_uuid),
+        key,
+        equality,
+        lambda file, wanted: _read(table, file, wanted.names, wanted),
+    )
+    if known.index is None or not known.index.is_like(made):
+        known.index = made
+    # Of the version that is loaded now, and with the keys that reach it now.
+    known.index.read, known.index.table = made.read, made.table
+    return known.index
+
+
+def _take(
+    table: Table, file: TableFile, names: Sequence[str] | None, wanted: pa.Schema | None, positions: Ints
+) -> Iterator[pa.Table]:
+    """The rows of a file at some positions, in their order."""
+    first = 0
+    for rows in _read(table, file, names, wanted) if len(positions) else ():
+        begin, end = np.searchsorted(positions, (first, first + rows.num_rows))
+        if begin < end:
+            yield rows.take(pa.array(positions[begin:end] - first))
+        first += rows.num_rows
+
+
+def _read(table: Table, file: TableFile, names: Sequence[str] | None, wanted: pa.Schema | None) -> Iterator[pa.Table]:
+    """All rows of a file, the deleted ones too, some at a time; columns that the table does not have yet are null."""
+    stored = table.metadata.schema()
+    there = [each.name for each in stored.fields if names is None or each.name in names]
+    scan = ArrowScan(table.metadata, table.iceberg.io, stored.select(*there), AlwaysTrue())
+    for batch in scan._record_batches_from_scan_tasks_and_deletes([FileScanTask(file.data)], {}):
+        rows = pa.Table.from_batches([batch])
+        if wanted is None:
+            yield rows
+            continue
+        columns = [
+            widened(rows.column(each.name), each.type) if each.name in there else pa.nulls(rows.num_rows, each.type)
+            for each in wanted
+        ]
+        yield pa.table(columns, schema=pa.schema([pa.field(each.name, each.type) for each in wanted]))
+
+
+def worst_first(files: Iterable[tuple[TableFile, Ints]], percent: float, most: int) -> list[TableFile]:
+    """Of files and their deleted rows those that have many of them, the worst first, and not too many rows in all."""
+    due = [
+        (len(dead) / file.rows, file) for file, dead in files if len(dead) and len(dead) * 100 >= percent * file.rows
+    ]
+    due.sort(key=lambda each: each[0], reverse=True)
+    sizes = accumulate(file.rows for _, file in due)
+    return [file for (_, file), size in zip(due, sizes, strict=True) if size <= most]
+
+
+def group_of(file: DataFile) -> Group:
+    """What one delete file may be about: one partition of one layout."""
+    return file.spec_id, file.partition
+
+
+def key_columns(changes: Collapsed, columns: Columns, topic: Topic) -> pa.Table:
+    """Every key that the changes touch, in the types of the table."""
+    whole = iceberg_schema(topic, columns.schema)
+    return changes.keys().cast(pa.schema([whole.field(name) for name in changes.key]))
 
 
 def head(table: Table) -> Snapshot | None:

@@ -62,7 +62,7 @@ def place_of(location: str, properties: Mapping[str, str], given: Options) -> Ob
     if root is None:
         made = store.at(bucket, options)
         assert isinstance(made, ObjectPath)
-        made.store.ends_at(min((int(properties[each]) / 1000 for each in _ENDS if each in properties), default=None))
+        made.store.keys_end(min((int(properties[each]) / 1000 for each in _ENDS if each in properties), default=None))
         root = _stores.setdefault(name, made)
         while len(_stores) > _MOST:
             _stores.pop(next(iter(_stores)), None)

@@ -47,10 +47,11 @@ class Iceberg(LakeSink[IcebergConfig]):
     double, is another column for Iceberg, so the driver rewrites the table's files in that commit, and the old ones go with
     the last snapshot that names them.
 
-    For `upsert` the tasks' files are changes. The driver writes their new rows to data files and names the old rows in
-    position deletes, which cost the same however large the table is. An index of the keys of each file, in `_penstock`, says
-    where they are; it can always be made again. Delete files are merged, and data files with many deleted rows are written
-    again, a million rows an epoch at most. Such columns stay what they are then.
+    For `upsert` the tasks' files are changes. Their new rows go to data files, and the old rows are named in position deletes,
+    which cost the same however large the table is. An index of the keys of each file, in `_penstock`, says where they are; it
+    can always be made again. Delete files are merged, and data files with many deleted rows are written again, a million rows
+    an epoch at most. The driver does what is little, up to about a million rows, and tasks do the rest. Such columns stay what
+    they are then.
 
     Supports exactly-once: the catalog refuses a commit unless it starts from the snapshot whose marker was read. Readers see
     whole epochs. Topics may be committed at the same time. Other writers may append to the table meanwhile. `changes`

@@ -46,6 +46,8 @@ soak: $(SET_UP_DEV) java  ## all soaks, or NAME= one; NAME=tests: the tests, wit
 ifeq ($(NAME),tests)
 	@$(BIN)/python -m penstock.testing.azure --is-installed || { \
 		echo "fetching Azure's emulator (360 MB); only this once" && $(BIN)/python -m penstock.testing.azure; } || true
+	@$(BIN)/python -m penstock.testing.hive --is-installed || { \
+		echo "fetching Hive's metastore (90 MB); only this once" && $(BIN)/python -m penstock.testing.hive; } || true
 	@$(BIN)/python -m penstock.testing.spark_reader --is-installed || { \
 		echo "fetching Spark with the jars of Delta and Iceberg (600 MB); only this once" && \
 		$(BIN)/python -m penstock.testing.spark_reader; } || true

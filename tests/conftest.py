@@ -13,6 +13,7 @@ import pytest
 from penstock import errors
 from penstock.spark.java import java_problem
 from penstock.testing import azure as azure_server
+from penstock.testing import hive as hive_server
 from penstock.testing import gcs as gcs_server
 from penstock.testing import kafka as kafka_server
 from penstock.testing import s3 as s3_servers
@@ -278,6 +279,14 @@ def azure(need: Callable[[object, str], None]) -> Iterator[azure_server.AzureSer
     """The emulator of Azure's blob storage."""
     need(azure_server.is_installed(), "Azurite is not installed: python -m penstock.testing.azure")
     with azure_server.AzureServer() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def hive(need: Callable[[object, str], None]) -> Iterator[hive_server.HiveServer]:
+    """A Hive metastore."""
+    need(hive_server.is_installed(), "Hive's metastore is not installed: python -m penstock.testing.hive")
+    with hive_server.HiveServer() as running:
         yield running
 
 

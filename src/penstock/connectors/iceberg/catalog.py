@@ -206,7 +206,7 @@ def properties_of(config: IcebergConfig) -> dict[str, Any]:
     return {name: value for name, value in texts.items() if value is not None}
 
 
-def _service_class(module: str, name: str, extra: str) -> Any:
+def _service_class(module: str, name: str, extra: str, **more: Any) -> Any:
     try:
         base = getattr(importlib.import_module(module), name)
     except ImportError as error:
@@ -220,13 +220,25 @@ def _service_class(module: str, name: str, extra: str) -> Any:
         base.__init__(self, *given, **properties)
         self.last = _Last()
 
-    return type(name, (Staged, base), {"__init__": begin})
+    return type(name, (Staged, base), {"__init__": begin, **more})
+
+
+def _hive() -> Any:
+    """Hive's client ends whatever connection was begun last, of another thread too: each use gets a client of its own."""
+
+    def client(self: Any) -> Any:
+        return self._create_hive_client(self.properties)
+
+    # The base assigns one, which nobody uses.
+    return _service_class(
+        "pyiceberg.catalog.hive", "HiveCatalog", "iceberg-hive", _client=property(client, lambda self, given: None)
+    )
 
 
 KINDS: dict[str, Callable[[], Any]] = {
     "rest": lambda: Rest,
     "glue": functools.cache(lambda: _service_class("pyiceberg.catalog.glue", "GlueCatalog", "iceberg-glue")),
-    "hive": functools.cache(lambda: _service_class("pyiceberg.catalog.hive", "HiveCatalog", "iceberg-hive")),
+    "hive": functools.cache(_hive),
 }
 
 _NO_ACCESS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "AccessDeniedException"} | {

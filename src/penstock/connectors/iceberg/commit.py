@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,12 +22,13 @@ from pyiceberg.table.refs import MAIN_BRANCH
 from sqlalchemy.exc import IntegrityError
 
 from penstock import durable, store
-from penstock.connectors.iceberg.apply import Applying, IcebergApplied, IcebergWork, sent_columns
+from penstock.connectors.iceberg.apply import sent_columns
 from penstock.connectors.iceberg.catalog import AnyCatalog
 from penstock.connectors.iceberg.columns import Columns, iceberg_schema, ids_of, nests_structs, read_stats, widens
 from penstock.connectors.iceberg.layout import Layout
+from penstock.connectors.iceberg.second import SecondStage
 from penstock.connectors.iceberg.table import PROPERTIES, SEEDED, Table, fork, seeded_key
-from penstock.connectors.iceberg.upsert import Contents, Known, Written, head, own_rows
+from penstock.connectors.iceberg.upsert import head, own_rows
 from penstock.connectors.iceberg.vended import TableTargets, place_of
 from penstock.connectors.lake import commit as loop
 from penstock.connectors.lake import lists
@@ -35,7 +36,7 @@ from penstock.connectors.lake.changed import changes_of
 from penstock.connectors.lake.commit import Commit, LakeTarget
 from penstock.connectors.lake.staging import ROW_GROUP_ROWS, Stage, StagedFile
 from penstock.connectors.lake.targets import HIDDEN
-from penstock.errors import FatalError, PlanStale, RetryableError, SchemaError, reason_of
+from penstock.errors import FatalError, RetryableError, SchemaError, reason_of
 from penstock.schema.evolution import Policy, follow, refusal, widened
 from penstock.sink import CommittedEpoch, Epoch, Task, Topic
 from penstock.store import Place
@@ -62,8 +63,7 @@ class IcebergTarget(LakeTarget[Table]):
         self.identifier = sink.names.claim(topic)
         self._noted = ""
         self._unseen = SeededNote(self)
-        self._known = Known()
-        self._doing: Applying | None = None
+        self.second = SecondStage(self)
 
     @property
     def name(self) -> str:
@@ -82,29 +82,21 @@ class IcebergTarget(LakeTarget[Table]):
             except NoSuchTableError:
                 return None
             if self.sink.is_vended:
-                self._go_to(place_of(found.metadata.location, found.io.properties, self.sink.config.storage_options))
+                # It may be reached with other keys than at the last look.
+                self.path = self.root = place_of(
+                    found.metadata.location, found.io.properties, self.sink.config.storage_options
+                )
+                assert isinstance(self.sink.targets, TableTargets)
+                self.sink.targets.found(self.topic, self.path)
             table = Table(self.topic, found, self.catalog, self.path, self.branch)
         self.layout.refuse_another(self.topic, table.metadata.schema(), table.metadata.spec())
         return table
-
-    def _go_to(self, place: Place) -> None:
-        """The table is there, and may be reached with other keys than at the last look."""
-        assert isinstance(self.sink.targets, TableTargets)
-        self.sink.targets.found(self.topic, place)
-        self.path = self.root = place
-
-    def require(self, rows: pa.Schema) -> None:
-        """Make the table, unless it is there: only with a table come the keys to write its files."""
-        if self.load() is None:
-            with self.sink.catalog_errors(self.topic), contextlib.suppress(TableAlreadyExistsError):
-                self._create([rows])
-            self.load()
 
     def marker(self, loaded: Table, pipeline: str) -> CommittedEpoch | None:
         return loaded.marker(pipeline)
 
     def saw(self, loaded: Table | None) -> None:
-        self._leave_note(loaded.columns() if loaded else NO_COLUMNS)
+        self.leave_note(loaded.columns() if loaded else NO_COLUMNS)
 
     def settle(self, loaded: Table, epoch: Epoch) -> None:
         self.catalog.sync()
@@ -117,10 +109,10 @@ class IcebergTarget(LakeTarget[Table]):
     def attempt(self, commit: Commit, loaded: Table | None) -> bool:
         with self.sink.catalog_errors(self.topic):
             if commit.applied:
-                self._commit_applied(commit, loaded)
+                self.second.commit(commit, loaded)
                 return True
             if loaded is None:
-                self._create(commit.schemas())
+                self.create(commit.schemas())
                 return False
             if fork(loaded):
                 return False
@@ -138,15 +130,15 @@ class IcebergTarget(LakeTarget[Table]):
             lists.sweep(self.root, commit.epoch, lambda _, place: place.name in live, stem, only=self.topic)
 
     def _commit(self, commit: Commit, table: Table) -> None:
-        known, columns = table.columns(), self._columns_after(commit, table)
-        as_data = partial(self._data_file, table, columns)
+        known, columns = table.columns(), self.columns_after(commit, table)
+        as_data = partial(self.data_file, table, columns)
         stages = [Stage(commit.epoch, REWRITER, self.sink.targets, self.sink.spec()) for _ in range(2)]
         is_written, rewritten, changed = False, None, None
         try:
             if self.sink.config.upserts:
                 if known.renewed(columns.schema):
-                    raise self._not_followed(known.renewed(columns.schema))
-                applying = self._applying(commit, table, columns)
+                    raise _not_followed(self.topic, known.renewed(columns.schema))
+                applying = self.second.applying(commit, table, columns)
                 upsert = applying.upsert(stages[0])
                 upsert.all_at_once(applying.whole(), self.sink.small_rows)
                 sent = sent_columns(commit, table, self.sink.config)
@@ -173,80 +165,15 @@ class IcebergTarget(LakeTarget[Table]):
                 stage.abandon()
                 lists.sweep(self.root, commit.epoch, lambda *_: False, stage.stem, only=self.topic)
             raise
-        self._leave_note(table.columns())
+        self.leave_note(table.columns())
 
-    def _columns_after(self, commit: Commit, table: Table) -> Columns:
+    def columns_after(self, commit: Commit, table: Table) -> Columns:
         columns = table.columns()
         for each in commit.schemas():
             columns = wider_columns(self.topic, self.layout, columns, own_rows(self.sink.config, self.topic, each))
         return columns
 
-    # -- upserts ---------------------------------------------------------------------------------------------------
-
-    def plan(self, commit: Commit) -> list[IcebergWork]:
-        """
-        The work that the commit of an epoch needs, from the table as it is now.
-
-        None if there is little of it, or if the table gets other types: then the commit does it all, or says why not.
-        """
-        table = self.load()
-        if self.is_done(commit.epoch, table) or self.lost(commit) is not None:
-            return []
-        with contextlib.suppress(*self.conflicts), self.sink.catalog_errors(self.topic):  # the commit looks again
-            if table is None:
-                self._create(commit.schemas())
-            elif fork(table):
-                table = None
-        table = table or self.load()
-        columns = self._columns_after(commit, table) if table is not None else NO_COLUMNS
-        if table is None or table.columns().renewed(columns.schema):
-            return []
-        with self.sink.catalog_errors(self.topic):
-            return self._applying(commit, table, columns).plan(self.sink.small_rows)
-
-    def _applying(self, commit: Commit, table: Table, columns: Columns) -> Applying:
-        now = self.sink.context.topic(self.topic).source_schema
-        return Applying.of(self.sink.config, commit, table, columns, now, self._known)
-
-    def apply(self, work: IcebergWork, stage: Callable[[], Stage]) -> IcebergApplied:
-        """In a task: one piece of work, on the version of the table that the plan saw."""
-        applying = self._doing
-        if applying is None or applying.changes != work.changes:  # else a piece of the same plan, which shares its keys
-            table = self.load()
-            if table is None or table.iceberg.metadata_location != work.changes.version:
-                raise RetryableError(f"{self.name} is another one than its work was planned for", code="PEN-2005")
-            applying = self._doing = Applying(work.changes, self.sink.config, table)
-        with self.sink.catalog_errors(self.topic):
-            return applying.do(work, stage())
-
-    def _commit_applied(self, commit: Commit, table: Table | None) -> None:
-        """Name what the tasks have written; it fits only the version that the plan saw."""
-        planned = commit.applied[0].version
-        if table is None or table.iceberg.metadata_location != planned:
-            raise PlanStale(f"{self.name} has changed since its work was planned")
-        columns, contents = self._columns_after(commit, table), Contents(table, self._known)
-        written = Written(
-            [file for each in commit.applied for file in each.deletes],
-            [path for each in commit.applied for path in each.dropped],
-        )
-        if any(each.clears for each in commit.applied):
-            written = Written([], list(contents.by_path()))
-        self._known.keep_only(contents.data)
-        changed = contents.changed(self.path, written, sent_columns(commit, table, self.sink.config))
-        files = [self._data_file(table, columns, file) for each in commit.applied for file in each.adds]
-        table.commit(commit.epoch, commit.end, columns, files, self.sink.config.keep_snapshots, changed=changed)
-        # Only now: if a twin has committed, the files of this try are left over.
-        lists.drop(self.root, commit.epoch.pipeline, [name for each in commit.applied for name in each.listed])
-        self._leave_note(table.columns())
-
-    def _not_followed(self, names: Sequence[str]) -> SchemaError:
-        return SchemaError(
-            f"the columns {', '.join(names)} of {self.topic} become timestamps, and upserts cannot follow that",
-            code="PEN-4001",
-            hint="cast them in the route's SQL, or write to another table",
-        )
-
-    def _data_file(self, table: Table, columns: Columns, file: StagedFile) -> DataFile:
+    def data_file(self, table: Table, columns: Columns, file: StagedFile) -> DataFile:
         stats = read_stats(file)
         del stats["ids"]
         return DataFile.from_args(
@@ -262,7 +189,7 @@ class IcebergTarget(LakeTarget[Table]):
             **stats,
         )
 
-    def _create(self, schemas: Sequence[pa.Schema]) -> None:
+    def create(self, schemas: Sequence[pa.Schema]) -> None:
         columns = NO_COLUMNS
         for each in schemas:
             own = own_rows(self.sink.config, self.topic, each)
@@ -302,7 +229,7 @@ class IcebergTarget(LakeTarget[Table]):
         if table is None and now is not None:  # no rows came: readers find an empty table, not a missing one
             # If the table cannot hold such columns, the first row will say so.
             with contextlib.suppress(SchemaError, ValueError):
-                self._create([iceberg_schema(self.topic, now)])
+                self.create([iceberg_schema(self.topic, now)])
             table = self.load()
         if table is None:
             self._unseen.set()
@@ -317,7 +244,7 @@ class IcebergTarget(LakeTarget[Table]):
         table = self.load()
         return table.live_files() if table else set()
 
-    def _leave_note(self, columns: Columns) -> None:
+    def leave_note(self, columns: Columns) -> None:
         """Write the table's columns down for the tasks of the next epoch, so that they need not ask the catalog."""
         text = columns.to_json()
         if (
@@ -327,6 +254,14 @@ class IcebergTarget(LakeTarget[Table]):
             store.make_directory(path.parent)
             store.put(path, text.encode())
             self._noted = text
+
+
+def _not_followed(topic: Topic, names: Sequence[str]) -> SchemaError:
+    return SchemaError(
+        f"the columns {', '.join(names)} of {topic} become timestamps, and upserts cannot follow that",
+        code="PEN-4001",
+        hint="cast them in the route's SQL, or write to another table",
+    )
 
 
 class SeededNote:

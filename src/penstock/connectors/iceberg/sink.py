@@ -3,42 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import pyarrow as pa
 from pyiceberg.expressions import GreaterThan, LessThan, Or
 
-from penstock import store
 from penstock.changes import is_changelog, own_columns
-from penstock.connectors.iceberg.apply import IcebergApplied, IcebergWork
 from penstock.connectors.iceberg.catalog import Catalogs, Names
 from penstock.connectors.iceberg.columns import StatsPart, iceberg_schema, promotes, widens
 from penstock.connectors.iceberg.commit import IcebergTarget, data_file
 from penstock.connectors.iceberg.config import IcebergConfig
 from penstock.connectors.iceberg.layout import Layout
+from penstock.connectors.iceberg.second import SecondStageSink
 from penstock.connectors.iceberg.table import Table, scan
 from penstock.connectors.iceberg.task import IcebergTask
 from penstock.connectors.iceberg.upsert import head
-from penstock.connectors.iceberg.vended import TableTargets, vends
+from penstock.connectors.iceberg.vended import TableTargets, VendedKeys, vends
 from penstock.connectors.lake.changed import begin_changes, changes_of
-from penstock.connectors.lake.commit import Commit
 from penstock.connectors.lake.partitions import Directories
-from penstock.connectors.lake.sink import LakeSink
-from penstock.connectors.lake.staging import FileSpec, Part, Stage, StagedFiles
-from penstock.connectors.lake.targets import Targets
+from penstock.connectors.lake.staging import FileSpec, Part, Stage
 from penstock.connectors.upsert import check_options
-from penstock.errors import ConnectorError
 from penstock.schema import ChangeKind, SchemaChange
 from penstock.schema.evolution import EXACT, diff, follow, is_doubling, no_exact_double
-from penstock.sink import Applied, Epoch, Positions, SinkContext, Task, Topic, Work
-from penstock.source import Finding, HealthStatus
+from penstock.sink import Epoch, SinkContext, Task, Topic
 from penstock.store import Place
 
 
-class Iceberg(LakeSink[IcebergConfig]):
+class Iceberg(VendedKeys, SecondStageSink):
     """
     Tasks write Parquet files with field ids into the table's directory; the driver commits them in one change of the
     table, together with columns that are new or wider and with the marker, which is a property of the table and also in
@@ -59,10 +53,6 @@ class Iceberg(LakeSink[IcebergConfig]):
     """
 
     name = "iceberg"
-    applied_type = IcebergApplied
-    small_rows: ClassVar[int] = 1_000_000
-    """Up to this many rows of changes, and of files that must be read for them, an upsert is done on the driver."""
-
     needs_conditional_writes = False
 
     def __init__(self, config: IcebergConfig) -> None:
@@ -84,35 +74,10 @@ class Iceberg(LakeSink[IcebergConfig]):
         self.names = Names(self.config)
         self.layout = Layout.parse(self.config.partition_by)
         super().open(context)
+        self.is_vended = vends(self.config, self.targets.root)
+        if self.is_vended:
+            self.targets = TableTargets(self.targets.template, self.targets.options)
         self.catalogs = Catalogs(self.config, self._uri, self.targets.root)
-
-    def make_targets(self) -> Targets:
-        plain = super().make_targets()
-        self.is_vended = vends(self.config, plain.root)
-        return TableTargets(plain.template, plain.options) if self.is_vended else plain
-
-    def roots(self) -> Iterable[Place]:
-        if not self.is_vended:
-            return super().roots()
-        topics = {*self._known, *self.context.topics}
-        return [table.target for topic in topics if (table := self.target(topic).load()) is not None]
-
-    def check(self) -> Sequence[Finding]:
-        if not self.is_vended:
-            return super().check()
-        found = []
-        try:
-            with self.catalogs.errors("its configuration"):
-                self.catalogs.here()
-            for place in self.roots():
-                store.try_writing(place)
-                found.append(Finding(True, f"{place} can be written with the keys that the catalog gives"))
-        except ConnectorError as error:
-            return [*found, Finding(False, error.message, error.hint)]
-        return found or [Finding(True, "the catalog gives the keys of each table, which are tried with its first rows")]
-
-    def health_check(self) -> HealthStatus:
-        return HealthStatus.healthy() if self.is_vended else super().health_check()
 
     def close(self) -> None:
         super().close()
@@ -144,31 +109,6 @@ class Iceberg(LakeSink[IcebergConfig]):
 
     def _begin_file(self, path: Place, schema: pa.Schema) -> Part:
         return StatsPart(path, schema, self.config.compression)
-
-    # -- the second stage of upserts -------------------------------------------------------------------------------
-
-    def plan_apply(self, epoch: Epoch, topic: Topic, receipts: Sequence[StagedFiles]) -> Sequence[Work]:
-        parts = [receipt.staged[topic] for receipt in receipts]
-        return self.iceberg(topic).plan(Commit(epoch, parts)) if self.config.upserts else ()
-
-    def apply(self, epoch: Epoch, work: Work, task: Task) -> IcebergApplied:
-        assert isinstance(work, IcebergWork)
-        return self.iceberg(work.topic).apply(work, lambda: Stage(epoch, task, self.targets, self.spec()))
-
-    def commit_applied(
-        self,
-        epoch: Epoch,
-        topic: Topic,
-        receipts: Sequence[StagedFiles],
-        end: Positions,
-        applied: Sequence[Applied],
-    ) -> None:
-        self.iceberg(topic).commit(Commit(epoch, [receipt.staged[topic] for receipt in receipts], end, applied))
-
-    def iceberg(self, topic: Topic) -> IcebergTarget:
-        target = self.target(topic)
-        assert isinstance(target, IcebergTarget)
-        return target
 
     # -- schemas ---------------------------------------------------------------------------------------------------
 

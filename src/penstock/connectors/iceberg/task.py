@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
+from pyiceberg.exceptions import TableAlreadyExistsError
 
 from penstock.changes import is_changelog
 from penstock.changes.checks import check_changes
@@ -69,9 +70,15 @@ class IcebergTask(LakeTask):
         return WriteResult(rows.num_rows, batch.nbytes, lost)
 
     def _require_table(self, topic: Topic, rows: pa.Schema) -> None:
-        if self.sink.is_vended and topic not in self._required:
-            self.sink.iceberg(topic).require(rows)
-            self._required.add(topic)
+        """Make the table, unless it is there, if only with a table come the keys to write its files."""
+        if not self.sink.is_vended or topic in self._required:
+            return
+        target = self.sink.iceberg(topic)
+        if target.load() is None:
+            with self.sink.catalog_errors(topic), contextlib.suppress(TableAlreadyExistsError):
+                target.create([rows])
+            target.load()
+        self._required.add(topic)
 
     def finish(self) -> StagedFiles:
         receipt = super().finish()

@@ -8,20 +8,23 @@ topic lies below its location, and each look at the table brings keys that are v
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
 from penstock import store
+from penstock.connectors.iceberg.config import IcebergConfig
+from penstock.connectors.lake.sink import LakeSink
 from penstock.connectors.lake.targets import Targets
-from penstock.errors import ConfigError
-from penstock.sink import Topic
+from penstock.errors import ConfigError, ConnectorError
+from penstock.health import Finding, HealthStatus
+from penstock.sink import Epoch, Topic
 from penstock.store import ObjectPath, Options, Place
 from penstock.store.options import has_keys, kind_of
 
 if TYPE_CHECKING:
-    from penstock.connectors.iceberg.config import IcebergConfig
+    from penstock.connectors.iceberg.catalog import Catalogs
 
 _S3 = {
     "s3.access-key-id": "access_key_id",
@@ -100,3 +103,40 @@ class TableTargets(Targets):
 
     def lists_of(self, topic: Topic) -> Place:
         return self.claim(topic)
+
+    def roots(self) -> list[Place]:
+        return list(self._found.values())
+
+
+class VendedKeys(LakeSink[IcebergConfig]):
+    """What a sink does in another way if the keys are the catalog's matter."""
+
+    is_vended: bool = False
+    catalogs: Catalogs
+
+    def sweep(self, epoch: Epoch, keep: Sequence[Any]) -> None:
+        self._look()
+        super().sweep(epoch, keep)
+
+    def check(self) -> Sequence[Finding]:
+        if not self.is_vended:
+            return super().check()
+        found = []
+        try:
+            with self.catalogs.errors("its configuration"):
+                self.catalogs.here()
+            self._look()
+            for place in self.targets.roots():
+                store.try_writing(place)
+                found.append(Finding(True, f"{place} can be written with the keys that the catalog gives"))
+        except ConnectorError as error:
+            return [*found, Finding(False, error.message, error.hint)]
+        return found or [Finding(True, "the catalog gives the keys of each table, which are tried with its first rows")]
+
+    def health_check(self) -> HealthStatus:
+        return HealthStatus.healthy() if self.is_vended else super().health_check()
+
+    def _look(self) -> None:
+        """Find the tables of all topics, and keys for them."""
+        for topic in {*self._known, *self.context.topics} if self.is_vended else ():
+            self.target(topic).load()

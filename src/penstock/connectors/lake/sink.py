@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -98,7 +98,7 @@ class LakeSink(TopicSink[S, StagedFiles]):
 
     def open(self, context: SinkContext = SinkContext()) -> None:
         super().open(context)
-        self.targets = self.make_targets()
+        self.targets = Targets(self._path, self.config.storage_options)
         if self.config.storage_options and store.is_local(self.targets.root):
             raise ConfigError(
                 f"`storage_options` are for object stores, and `path` is local: {self.config.path}",
@@ -112,9 +112,6 @@ class LakeSink(TopicSink[S, StagedFiles]):
             self._task.stage.abandon()
             self._task = None
         self._known.clear()
-
-    def make_targets(self) -> Targets:
-        return Targets(self._path, self.config.storage_options)
 
     def spec(self) -> FileSpec:
         """How the sink's files are named, laid out and written."""
@@ -187,12 +184,8 @@ class LakeSink(TopicSink[S, StagedFiles]):
             name = place.name.removesuffix(STAGED)
             return name in kept or name in live[topic]
 
-        for root in self.roots():
+        for root in self.targets.roots():
             lists.sweep(root, epoch, is_kept)
-
-    def roots(self) -> Iterable[Place]:
-        """The places below which lists of begun files may be."""
-        return (self.targets.root,)
 
     def schema(self, topic: Topic) -> pa.Schema | None:
         """The columns of the target; more may come. In a task, as the task saw them."""

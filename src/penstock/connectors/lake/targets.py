@@ -42,6 +42,10 @@ class Targets:
         self.root: Place = store.at(os.path.dirname(before) if found else before, self.options)
         """The part of the path that is the same for all topics."""
 
+    def roots(self) -> list[Place]:
+        """The places of all such lists."""
+        return [self.root]
+
     def lists_of(self, topic: Topic) -> Place:
         """The place below which tasks write down which files of the topic they begin."""
         return self.root

@@ -13,8 +13,8 @@ import pytest
 from penstock import errors
 from penstock.spark.java import java_problem
 from penstock.testing import azure as azure_server
-from penstock.testing import hive as hive_server
 from penstock.testing import gcs as gcs_server
+from penstock.testing import hive as hive_server
 from penstock.testing import kafka as kafka_server
 from penstock.testing import s3 as s3_servers
 from penstock.testing import spark_classes

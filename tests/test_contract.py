@@ -98,7 +98,7 @@ def methods(kind: type) -> list[str]:
 def test_an_author_has_few_methods_to_know() -> None:
     assert len({*methods(RangeSource), "open", "schema"}) <= 8
     assert methods(TableSource) == ["tables"]
-    provided = {"open", "policy", "rollback_epoch", "claims"}  # inherited as they are
+    provided = {"open", "policy", "rollback_epoch"}  # inherited as they are
     assert len(set(methods(SinkConnector)) - provided) <= 10
 
 

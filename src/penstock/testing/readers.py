@@ -19,9 +19,11 @@ VERSION = "1.5.5"
 EXTENSIONS = ("delta", "iceberg", "avro", "httpfs")
 
 _SERVER = """
-import json, sys
+import json, os, sys
 import duckdb
 from duckdb_extensions import import_extension
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # the progress bar of a slow query is no answer
 for name in sys.argv[1:]:
     import_extension(name)
 connection = duckdb.connect()
@@ -34,7 +36,7 @@ for line in sys.stdin:
         answer = {"rows": [dict(zip(names, row)) for row in found.fetchall()]}
     except Exception as error:
         answer = {"error": str(error)}
-    print(json.dumps(answer, default=str), flush=True)
+    print(json.dumps(answer, default=str), file=answers, flush=True)
 """
 
 

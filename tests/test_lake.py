@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from penstock import durable
@@ -218,3 +219,15 @@ class TestCommitLoop:
         target.commit(staged())
         with pytest.raises(Exception, match="PEN-5010 the lake was dropped or replaced"):
             target.commit(Commit(Epoch("shop", "one", 3), []))
+
+
+def test_columns_whose_values_repeat_get_a_dictionary_however_far_apart_they_are(tmp_path):
+    rows = pa.table({"id": range(1 << 17), "city": [f"city {each % 10_000}" for each in range(1 << 17)]})
+    part = ParquetPart(tmp_path / "a.parquet", rows.schema, "none")
+    part.write(rows)
+    part.close()
+    group = pq.ParquetFile(tmp_path / "a.parquet").metadata.row_group(0)
+    assert {group.column(n).path_in_schema: group.column(n).has_dictionary_page for n in range(2)} == {
+        "id": False,
+        "city": True,
+    }

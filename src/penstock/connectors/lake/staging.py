@@ -31,6 +31,7 @@ STAGED = ".staged"
 
 ROW_GROUP_ROWS = 1 << 17
 SAMPLE_ROWS = 4096
+"""Every fourth block of this many rows shows whether the values of a column repeat."""
 BUFFER_BYTES = 32 << 20
 """Rows that a task may buffer, over all its files, so that row groups get large."""
 
@@ -90,7 +91,7 @@ class Part(Protocol):
 
 
 class ParquetPart:
-    """A Parquet file, written row group by row group. Columns get a dictionary if their first values repeat."""
+    """A Parquet file, written row group by row group. Columns get a dictionary if their values repeat."""
 
     size = 0
 
@@ -121,11 +122,17 @@ class ParquetPart:
     def _begun(self, table: pa.Table) -> pq.ParquetWriter:
         if self._writer is None:
             # A dictionary of values that hardly repeat takes twice the time and more room than the values.
-            repeating = [name for name in table.column_names if _repeats(table.column(name).slice(0, SAMPLE_ROWS))]
+            sample = _sample(table)
+            repeating = [name for name in table.column_names if _repeats(sample.column(name))]
             self._upload = store.writer(self._path)
             options = {"use_dictionary": repeating, **self._options}
             self._writer = pq.ParquetWriter(self._upload.file, self._schema, **options)
         return self._writer
+
+
+def _sample(table: pa.Table) -> pa.Table:
+    firsts = range(0, max(table.num_rows, 1), 4 * SAMPLE_ROWS)
+    return pa.concat_tables([table.slice(first, SAMPLE_ROWS) for first in firsts])
 
 
 def _repeats(column: pa.ChunkedArray) -> bool:

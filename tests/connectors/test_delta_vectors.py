@@ -21,6 +21,7 @@ from sink_protocol import END, ORDERS, epoch, stage
 from penstock.changes import CHANGE_FIELDS
 from penstock.connectors.delta import Delta, DeltaConfig, marking, upkeep
 from penstock.connectors.delta import apply as applying
+from penstock.connectors.delta.files import Log, TableFile
 from penstock.connectors.delta.vectors import Vector, file_of, positions_of, rows_at
 from penstock.connectors.lake import index
 from penstock.errors import FatalError, PlanStale
@@ -239,6 +240,11 @@ def by_duckdb(duckdb, target):
     return {row["id"]: row["name"] for row in duckdb.rows(f"select id, name from delta_scan('{target}')")}
 
 
+def test_what_duckdb_prints_is_no_answer_of_it(duckdb):
+    loud = "set progress_bar_time = 0; set enable_progress_bar = true; select 1 as n from range(1)"
+    assert [duckdb.rows(text) for text in (loud, "select 2 as n")] == [[{"n": 1}], [{"n": 2}]]
+
+
 IDS = st.integers(0, 40)
 CHANGES = st.tuples(st.dictionaries(IDS, st.text("abc", max_size=3)), st.sets(IDS, max_size=10))
 EPOCHS = st.lists(CHANGES.filter(any), max_size=6)
@@ -431,7 +437,8 @@ def test_keys_that_are_more_than_one_number_are_compared_and_not_only_hashed(mak
 # -- upkeep --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_with_many_deleted_rows_is_written_again_as_work_of_an_epoch(make, target):
+def test_a_file_with_many_deleted_rows_is_written_again_as_work_of_an_epoch(make, target, monkeypatch):
+    monkeypatch.setattr(applying, "PURGE_HERE_ROWS", 99)
     sink = make(purge_percent=10)
     state = fill(sink)
     commit(sink, 2, upserts(dict.fromkeys(range(20), "two")))
@@ -447,7 +454,67 @@ def test_a_file_with_many_deleted_rows_is_written_again_as_work_of_an_epoch(make
     assert live_vectors(sink) == set()
 
 
+def test_a_small_file_with_many_deleted_rows_is_written_again_by_the_commit_itself(make, target):
+    sink = make(purge_percent=10)
+    state = fill(sink)
+    commit(sink, 2, upserts(dict.fromkeys(range(20), "two")))
+    assert live_vectors(sink)
+    e = epoch(3)
+    receipts = [stage(sink, e, upserts({50: "three"}, deletes=[51]))]
+    assert not sink.plan_apply(e, ORDERS, receipts)  # no job for a hundred rows
+    sink.commit_epoch(e, receipts, END)
+    state.update({**dict.fromkeys(range(20), "two"), 50: "three"})
+    del state[51]
+    assert read(target) == state
+    assert live_vectors(sink) == set()
+
+
+def test_a_large_file_is_written_again_as_smaller_ones(make, target, monkeypatch):
+    monkeypatch.setattr(applying, "PURGE_HERE_ROWS", 99)
+    monkeypatch.setattr("penstock.connectors.delta.sink.PURGE_ROWS", 300)
+    monkeypatch.setattr("penstock.connectors.lake.changed.CHUNK_ROWS", 100)
+    monkeypatch.setattr("penstock.connectors.lake.staging.ROW_GROUP_ROWS", 100)
+    monkeypatch.setattr("penstock.connectors.delta.files.SMALL_FILE_ROWS", 100)
+    sink = make(purge_percent=10)
+    state = fill(sink, 1_000)
+    commit(sink, 2, upserts(dict.fromkeys(range(0, 1_000, 5), "two")))
+    assert len(live_vectors(sink)) == 1
+    commit(sink, 3, upserts({50: "three"}))
+    state.update({**dict.fromkeys(range(0, 1_000, 5), "two"), 50: "three"})
+    assert read(target) == state
+    sizes = sorted(file.rows for file in Log(sink.target(ORDERS).load()).files())
+    assert sizes == [1, 160, 200, 320, 320]
+
+
+def aged(dead, rows=1_000):
+    """Files with so many deleted rows each."""
+    vector = lambda count: Vector(storage="u", place="x" * 20, offset=1, size=40, count=count)  # noqa: E731
+    return [
+        TableFile(logged=f"{place}.parquet", bytes=rows, records=rows, vector=vector(count) if count else None)
+        for place, count in enumerate(dead)
+    ]
+
+
+def test_files_of_one_age_are_not_written_again_all_at_once():
+    assert applying._purged(aged([9] * 10), 2) == []
+    files = aged([10] * 9 + [12])  # 1 % of the table and a little
+    assert applying._purged(files, 2) == [files[9]]
+    files = aged([0] * 9 + [20])  # 2 % of a file alone, and less of the table
+    assert applying._purged(files, 2) == [files[9]]
+    dead, written = [0.0] * 10, []
+    for _ in range(1_000):  # epochs that each delete one row of every file
+        dead = [each + 1 for each in dead]
+        due = applying._purged(aged([int(each) for each in dead]), 2)
+        written.append(len(due))
+        for file in due:
+            dead[int(file.path.partition(".")[0])] = 0
+        assert sum(dead) <= 110
+    assert max(written) <= 3  # and not all ten in the twentieth epoch
+    assert sum(written) < 1.1 * 1_000 * 10 / 18  # no more of them than if each was written at nearly 2 %
+
+
 def test_one_epoch_purges_a_bounded_part_of_the_table_the_worst_file_first(make, target, monkeypatch):
+    monkeypatch.setattr(applying, "PURGE_HERE_ROWS", 99)
     monkeypatch.setattr(applying, "PURGE_ROWS", 100)
     sink = make(purge_percent=10)
     for number in range(4):
@@ -457,6 +524,7 @@ def test_one_epoch_purges_a_bounded_part_of_the_table_the_worst_file_first(make,
     commit(sink, 5, upserts({}, deletes=dead))
     monkeypatch.undo()
     monkeypatch.setattr(marking, "MARKED_ROWS", 0)
+    monkeypatch.setattr(applying, "PURGE_HERE_ROWS", 99)
     monkeypatch.setattr(applying, "PURGE_ROWS", 100)
     counts = []
     for number in range(6, 11):

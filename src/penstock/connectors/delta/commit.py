@@ -154,7 +154,7 @@ class DeltaTarget(LakeTarget[Table]):
         else:
             schema = delta_schema(self.topic, table.columns())
         log = Log(table) if table is not None else None
-        return self._applying(commit, table, schema).plan(log, self.sink.small_rows, self.config.purge_percent)
+        return self._applying(commit, table, schema).plan(log, self.sink.small_rows)
 
     def _applying(self, commit: Commit, table: Table | None, schema: pa.Schema) -> Applying:
         now = self.sink.context.topic(self.topic).source_schema

@@ -29,8 +29,9 @@ class DeltaConfig(LakeConfig):
     must know it (Spark, DuckDB, polars and the client's `QueryBuilder` do; its `to_pyarrow_table` refuses, and its `count()`
     counts deleted rows). `auto` gives vectors to tables that it creates, and leaves other tables as they are."""
 
-    purge_percent: float = Field(default=2.0, gt=0, le=100)
-    """For deletion vectors: a file is written again without its deleted rows once they are this share of it."""
+    purge_percent: float = Field(default=1.0, gt=0, le=100)
+    """For deletion vectors: a file is written again without its deleted rows once they are this share of it; and the worst
+    file of a table is, once half this share of the whole table is deleted."""
 
     partition_by: tuple[str, ...] = ()
     """Partition columns of tables that are created; an existing table must have the same."""

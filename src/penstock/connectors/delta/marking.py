@@ -16,7 +16,7 @@ from penstock.connectors.lake.index import Index, Wanted
 from penstock.connectors.lake.staging import Stage
 from penstock.sink import Topic
 
-MARKED_ROWS = 10_000
+MARKED_ROWS = 500
 """Files with fewer rows are rewritten together with the new rows: that takes no longer, and leaves fewer files."""
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pyarrow as pa
 
 from penstock.abilities import first_of
-from penstock.connectors.delta.apply import Applying, DeltaApplied, DeltaWork
+from penstock.connectors.delta.apply import PURGE_ROWS, Applying, DeltaApplied, DeltaWork
 from penstock.connectors.delta.columns import (
     StatsPart,
     can_widen,
@@ -132,7 +132,10 @@ class Delta(LakeSink[DeltaConfig]):
         applying = self._applying
         if applying is None or applying.upsert != work.upsert:  # else a piece of the same plan, which shares its keys
             applying = self._applying = Applying(work.upsert, claim(self.targets, work.topic))
-        return applying.do(work, lambda: Stage(epoch, task, self.targets, self.spec()))
+        spec = self.spec()
+        if work.purges:  # the next purges of these rows are small ones
+            spec = replace(spec, target_file_rows=min(spec.target_file_rows, PURGE_ROWS))
+        return applying.do(work, lambda: Stage(epoch, task, self.targets, spec))
 
     def commit_applied(
         self,

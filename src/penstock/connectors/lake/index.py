@@ -148,7 +148,8 @@ class Index:
         keys = self.equality.canonical(pa.concat_tables([*pieces, self.key.empty_table()]))
         numbers = hashes_of(keys)
         order = np.argsort(numbers, kind="stable")
-        columns = {_NUMBER: pa.array(numbers[order]), _ROW: pa.array(order)}
+        places = order.astype(np.uint32) if len(order) <= 1 << 32 else order  # a quarter fewer bytes
+        columns = {_NUMBER: pa.array(numbers[order]), _ROW: pa.array(places)}
         if not is_exact(self.key):
             columns.update({each: keys.column(each).take(pa.array(order)) for each in keys.column_names})
         part = Part(pa.table(columns).combine_chunks())

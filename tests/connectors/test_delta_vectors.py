@@ -569,6 +569,21 @@ def test_upkeep_removes_dead_vectors_after_the_retention_and_no_live_one(make, t
     assert len(read(target)) == 100
 
 
+def test_a_log_that_others_have_cleaned_up_since_is_read_again(sink, target):
+    """The client reads some of it only when it is asked, e.g. for the marker after a commit of somebody else."""
+    state = fill(sink)
+    write_deltalake(str(target), pa.table({"id": [1000], "name": ["theirs"]}), mode="append")
+    e = epoch(2)
+    receipts = [stage(sink, e, upserts({3: "three"}))]
+    assert not sink.plan_apply(e, ORDERS, receipts)
+    table = DeltaTable(str(target))
+    table.create_checkpoint()
+    for version in range(table.version()):
+        (target / "_delta_log" / f"{version:020d}.json").unlink()
+    sink.commit_epoch(e, receipts, END)
+    assert read(target) == {**state, 1000: "theirs", 3: "three"}
+
+
 def test_checkpoints_are_made_and_carry_the_vectors(make, target):
     write_deltalake(
         str(target),

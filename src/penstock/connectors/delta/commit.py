@@ -142,7 +142,7 @@ class DeltaTarget(LakeTarget[Table]):
         """
         try:
             return self._plan(commit)
-        except DeltaError:  # somebody has cleaned the log up, and the client goes on reading entries of the loaded version
+        except DeltaError:  # somebody has cleaned the log up, and the client still reads entries of the loaded version
             self.forget()
         with delta_errors(self.path):
             return self._plan(commit)

@@ -141,12 +141,13 @@ class Shared:
         if deed == "copy" and here.exists():
             shutil.copytree(here, self.parts, dirs_exist_ok=True)
         elif deed == "restore" and self.parts.exists():
-            shutil.copytree(self.parts, here, dirs_exist_ok=True)
+            for part in self.parts.iterdir():
+                put(here / part.name, part.read_bytes())
         elif deed == "swap" and here.exists() and len(parts := sorted(here.iterdir())) > 1:
             one, other = self.chance.sample(parts, 2)
             held = one.read_bytes()
-            one.write_bytes(other.read_bytes())
-            other.write_bytes(held)
+            put(one, other.read_bytes())
+            put(other, held)
         else:
             shutil.rmtree(here, ignore_errors=True)
         self.restart(self.chance.choice(sorted(self.numbers)))  # what is in memory is no longer asked
@@ -182,6 +183,13 @@ class Shared:
         rows = [(row["id"], (row["name"], row["doc"])) for row in found]
         assert len(rows) == len(self.state)
         assert dict(rows) == self.state
+
+
+def put(path, data):
+    """A file in the place of another one: a process that has mapped the old one goes on with it."""
+    path.parent.mkdir(exist_ok=True)
+    path.with_suffix(".new").write_bytes(data)
+    path.with_suffix(".new").rename(path)
 
 
 def run(home, seed, steps, duckdb, monkeypatch):

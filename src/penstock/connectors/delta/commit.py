@@ -140,14 +140,6 @@ class DeltaTarget(LakeTarget[Table]):
         None if there is little of it, if the table must be altered first, or if it gets other types: then the commit does
         it all.
         """
-        try:
-            return self._plan(commit)
-        except DeltaError:  # somebody has cleaned the log up, and the client still reads entries of the loaded version
-            self.forget()
-        with delta_errors(self.path):
-            return self._plan(commit)
-
-    def _plan(self, commit: Commit) -> list[DeltaWork]:
         table = self.load()
         if self.is_done(commit.epoch, table) or self.lost(commit) is not None or any(p.renews for p in commit.parts):
             return []

@@ -8,9 +8,11 @@ from itertools import chain
 from typing import ClassVar
 
 import pyarrow as pa
+from deltalake.exceptions import DeltaError
 
 from penstock.abilities import first_of
 from penstock.connectors.delta.apply import PURGE_ROWS, Applying, DeltaApplied, DeltaWork
+from penstock.connectors.delta.client import delta_errors
 from penstock.connectors.delta.columns import (
     StatsPart,
     can_widen,
@@ -124,8 +126,15 @@ class Delta(LakeSink[DeltaConfig]):
     # -- the second stage of upserts -------------------------------------------------------------------------------
 
     def plan_apply(self, epoch: Epoch, topic: Topic, receipts: Sequence[StagedFiles]) -> Sequence[Work]:
-        parts = [receipt.staged[topic] for receipt in receipts]
-        return self._delta(topic).plan(Commit(epoch, parts)) if self.config.upserts else ()
+        if not self.config.upserts:
+            return ()
+        target, commit = self._delta(topic), Commit(epoch, [receipt.staged[topic] for receipt in receipts])
+        try:
+            return target.plan(commit)
+        except DeltaError:  # somebody has cleaned the log up, and the client still reads entries of the loaded version
+            target.forget()
+        with delta_errors(target.path):
+            return target.plan(commit)
 
     def apply(self, epoch: Epoch, work: Work, task: Task) -> DeltaApplied:
         assert isinstance(work, DeltaWork)

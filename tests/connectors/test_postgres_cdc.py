@@ -23,6 +23,7 @@ from penstock.connectors.postgres_cdc.copy import chunk_where, edges
 from penstock.connectors.postgres_cdc.log import probe, slot
 from penstock.connectors.postgresql import connections
 from penstock.errors import ConfigError, FatalError, RetryableError
+from penstock.runtime.telemetry.names import SLOT_STATES
 from penstock.source import Note, ReadLimit
 from penstock.testing import SourceContract
 from penstock.testing.mirror import Mirror, replayed, versions_are_dense
@@ -635,10 +636,20 @@ class TestSetUp:
             health = opened.health_check()
             assert health.state == "healthy"
             assert "reserved" in health.reason
+            counted = opened.metrics().custom
+            assert counted["slot_reserved"] == 1
+            assert counted["slot_held_bytes"] >= 0
+            assert {name.removeprefix("slot_") for name in counted if name.startswith("slot_")} <= {
+                *SLOT_STATES,
+                "held_bytes",
+                "safe_bytes",
+            }, "what the console and the metrics know"
             database.run(f"SELECT pg_drop_replication_slot('{database.name}')")
             gone = opened.health_check()
             assert gone.state == "degraded"
             assert gone.reason.endswith("does not exist any more")
+            assert opened.metrics().custom["slot_missing"] == 1
+            assert "slot_reserved" not in opened.metrics().custom
         finally:
             opened.close()
 

@@ -37,7 +37,11 @@ def peek(target: str, pipeline: Pipeline | None, rows: int, json: bool, console:
     shown = Table(*map(printable, table.schema.names), box=None, header_style="dim", padding=(0, 2, 0, 0))
     for row in table.to_pylist():
         shown.add_row(*(Text("" if value is None else printable(str(value))) for value in row.values()))
-    console.print(Text.assemble((f"{place} ", "dim"), f"{table.num_rows} rows shown, {len(table.schema)} columns"))
+    console.print(
+        Text.assemble(
+            (f"{place} ", "dim"), f"{_many(table.num_rows, 'row')} shown, {_many(len(table.schema), 'column')}"
+        )
+    )
     console.print(shown)
 
 
@@ -140,3 +144,7 @@ def logs(pipeline: Pipeline, lines: int, console: Console) -> None:
     console.print(Text(f"-- {state_dir / 'spark.log'}", style="dim"), soft_wrap=True)
     for line in last:
         console.print(Text(line.rstrip()), soft_wrap=True)
+
+
+def _many(count: int, one: str) -> str:
+    return f"{count} {one}{'' if count == 1 else 's'}"

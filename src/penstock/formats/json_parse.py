@@ -178,7 +178,7 @@ def value(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise _too_deep() from None
     except json.JSONDecodeError as error:
-        byte, what = len(error.doc[: error.pos].encode()), error.msg.removesuffix(" starting at")
+        byte, what = len(error.doc[: error.pos].encode()), error.msg.removesuffix(" starting at").removesuffix(" at")
         raise Misfit("json.syntax", f"it is not JSON from byte {byte} on: {what}") from None
     except ValueError:  # Python refuses to read numbers of more than 4,300 digits
         raise Misfit("json.number", "it holds a whole number of thousands of digits") from None

@@ -69,6 +69,8 @@ def misfit(line: bytes, schema: pa.Schema | None) -> str:
     """Why a line certainly cannot be used; most bad lines are found so, long before halving would find them one by one."""
     try:
         row = json.loads(line)
+    except json.JSONDecodeError as error:
+        return f"not JSON from character {error.pos} on: {error.msg.removesuffix(' starting at').removesuffix(' at')}"
     except (ValueError, RecursionError) as error:
         return f"not JSON: {error}"
     if not isinstance(row, dict):

@@ -263,6 +263,21 @@ def test_a_name_with_a_nul_character_makes_a_dead_letter_of_its_own_message_alon
     assert sorted(json.loads(letter["payload"])["id"] for letter in home.letters()) == [3, 4]
 
 
+@pytest.mark.parametrize("first", ['{"id": 1, "a": {"b": 1}}', '{"id": 1, "a.b": 1}'])
+def test_a_column_that_reads_like_the_path_of_another_in_iceberg_is_a_letter_alone(
+    home: Home, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    monkeypatch.setitem(globals(), "PIPELINE", PIPELINE.replace('"delta"', '"iceberg"'))
+    catalog = f'table = "n.{{topic}}"\ncatalog_uri = "sqlite:///{home.path}/catalog.db"'
+    home.put(first)
+    home.run(sink=catalog)
+    home.put('{"id": 2, "a.b": 2, "a": {"b": 3}}', {"id": 3}, '{"id": 4, "c.d": 1}')
+    home.run(sink=catalog)
+    home.put({"id": 5})
+    home.run(sink=catalog)
+    assert [json.loads(letter["payload"])["id"] for letter in home.letters()] == [2]
+
+
 def test_a_topic_may_change_its_format(home: Home) -> None:
     home.put({"id": 1, "v": 2})
     home.run()

@@ -23,6 +23,7 @@ from pyiceberg.schema import Schema
 from penstock import durable
 from penstock.connectors.lake.staging import ParquetPart, StagedFile
 from penstock.connectors.lake.types import COMMON, LakeTypes, has_all
+from penstock.errors import SchemaError
 from penstock.schema.codec import pack_schema, unpack_schema
 from penstock.schema.evolution import becomes_double
 from penstock.sink import Topic
@@ -177,6 +178,24 @@ def nests_structs(kind: pa.DataType, inside: bool = False) -> bool:
     if types.is_struct(kind) and inside:
         return True
     return any(nests_structs(each.type, inside or not types.is_struct(kind)) for each in _fields(kind))
+
+
+def refuse_one_path(topic: Topic, columns: Columns) -> Columns:
+    """The columns, unless a name with a dot reads like the path of another field: Iceberg finds fields by their paths."""
+    if _has_dots(columns.schema):
+        try:
+            columns.iceberg()
+        except ValueError as error:
+            raise SchemaError(
+                f"two fields of {topic} have one path in Iceberg, such as the column `a.b` and the field `b` of `a`: {error}",
+                code="PEN-4001",
+                hint="rename the column with the dot in the route's SQL",
+            ) from error
+    return columns
+
+
+def _has_dots(kind: pa.Schema | pa.DataType) -> bool:
+    return any("." in each.name or _has_dots(each.type) for each in _fields(kind))
 
 
 def _fields(kind: pa.Schema | pa.DataType) -> list[pa.Field]:

@@ -24,7 +24,15 @@ from sqlalchemy.exc import IntegrityError
 from penstock import durable, store
 from penstock.connectors.iceberg.apply import sent_columns
 from penstock.connectors.iceberg.catalog import AnyCatalog
-from penstock.connectors.iceberg.columns import Columns, iceberg_schema, ids_of, nests_structs, read_stats, widens
+from penstock.connectors.iceberg.columns import (
+    Columns,
+    iceberg_schema,
+    ids_of,
+    nests_structs,
+    read_stats,
+    refuse_one_path,
+    widens,
+)
 from penstock.connectors.iceberg.layout import Layout
 from penstock.connectors.iceberg.second import SecondStage
 from penstock.connectors.iceberg.table import PROPERTIES, SEEDED, Table, fork, seeded_key
@@ -310,14 +318,14 @@ def wider_columns(
     The commit always evolves: staged rows have passed the policy, and can only go forward.
     """
     if not len(columns.schema):
-        return columns.with_types(rows)
+        return refuse_one_path(topic, columns.with_types(rows))
     stored = iceberg_schema(topic, columns.schema)
     wider = follow(topic, stored, rows, policy, widens)
     laid_out_by, nested = [each.column for each in layout], any(nests_structs(each.type) for each in stored)
     for name in columns.renewed(wider):
         if name in laid_out_by or nested:
             raise refusal(topic, name, stored.field(name).type, wider.field(name).type, policy, is_wider=True)
-    return columns.with_types(wider)
+    return refuse_one_path(topic, columns.with_types(wider))
 
 
 def _with_ids(target: IcebergTarget, commit: Commit, columns: Columns, stage: Stage) -> list[StagedFile]:

@@ -13,8 +13,8 @@ from pyiceberg.expressions import GreaterThan, LessThan, Or
 
 from penstock.changes import is_changelog, own_columns
 from penstock.connectors.iceberg.catalog import Catalogs, Names
-from penstock.connectors.iceberg.columns import StatsPart, iceberg_schema, promotes, widens
-from penstock.connectors.iceberg.commit import IcebergTarget, data_file
+from penstock.connectors.iceberg.columns import StatsPart, iceberg_schema, promotes, refuse_one_path, widens
+from penstock.connectors.iceberg.commit import NO_COLUMNS, IcebergTarget, data_file
 from penstock.connectors.iceberg.config import IcebergConfig
 from penstock.connectors.iceberg.layout import Layout
 from penstock.connectors.iceberg.second import SecondStageSink
@@ -116,6 +116,7 @@ class Iceberg(VendedKeys, SecondStageSink):
         new = iceberg_schema(topic, self._own(columns))
         self.layout.check(topic, new)
         follow(topic, self.schema(topic) or new, new, self.policy(topic), self._widens)
+        refuse_one_path(topic, NO_COLUMNS.with_types(new))
 
     def diff_schemas(self, old: pa.Schema, new: pa.Schema) -> Sequence[SchemaChange]:
         return diff(*(iceberg_schema("the topic", self._own(schema)) for schema in (old, new)))

@@ -130,6 +130,7 @@ OF_NO_MODE = {
 
 OF_A_MODE_IN_A_STORE = {
     "test_a_run_that_is_killed_loses_and_doubles_nothing",
+    "test_a_run_that_is_killed_in_the_second_stage_loses_and_doubles_nothing",
     "test_a_call_that_fails_once_is_made_good",
     "test_a_zombie_that_commits_after_its_successor_is_fenced",
 }
@@ -181,6 +182,8 @@ def _differs_from_store_to_store(name: str, given: dict[str, Any]) -> bool:
         return given["method"] in ("commit_topic", "commit_applied") and given["kind"] == "lose_answer"
     if name == "test_a_run_that_is_killed_loses_and_doubles_nothing":
         return given["epoch"] == 2 and given["step"] in ("stage.task", "commit.before", "commit.topic")
+    if name == "test_a_run_that_is_killed_in_the_second_stage_loses_and_doubles_nothing":
+        return given["epoch"] == 2 and given["step"] == "apply.after"
     if name == "test_staged_data_that_is_deleted_is_staged_again":
         return given["step"] == "prepare.after"
     return name in (

@@ -1,5 +1,6 @@
 """The crash suite over the iceberg sink, and a reader that looks on while runs crash."""
 
+import pytest
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.exceptions import NoSuchTableError
 from sqlalchemy.exc import OperationalError
@@ -29,13 +30,6 @@ class TestIcebergCrash(CrashContract):
         self._play(_look_on, tmp_path)
 
 
-class TestIcebergUpsertCrash(TestIcebergCrash):
-    test_a_reader_sees_whole_epochs_only_whatever_happens_to_the_writer = None
-
-    def make_sink(self, path):
-        return Iceberg(IcebergConfig(path=f"{path}/{{topic}}", mode="upsert"))
-
-
 class InTasks(Iceberg):
     """Has work for tasks in every epoch, however small it is."""
 
@@ -46,11 +40,22 @@ class InTasks(Iceberg):
         return [work.model_copy(update={"bytes": 1 << 30}) for work in planned]
 
 
-class TestIcebergApplyCrash(TestIcebergUpsertCrash):
+class TestIcebergApplyCrash(TestIcebergCrash):
+    test_a_reader_sees_whole_epochs_only_whatever_happens_to_the_writer = None
     commits_without_work = False
 
     def make_sink(self, path):
         return InTasks(IcebergConfig(path=f"{path}/{{topic}}", mode="upsert"))
+
+
+@pytest.mark.soak
+class TestIcebergUpsertCrash(TestIcebergCrash):
+    """On the driver, where the commit is that of an append."""
+
+    test_a_reader_sees_whole_epochs_only_whatever_happens_to_the_writer = None
+
+    def make_sink(self, path):
+        return Iceberg(IcebergConfig(path=f"{path}/{{topic}}", mode="upsert"))
 
 
 def _look_on(stage):

@@ -5,6 +5,7 @@ import pytest
 from deltalake import DeltaTable, QueryBuilder
 from deltalake.exceptions import TableNotFoundError
 from test_crash_delta import InTasks
+from test_crash_iceberg import InTasks as IcebergInTasks
 
 import s3_targets
 from penstock import store
@@ -50,7 +51,6 @@ class TestDeltaApplyS3Crash(TestDeltaS3Crash):
         return InTasks(DeltaConfig(**config(path, mode="upsert")))
 
 
-@pytest.mark.soak
 class TestIcebergS3Crash(InS3, CrashContract):
     """The catalog is on a disk, the tables are in the store."""
 
@@ -76,6 +76,14 @@ class TestIcebergS3Crash(InS3, CrashContract):
     def empty(self, path):
         super().empty(path)
         path.with_name(f"{path.name}.db").unlink(missing_ok=True)
+
+
+class TestIcebergApplyS3Crash(TestIcebergS3Crash):
+    mode = "upsert"
+    commits_without_work = False
+
+    def make_sink(self, path):
+        return IcebergInTasks(super().make_sink(path).config)
 
 
 @pytest.mark.soak

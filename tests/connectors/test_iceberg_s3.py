@@ -12,6 +12,7 @@ from penstock import store
 from penstock.config import Config
 from penstock.connectors.iceberg import Iceberg, IcebergConfig
 from penstock.connectors.iceberg.catalog import Catalog
+from penstock.connectors.iceberg.io import StoreIO, properties_for
 from penstock.errors import ConfigError, Fenced, RetryableError
 from penstock.testing import SinkContract
 from penstock.testing.s3 import KEY, SECRET
@@ -155,3 +156,14 @@ def test_old_metadata_is_removed_and_the_catalog_holds_no_secret(make, place, re
     assert len([name for name in names if name.startswith("snap-")]) <= 3
     assert read().num_rows == 250
     assert SECRET.encode() not in (tmp_path / ".catalog.db").read_bytes()
+
+
+def test_a_bucket_is_known_by_its_whole_name_and_by_its_server():
+    """Another bucket may have a name that begins alike, and another server a bucket of the same name."""
+    one, two = (store.at("s3://lake/a", {"endpoint": f"http://127.0.0.1:{port}"}) for port in (1, 2))
+    first, second = StoreIO(properties_for(one)), StoreIO(properties_for(two))
+    for io, server in ((first, one), (second, two)):
+        beside = io.new_input("s3://lake-two/a/b")._place
+        assert (beside.store.url, beside.key) == ("s3://lake-two", "a/b")
+        own = io.new_input("s3://lake/a/b")._place
+        assert (own.store.options, own.key) == (server.store.options, "a/b")

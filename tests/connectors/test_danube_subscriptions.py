@@ -175,6 +175,7 @@ def test_with_key_shared_a_broken_stream_is_opened_under_the_same_name(
     monkeypatch.setattr(session, "KNOWN_SECS", 600.0)  # however long a busy machine takes to come back
     with Streaming(shared, source(shared, topic, subscription_type="key_shared"), topic) as run:
         name = list(consumers(shared, topic))
+        wait_until(lambda: run.source.health_check().state is HealthState.HEALTHY, "its stream")
         shared.tell("break")
         wait_until(lambda: run.source.metrics().custom["reconnects_total"], "the reconnect")
         wait_until(lambda: run.source.health_check().state is HealthState.HEALTHY, "health")

@@ -214,7 +214,8 @@ def test_a_copy_is_made_from_the_config_however_far_the_original_has_come(loop: 
 
 def test_a_sink_context_travels_as_a_plain_mapping() -> None:
     live: dict[Topic, TopicContext] = {"/a": TopicContext(policy=Policy.EVOLVE)}
-    copy = pickle.loads(pickle.dumps(SinkContext(live)))
+    copy = pickle.loads(pickle.dumps(SinkContext(live, Path("own"), "lake")))
+    assert (copy.state_dir, copy.name) == (Path("own"), "lake")
     live["/b"] = TopicContext(refilled=True)
     assert (copy.topic("/a").policy, copy.topic("/b")) == (Policy.EVOLVE, TopicContext())
 

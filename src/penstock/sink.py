@@ -249,12 +249,15 @@ class SinkContext:
     The sink makes it.
     """
 
+    name: str = ""
+    """The sink's name in the pipeline: what it sends to others says by it which of several sinks has sent it."""
+
     def topic(self, name: Topic) -> TopicContext:
         """What is known about a topic now."""
         return self.topics.get(name, _UNKNOWN)
 
-    def __reduce__(self) -> tuple[type[SinkContext], tuple[dict[Topic, TopicContext], Path | None]]:
-        return SinkContext, (dict(self.topics), self.state_dir)
+    def __reduce__(self) -> tuple[type[SinkContext], tuple[dict[Topic, TopicContext], Path | None, str]]:
+        return SinkContext, (dict(self.topics), self.state_dir, self.name)
 
 
 _UNKNOWN = TopicContext()

@@ -75,12 +75,13 @@ def send(
     topic: str = TOPIC,
     encoder: Format[Any] | None = None,
     template: str = "/{topic}",
+    name: str = "",
     **options: Any,
 ) -> None:
     """What one task of an epoch sends."""
     sink = pickle.loads(pickle.dumps(DanubeSink(DanubeSinkConfig(url=broker.url, topic=template, **options))))
     epoch = Epoch("orders", "incarnation", number)
-    sink.open(SinkContext({topic: TopicContext(encoder=encoder)}))
+    sink.open(SinkContext({topic: TopicContext(encoder=encoder)}, name=name))
     try:
         sink.begin_epoch(epoch, Task(task))
         for batch in batches:
@@ -113,7 +114,8 @@ def test_a_repeated_epoch_has_the_same_identities_and_another_one_has_not(broker
     assert len(set(found)) == 3
     send(broker, ROWS, number=2)
     send(broker, ROWS, task=1)
-    assert len({identity(message) for message in broker.messages(TOPIC)}) == 9
+    send(broker, ROWS, name="second")  # another sink of the pipeline, into the same topic
+    assert len({identity(message) for message in broker.messages(TOPIC)}) == 12
 
 
 def test_a_key_keeps_its_order_while_many_are_sent_at_once(broker: DanubeBroker) -> None:

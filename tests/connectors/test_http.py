@@ -18,7 +18,7 @@ from penstock.connectors.http import HttpSink, HttpSinkConfig
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError
 from penstock.pipeline import Pipeline
 from penstock.runtime import supervisor
-from penstock.sink import Epoch, Task
+from penstock.sink import Epoch, SinkContext, Task
 from penstock.testing import ForkEngine, SinkContract
 
 ROWS = pa.record_batch({"id": [1, 2, 3], "name": ["a", "b/ä", "a"]})
@@ -53,13 +53,14 @@ def send(
     number: int = 1,
     task: int = 0,
     topic: str = "/lake/orders",
+    name: str = "",
     **options: Any,
 ) -> list[Asked]:
     """What one task of an epoch sends; the requests that came of it."""
     sink = pickle.loads(pickle.dumps(HttpSink(HttpSinkConfig(**{"url": f"{receiver.url}/in", **options}))))
     epoch = Epoch("orders", "incarnation", number)
     before = len(receiver.asked)
-    sink.open()
+    sink.open(SinkContext(name=name))
     try:
         sink.begin_epoch(epoch, Task(task))
         for batch in batches:
@@ -121,15 +122,16 @@ def test_an_epoch_that_is_sent_again_has_the_same_keys(receiver, options):
     assert len(first) == sum(first.values()), "two requests of an epoch share a key"
 
 
-def test_equal_rows_of_two_tasks_epochs_or_topics_have_different_keys(receiver):
+def test_equal_rows_of_two_tasks_epochs_topics_or_sinks_have_different_keys(receiver):
     one = pa.record_batch({"id": [7]})
     found = [
         *send(receiver, one, task=0),
         *send(receiver, one, task=1),
         *send(receiver, one, number=2),
         *send(receiver, one, topic="/other"),
+        *send(receiver, one, name="second"),
     ]
-    assert len({key(each) for each in found}) == 4
+    assert len({key(each) for each in found}) == 5
 
 
 def test_a_key_never_names_two_different_bodies_when_rows_come_in_another_order(receiver):
@@ -288,3 +290,18 @@ auth = {{ type = "hmac", secret = {{ env = "API_SECRET" }} }}
         summary = supervisor.run(Pipeline.from_toml(tmp_path / "pipeline.toml"), ForkEngine(1), drain=True)
         assert summary.rows_out == 19 + 1  # the letter is a row, too
         assert sorted(json.loads(each)["id"] for each in hook.events()) == [each for each in range(20) if each != 13]
+
+
+def test_a_receiver_that_drops_repeats_gets_the_rows_of_two_sinks(tmp_path):
+    (tmp_path / "in.jsonl").write_text("".join(f'{{"id": {each}}}\n' for each in range(5)))
+    endpoints = [{"path": "/in", "stream": "events", "dedupe": {"header": "Idempotency-Key"}}]
+    with serving(tmp_path / "hook", endpoints=endpoints) as hook:
+        sinks = "".join(
+            f'[[sinks]]\nname = "{name}"\nconnector = "http"\nurl = "http://127.0.0.1:{hook.port}/in"\n'
+            for name in ("first", "second")
+        )
+        (tmp_path / "pipeline.toml").write_text(
+            f'connector_name = "out"\n[source]\nconnector = "files"\npath = "in.jsonl"\n{sinks}'
+        )
+        supervisor.run(Pipeline.from_toml(tmp_path / "pipeline.toml"), ForkEngine(1), drain=True)
+        assert sorted(json.loads(each)["id"] for each in hook.events()) == sorted([*range(5)] * 2)

@@ -167,7 +167,7 @@ class HttpSink(SinkConnector[HttpSinkConfig, Receipt]):
         It is made of the content and not of a row's place, since a task that runs again may meet its rows in another order:
         a receiver that drops a known key must never drop what it has not seen.
         """
-        content = sha256("\n".join((self._scope, topic, call.url)).encode())
+        content = sha256("\n".join((self.context.name, self._scope, topic, call.url)).encode())
         for payload in call.payloads:
             content.update(b"%d\n" % len(payload) + payload)
         digest = content.digest()

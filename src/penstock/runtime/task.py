@@ -37,7 +37,7 @@ def run_work(job: ApplyJob, numbers: Sequence[int], task: Task) -> ApplyResult:
     opened = {job.work[number][0]: job.sinks[job.work[number][0]] for number in numbers}
     try:
         for name, sink in opened.items():
-            sink.open(job.contexts.get(name, SinkContext()))
+            sink.open(job.contexts.get(name, SinkContext(name=name)))
         return do_work(job, numbers, task)
     finally:
         for sink in opened.values():

@@ -119,7 +119,7 @@ class Writer:
         sink = self._job.sinks[name]
         self._open[name] = sink
         known = self._job.contexts.get(name, SinkContext())
-        sink.open(SinkContext(self._topics[name], known.state_dir))
+        sink.open(SinkContext(self._topics[name], known.state_dir, name))
         sink.begin_epoch(self._job.epoch, self._task)
         return sink
 

@@ -139,7 +139,11 @@ class DanubeSink(SinkConnector[DanubeSinkConfig, Receipt]):
         large: list[int] = []
         most = self.config.max_message_bytes - PLACE_BYTES
         for number, (name, key, (_, payload, attributes)) in enumerate(rows, first_row):
-            named = {**_carried(attributes), **self._named, SEQUENCE: f"{topic}@{self._task}.{number}"}
+            named = {
+                **_carried(attributes),
+                **self._named,
+                SEQUENCE: f"{self.context.name}{topic}@{self._task}.{number}",
+            }
             message = made(name, self._binding(name, context), payload or b"", key, number, named)
             if message.stream_message.ByteSize() > most:
                 large.append(number - first_row)

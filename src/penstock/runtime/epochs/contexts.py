@@ -75,7 +75,7 @@ class Contexts:
 
     def sink(self, name: str) -> SinkContext:
         """For a sink, on the driver: it shows what is learned later, too."""
-        return SinkContext(MappingProxyType(self._topics[name]), self._sinks / name)
+        return SinkContext(MappingProxyType(self._topics[name]), self._sinks / name, name)
 
     def learn(self, sink: str, target: Target, schema: pa.Schema, source: str = "", stream: str = "") -> None:
         """Take over what a route says of a topic, and the schema that its stream has now."""
@@ -102,6 +102,7 @@ class Contexts:
             name: SinkContext(
                 {t: replace(known, refilled=(name, t) in refilled) for t, known in topics.items()},
                 self._sinks / name if is_local else None,
+                name,
             )
             for name, topics in self._topics.items()
         }

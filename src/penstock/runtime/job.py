@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from penstock.durable import Json
 from penstock.pipeline.routing import OnError, Route, Router, Target
+from penstock.runtime.messages.clashes import Path as Column
 from penstock.runtime.messages.decoding import Decoders
 from penstock.sink import (
     Applied,
@@ -72,6 +73,8 @@ class Job:
     """Sinks and topics for which nothing is staged."""
     look: frozenset[Topic] = frozenset()
     """Topics of SQL whose payloads are decoded only to see what columns they have."""
+    barred: Mapping[tuple[str, Topic], Sequence[Column]] = field(default_factory=dict)
+    """Columns and fields of messages that a sink cannot have beside others of the epoch: rows with a value there are refused."""
     aside: frozenset[tuple[str, str]] = frozenset()
     """Sources and streams that are left out, each with a note that says so."""
 
@@ -173,6 +176,8 @@ class TaskResult:
     """Sources and streams that a sink refused where no part of theirs was being read, with the notes that say so."""
     columns: dict[Topic, pa.Schema] = field(default_factory=dict)
     """Columns of payloads that the epoch did not know yet, together with those that it did."""
+    filled: dict[tuple[str, Topic], list[Column]] = field(default_factory=dict)
+    """Columns and fields with values in the rows that a sink took of messages whose format infers them."""
     samples: list[Bad] = field(default_factory=list)
     """The first of the rows that sinks left out."""
     attempt: int = 0

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from penstock import failpoints
@@ -17,8 +18,9 @@ from penstock.changes import own_columns
 from penstock.errors import ConnectorError, DataError, SchemaError, is_of_stream
 from penstock.formats import Failures, Format
 from penstock.pipeline.routing import Target, partition_of, split_by
-from penstock.runtime.job import Bad, Job, TaskResult
+from penstock.runtime.job import Bad, Job, TaskResult, is_plain
 from penstock.runtime.messages import letters
+from penstock.runtime.messages.clashes import Filled, having
 from penstock.runtime.reading import Rows, show
 from penstock.schema import Readable
 from penstock.schema.evolution import diff, widens
@@ -41,15 +43,17 @@ class Writer:
         }
         self._encoders: dict[Topic, Format[Any] | None] = {}
         self._written: dict[tuple[str, Topic], WriteResult] = defaultdict(WriteResult)
+        self._filled: dict[tuple[str, Topic], Filled] = defaultdict(Filled)
         self._samples: list[Bad] = []
 
     def take(self, rows: Rows) -> None:
         """Write rows of a part. What a sink refuses is left out, kept as dead letters or raised, by policy."""
         for name in rows.target.sinks:
+            fitting = self._unbarred(name, rows)
             try:
-                self._put(name, rows.target, rows.batch)
+                self._put(name, rows.target, fitting.batch)
             except ConnectorError as error:
-                if not self._kept(name, rows, error):
+                if not self._kept(name, fitting, error):
                     _leave_out(rows, self._job, error)
                     return
 
@@ -81,7 +85,10 @@ class Writer:
 
     def finish(self) -> TaskResult:
         """Stage what was written: durable, not visible."""
-        result = TaskResult(written=dict(self._written), samples=self._samples, attempt=self._task.attempt)
+        filled = {target: found.paths for target, found in self._filled.items()}
+        result = TaskResult(
+            written=dict(self._written), filled=filled, samples=self._samples, attempt=self._task.attempt
+        )
         for name, sink in self._open.items():
             sink.flush()
             result.receipts[name] = sink.pre_commit(self._job.epoch)
@@ -108,6 +115,8 @@ class Writer:
         if written.records_discarded and not self._written[name, target.topic].records_discarded:
             self._samples.append(_discarded(name, sink, target, batch))
         self._written[name, target.topic] += written
+        if self._infers(target):
+            self._filled[name, target.topic].note(batch)
         failpoints.hit("stage.middle")
 
     def _encoder(self, topic: Topic) -> Format[Any] | None:
@@ -125,7 +134,7 @@ class Writer:
 
     def _kept(self, name: str, rows: Rows, error: ConnectorError) -> bool:
         """Keep the rows that a sink refuses for themselves as dead letters, and write the others; False: it is not the rows."""
-        job, tally = self._job, rows.tally
+        job = self._job
         if rows.policy(job) != "dead_letter" or not isinstance(error, DataError | SchemaError) or job.letters is None:
             return False
         if rows.target.topic == letters.TOPIC:
@@ -133,6 +142,13 @@ class Writer:
         found = self._at_fault(name, rows, error)
         if found is None:
             return False
+        self._keep(name, rows, found)
+        return True
+
+    def _keep(self, name: str, rows: Rows, found: Sequence[tuple[int, ConnectorError]]) -> None:
+        """Keep rows that a sink refuses as dead letters."""
+        job, tally = self._job, rows.tally
+        assert job.letters is not None
         topic = rows.target.topic
         place, made = replace(rows.place, sink=name), []
         for at, why in found:
@@ -147,7 +163,30 @@ class Writer:
         if made:
             together = pa.Table.from_batches(made).combine_chunks().to_batches()[0]
             self._put(job.letters, letters.target(job.letters), together)
-        return True
+
+    def _unbarred(self, name: str, rows: Rows) -> Rows:
+        """The rows but for those that a sink cannot have beside rows of other tasks, by what the manifest says of its columns."""
+        topic = rows.target.topic
+        barred = self._job.barred.get((name, topic), ()) if self._infers(rows.target) else ()
+        bad = having(rows.batch, barred)
+        if not bad.any():
+            return rows
+        shown = ", ".join(".".join(path) for path in barred)
+        error = SchemaError(
+            f"{topic} in sink {name!r} has no place for {shown} beside the columns that other rows of the epoch bring",
+            code="PEN-4001",
+            hint='rename the column in the route\'s SQL; or set on_error = "dead_letter" to keep such rows apart and go on',
+        )
+        if rows.policy(self._job) != "dead_letter" or self._job.letters is None:
+            raise error
+        if self._job.wants(name, topic):
+            self._keep(name, rows, [(at, error) for at in np.flatnonzero(bad).tolist()])
+        return rows.only(~bad)
+
+    def _infers(self, target: Target) -> bool:
+        """True for messages as they came, in a format that infers their columns."""
+        decoder = self._job.decoders.of(target.topic) if is_plain(target.route) else None
+        return decoder is not None and decoder.format.columns() is None
 
     def _at_fault(self, name: str, rows: Rows, error: ConnectorError) -> list[tuple[int, ConnectorError]] | None:
         """Write the rows that the sink takes, and give back the others; None: it is the whole batch that does not fit."""

@@ -67,6 +67,8 @@ class Manifest(BaseModel):
     """Columns of topics whose format infers them, as far as they are known with this epoch."""
     pinned: dict[Topic, list[str]] = {}
     """Of these, columns in which whole numbers stay so, since a target cannot turn them into doubles."""
+    barred: dict[str, dict[Topic, list[tuple[str, ...]]]] = {}
+    """Per sink and topic columns and fields of these that it cannot have beside others, which an earlier task brought."""
     letters: dict[Topic, int] = {}
     """Dead letters of this epoch, per topic."""
     recent: Recent | None = None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from penstock import tables
+from penstock.changes import own_columns
 from penstock.durable import Json
 from penstock.errors import ConnectorError
 from penstock.pipeline.routing import Target
@@ -17,7 +19,10 @@ from penstock.runtime.epochs.evolve import Followers
 from penstock.runtime.epochs.manifest import Manifest, Range
 from penstock.runtime.epochs.wiring import Pair
 from penstock.runtime.job import SAMPLES, Bad, Engine, Job, Part, Tally, TaskResult, is_plain
+from penstock.runtime.messages.clashes import Path as Column
+from penstock.runtime.messages.clashes import clashing
 from penstock.runtime.messages.letters import REPLAY
+from penstock.schema import Choosy, key_of
 from penstock.sink import Epoch, Topic, WriteResult
 from penstock.source import Schemas
 from penstock.tables import CopyAgain, Refused, TableSource
@@ -52,6 +57,8 @@ class Staged:
     """The first few of the bad ones."""
     columns: dict[Topic, list[pa.Schema]] = field(default_factory=dict)
     """Columns of payloads that tasks have met and the epoch does not know."""
+    filled: dict[Pair, list[list[Column]]] = field(default_factory=dict)
+    """Columns of messages that each sink took values of, task by task, for formats that infer them."""
     retried: bool = False
     """A task was tried again: its first try may have left files."""
     refused: dict[tuple[str, str], Json] = field(default_factory=dict)
@@ -69,6 +76,8 @@ class Staged:
                 staged.refused.setdefault(pair, note)
             for topic, columns in result.columns.items():
                 staged.columns.setdefault(topic, []).append(columns)
+            for target, filled in result.filled.items():
+                staged.filled.setdefault(target, []).append(filled)
             staged.samples += [each for each in result.samples if each not in staged.samples]
         staged.samples = staged.samples[: 2 * SAMPLES]
         total: dict[tuple[str, Topic], WriteResult] = {}
@@ -143,6 +152,8 @@ class Stager:
         self._engine = engine
         self._messages = messages
         self._followers = Followers(contexts)
+        self._together: dict[Pair, set[Column]] = {}
+        """What each target was seen to have a place for."""
 
     @property
     def letters(self) -> str | None:
@@ -182,6 +193,7 @@ class Stager:
             decoders=decoders,
             only=None if wanted.only is None else frozenset((sink, topic) for sink, topic in wanted.only),
             without=wanted.without,
+            barred={(n, topic): paths for n, topics in manifest.barred.items() for topic, paths in topics.items()},
             aside=frozenset(skipped),
             contexts=self._contexts.in_tasks(self._engine.is_local, following.renewed),
         )
@@ -195,6 +207,28 @@ class Stager:
     def learned(self, manifest: Manifest, staged: Staged) -> dict[str, Any]:
         """What the manifest says of payloads, now that tasks have met columns that it did not know; empty: it knew them all."""
         return self._messages.learned(manifest, staged.columns, self._followers.can_be_double)
+
+    def barred(self, manifest: Manifest, staged: Staged) -> dict[str, Any]:
+        """What the manifest says of columns that tasks took each for itself and a target cannot have; empty: all fit."""
+        decoders = self._messages.decoders(manifest)
+        found = {name: dict(topics) for name, topics in manifest.barred.items()}
+        for (name, topic), tasks in staged.filled.items():
+            sink, decoder, every = (
+                self._wiring.sinks[name],
+                decoders.of(topic),
+                {each for paths in tasks for each in paths},
+            )
+            schema = decoder.schema() if decoder is not None else None
+            is_asked = len(tasks) > 1 and not self._together.get((name, topic), set()).issuperset(every)
+            if not is_asked or schema is None or not isinstance(sink, Choosy):
+                continue
+            always = {*schema.names}.difference(own_columns(schema)).union(key_of(schema))
+            clashes = clashing(partial(sink.check_columns, topic), schema, tasks, always)
+            if clashes:
+                found.setdefault(name, {})[topic] = [*found.get(name, {}).get(topic, []), *clashes]
+            else:
+                self._together[name, topic] = every
+        return {"barred": found} if found != manifest.barred else {}
 
     def refusals(self, pairs: Collection[Pair], error: ConnectorError) -> dict[tuple[str, str], Json]:
         """The tables that go to these targets, with the notes that have them copied again."""

@@ -36,12 +36,13 @@ class Tries:
     def run(self, manifest: Manifest, wanted: Wanted) -> tuple[Manifest, Staged]:
         """
         Stage, and stage again without the tables that a sink refuses, each of which is in an epoch whole or not at all; or
-        with columns that payloads turned out to have, so that all rows of an epoch have the same.
+        with columns that payloads turned out to have, so that all rows of an epoch have the same; or without those that
+        tasks took each for itself, and that a target cannot have together.
         """
         while True:
             self._on_phase(manifest.number, "stage")
             staged = self._stager.run(manifest, self._state.epoch(manifest), wanted)
-            learned = self._stager.learned(manifest, staged)
+            learned = self._stager.learned(manifest, staged) or self._stager.barred(manifest, staged)
             if not learned and not staged.refused:
                 return manifest, staged
             wanted.left_out |= staged.refused

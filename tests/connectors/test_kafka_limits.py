@@ -13,6 +13,7 @@ import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
 
 from kafka_topics import fresh, make_topic, records
+from penstock.connectors.kafka import limits
 from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
 from penstock.errors import DataError, FatalError
 from penstock.pipeline import Pipeline, PipelineError
@@ -20,6 +21,8 @@ from penstock.sink import SinkContext, Task
 from penstock.source import ENVELOPE_SCHEMA
 from penstock.testing.kafka import KafkaServer
 from penstock.testing.sinks.steps import END, TOPIC, commit, epoch_of, opened_sink, stage
+
+MOST = (1 << 63) - 1
 
 
 def make_sink(kafka: KafkaServer, stem: str, **options: Any) -> KafkaSink:
@@ -92,6 +95,23 @@ def test_a_time_that_a_topic_does_not_take_is_refused(kafka: KafkaServer) -> Non
         commit(sink, epoch_of(1), [stage(sink, epoch_of(1), batch)])
         (found,) = records(kafka.bootstrap, f"{stem}.lake.orders")
         assert (found.timestamp()[1] == now - 11 * day) == kept
+
+
+@pytest.mark.parametrize(
+    ("settings", "ages"),
+    [
+        ({"message.timestamp.difference.max.ms": "5"}, (5, 5)),  # Kafka 3.5
+        ({"difference": "5", "before": str(MOST), "after": str(MOST)}, (5, 5)),  # 3.6 to 3.9
+        ({"difference": "5", "before": "7", "after": str(MOST)}, (7, 5)),
+        ({"before": str(MOST), "after": "3600000"}, (MOST, 3_600_000)),  # 4
+        ({"before": "7", "message.timestamp.type": "LogAppendTime"}, None),
+    ],
+)
+def test_the_times_that_a_broker_takes_are_those_of_its_version(
+    settings: dict[str, str], ages: tuple[int, int] | None
+) -> None:
+    named = {name if "." in name else f"message.timestamp.{name}.max.ms": value for name, value in settings.items()}
+    assert limits._ages(named) == ages
 
 
 def test_a_compacted_topic_takes_no_row_without_a_key(kafka: KafkaServer) -> None:

@@ -415,6 +415,23 @@ def test_a_header_whose_name_is_no_text_is_read(kafka: KafkaServer) -> None:
         assert read_all(source).column("attributes").to_pylist() == [[("\\xff\\xfe", "value")]]
 
 
+def test_a_header_whose_name_is_no_text_is_named_where_it_cannot_be_read(
+    kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = make_topic(kafka.bootstrap, fresh("named"))
+    producer = Producer({"bootstrap.servers": kafka.bootstrap})
+    producer.produce(topic, b"first")
+    _produce_with_header(producer, topic, b"\xff\xfe", b"value")
+    assert producer.flush(60) == 0
+    monkeypatch.setattr(bulk, "available", lambda: False)
+    with opened_source(make_source(kafka, topic)) as source:
+        with pytest.raises(FatalError, match=f"{topic}/0@1 has a header whose name is no text") as error:
+            read_all(source)
+        assert "headers = false" in error.value.hint
+    with opened_source(make_source(kafka, topic, headers=False)) as source:
+        assert everything(source) == [b"first", b"payload"]
+
+
 def _produce_with_header(producer: Producer, topic: str, name: bytes, value: bytes) -> None:
     """By the C library: the client's own objects take text alone."""
     lib = library()
@@ -441,16 +458,19 @@ def test_records_of_nothing_but_nulls_are_read_in_bulk(kafka: KafkaServer) -> No
     assert found.num_rows == found.column("key").null_count == found.column("payload").null_count == 300
 
 
-def test_a_client_whose_structs_are_others_is_read_one_by_one(
+def test_a_client_that_has_the_time_elsewhere_is_asked_for_it(
     kafka: KafkaServer, filled: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk, "_TIME", 104)
-    monkeypatch.setattr(bulk, "_off", False)
-    with opened_source(make_source(kafka, filled, headers=False)) as source:
-        with pytest.raises(RetryableError, match="one by one"):
-            everything(source)
-        assert not bulk.available()
-        assert everything(source) == values(kafka.bootstrap, filled)
+    found = []
+    for place in (bulk._TIME, bulk._TIME + 8):
+        monkeypatch.setattr(bulk, "_TIME", place)
+        with opened_source(make_source(kafka, filled)) as source:
+            found.append(read_all(source))
+    assert found[0].num_rows == 45
+    assert found[0].sort_by(ORDER).equals(found[1].sort_by(ORDER))
+
+
+ORDER = [("timestamp", "ascending"), ("payload", "ascending")]
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
@@ -469,6 +489,16 @@ def test_settings_that_the_guarantees_rest_on_are_refused() -> None:
 def test_an_unknown_setting_of_the_client_is_a_config_error(kafka: KafkaServer) -> None:
     with pytest.raises(ConfigError, match="PEN-1016"):
         make_source(kafka, "t", options={"no.such.setting": "1"}).open()
+
+
+def test_a_setting_that_cannot_be_used_where_a_task_runs_is_a_config_error(kafka: KafkaServer, filled: str) -> None:
+    """Such as a file that is on the driver's machine alone."""
+    with opened_source(make_source(kafka, filled)) as source:
+        splits = source.split(source.initial(), source.latest(source.initial(), ReadLimit()))
+        task = make_source(kafka, filled, options={"fetch.min.bytes": 2, "fetch.wait.max.ms": "many"})
+        task._opened = source._opened
+        with pytest.raises(ConfigError, match=r"fetch\.wait\.max\.ms"):
+            list(task.read(splits[0]))
 
 
 def test_large_pieces_are_cut_and_small_ones_share_a_task() -> None:

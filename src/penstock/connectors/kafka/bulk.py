@@ -2,15 +2,15 @@
 Read records in bulk: the client library's own structs, gathered by numpy, become Arrow without a Python object per record.
 
 The library is the one inside `confluent_kafka`. What its header file promises is used as it is; the one field that it does not
-promise (the time) is compared with the library's own answer for the first and last record of each batch. If anything is not
-as expected, `available` is false and records are read one by one.
+promise (the time) is compared with the library's own answer for the first and last record of each batch, and if they differ
+it is asked for the time of each. Where there is no such library, `available` is false and records are read one by one.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
-from ctypes import c_char_p, c_int, c_size_t, c_void_p
+from ctypes import c_char, c_char_p, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -20,8 +20,9 @@ import numpy.typing as npt
 import pyarrow as pa
 from confluent_kafka import KafkaError
 
-from penstock.connectors.kafka.client import Place
+from penstock.connectors.kafka.client import Place, failure
 from penstock.connectors.kafka.library import library
+from penstock.errors import ConfigError, ConnectorError
 
 Ints = npt.NDArray[np.int64]
 
@@ -35,22 +36,9 @@ _VIEW, _INLINE, _WINDOW = 16, 12, 30
 """Arrow's views: bytes of one, the longest value inside it, and the size of the buffers that others point into (as a power)."""
 
 
-_off = False
-
-
 def available() -> bool:
     """Whether this process can read in bulk."""
-    return not _off and library() is not None
-
-
-def switch_off() -> None:
-    """From now on this process reads records one by one: something was not as expected."""
-    global _off
-    _off = True
-
-
-class LayoutError(Exception):
-    """The library's structs are not what they were: nothing that was read counts."""
+    return library() is not None
 
 
 @dataclass(frozen=True)
@@ -83,10 +71,10 @@ class BulkConsumer:
         for name, value in settings.items():
             shown = str(value).lower() if isinstance(value, bool) else str(value)
             if found.rd_kafka_conf_set(conf, name.encode(), shown.encode(), text, _ERROR_TEXT):
-                raise LayoutError(text.value.decode(errors="replace"))
+                raise _not_made(KafkaError._INVALID_ARG, text)
         self._client = found.rd_kafka_new(_CONSUMER, conf, text, _ERROR_TEXT)
         if not self._client:
-            raise LayoutError(text.value.decode(errors="replace"))
+            raise _not_made(found.rd_kafka_last_error(), text)
         found.rd_kafka_poll_set_consumer(self._client)
         self._queue = found.rd_kafka_queue_get_consumer(self._client)
         self._names: dict[int, str] = {}
@@ -158,12 +146,10 @@ class BulkConsumer:
         return self._names[topic]
 
     def _times(self, messages: Ints) -> Ints:
+        ask, kind = self._lib.rd_kafka_message_timestamp, ctypes.byref(c_int())
         times = self._field(messages, _TIME)
-        for at in (0, -1):
-            kind = c_int()
-            told = self._lib.rd_kafka_message_timestamp(int(messages[at]), ctypes.byref(kind))
-            if told != times[at]:
-                raise LayoutError("a message's time is not where it was")
+        if any(ask(int(messages[at]), kind) != times[at] for at in (0, -1)):
+            times = np.array([ask(each, kind) for each in messages.tolist()], np.int64)
         return np.where(times < 0, 0, times)
 
     def _attributes(self, messages: Ints) -> pa.Array:
@@ -200,7 +186,11 @@ class BulkConsumer:
         there = starts != 0
         lengths = np.where(there, self._field(messages, length), 0)
         if int(lengths.sum()) > np.iinfo(np.int32).max:
-            raise LayoutError("more bytes in one batch than Arrow's binary type holds")
+            raise ConfigError(
+                "the client had more than 2 GiB of records at once, which is more than a batch holds",
+                code="PEN-1016",
+                hint="lower `queued.max.messages.kbytes` in `options`",
+            )
         views = np.zeros((len(messages), _VIEW), np.uint8)
         words = views.view(np.int32)
         words[:, 0] = lengths
@@ -220,6 +210,10 @@ class BulkConsumer:
         for at in range(int(lengths[rows].max(initial=0))):
             some = rows[lengths[rows] > at]
             views[some, 4 + at] = self._memory8[starts[some] + (at - _FIRST_ADDRESS)]
+
+
+def _not_made(code: int, text: ctypes.Array[c_char]) -> ConnectorError:
+    return failure(KafkaError(code, text.value.decode(errors="replace")), "the consumer cannot be made")
 
 
 def _texts(values: Sequence[bytes]) -> pa.Array:

@@ -11,6 +11,8 @@ import numpy as np
 from confluent_kafka import cimpl
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "rd_kafka_version": (c_int, []),
+    "rd_kafka_last_error": (c_int, []),
     "rd_kafka_conf_new": (c_void_p, []),
     "rd_kafka_conf_set": (c_int, [c_void_p, c_char_p, c_char_p, c_char_p, c_size_t]),
     "rd_kafka_new": (c_void_p, [c_int, c_void_p, c_char_p, c_size_t]),
@@ -40,9 +42,13 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
+_LAST_MAJOR = 2
+"""The last line of versions whose public structs are known; within one they stay."""
+
+
 @functools.cache
 def library() -> Any:
-    """The library with the signatures of what is called; None if something is missing."""
+    """The library with the signatures of what is called; None if something is missing, or it is a later one."""
     if ctypes.sizeof(c_void_p) != 8 or np.little_endian is False:
         return None
     try:
@@ -52,4 +58,4 @@ def library() -> Any:
             function.restype, function.argtypes = result, arguments
     except (AttributeError, OSError):
         return None
-    return found
+    return found if found.rd_kafka_version() >> 24 <= _LAST_MAJOR else None

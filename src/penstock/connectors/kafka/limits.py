@@ -66,13 +66,14 @@ class Limits:
 def _ages(settings: Mapping[str, str]) -> tuple[int, int] | None:
     if settings.get("message.timestamp.type") == "LogAppendTime":
         return None
-    before, after = (settings.get(f"message.timestamp.{side}.max.ms") for side in ("before", "after"))
-    if before is None or after is None:  # before Kafka 3.6 there was one setting for both
-        before = after = settings.get("message.timestamp.difference.max.ms", _ANY)
-    return int(before), int(after)
+    # Before Kafka 4 there was one setting for both, which from 3.6 on counts for a side that has none of its own.
+    both = settings.get("message.timestamp.difference.max.ms", _ANY)
+    before, after = (settings.get(f"message.timestamp.{side}.max.ms", _ANY) for side in ("before", "after"))
+    return int(both if before == _ANY else before), int(both if after == _ANY else after)
 
 
 _ANY = str((1 << 63) - 1)
+"""As long ago as can be said: no limit."""
 
 
 def _number(value: int) -> pa.Scalar:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,10 @@ import pyarrow as pa
 from confluent_kafka import KafkaError, TopicPartition
 
 from penstock.connectors.kafka import bulk
-from penstock.connectors.kafka.bulk import BulkConsumer, LayoutError, Run
+from penstock.connectors.kafka.bulk import BulkConsumer, Run
 from penstock.connectors.kafka.client import Cluster, Place, consumer, errors, failure, lost, reading
 from penstock.connectors.kafka.position import SIZES, KafkaSplit, Piece
-from penstock.errors import RetryableError
+from penstock.errors import FatalError, RetryableError
 from penstock.source import ENVELOPE_SCHEMA, Note, SourceBatch
 
 BATCH_ROWS = 20_000
@@ -59,9 +60,6 @@ class Reader:
             for batch in self._batches(reader, {piece.place: piece for piece in split.pieces}):
                 sizes[batch.stream][1] += batch.records.column("payload").nbytes + batch.records.column("key").nbytes
                 yield batch
-        except LayoutError as error:
-            bulk.switch_off()
-            raise RetryableError(f"reading in bulk does not work here ({error}); it is read one by one") from None
         finally:
             reader.close()
         self._require_same(split.pieces)
@@ -145,11 +143,7 @@ def peek(config: Any, committed: bool, starts: Mapping[Place, int], count: int) 
 
 
 class OneByOne:
-    """
-    A reader by way of a Python object for each record, where reading in bulk does not work.
-
-    The client's objects end the process at a header whose name is no UTF-8: `headers = false` is the way past one.
-    """
+    """A reader by way of a Python object for each record, where reading in bulk does not work."""
 
     def __init__(self, config: Any, committed: bool, headers: bool) -> None:
         self._consumer = consumer(config, committed)
@@ -181,7 +175,7 @@ class OneByOne:
 
     def _run(self, place: Place, messages: Sequence[Any]) -> Run:
         times = [max(stamp, 0) if kind != _NOT_THERE else 0 for kind, stamp in (m.timestamp() for m in messages)]
-        attributes = [_attributes(m.headers()) for m in messages] if self._headers else None
+        attributes = [_attributes(_headers(m)) for m in messages] if self._headers else None
         return Run(
             place,
             np.array([m.offset() for m in messages], np.int64),
@@ -203,6 +197,21 @@ def _envelopes(run: Run, count: int) -> pa.RecordBatch:
     attributes = pa.nulls(count, _ATTRIBUTES) if run.attributes is None else run.attributes[:count]
     arrays = [pa.repeat(topic, count), run.keys[:count], run.payloads[:count], attributes, stamps, offset]
     return pa.RecordBatch.from_arrays(arrays, schema=ENVELOPE_SCHEMA)
+
+
+_ask_headers = methodcaller("headers")
+"""The client may answer with an error and a broken list. So called Python sees the error; a plain call may not, and crash."""
+
+
+def _headers(message: Any) -> Any:
+    try:
+        return _ask_headers(message)
+    except SystemError:
+        raise FatalError(
+            f"the record {message.topic()}/{message.partition()}@{message.offset()} has a header whose name is no text, and "
+            "this Kafka client cannot read it",
+            hint="set `headers = false` in the source, or install confluent-kafka from its wheel, with which it is read",
+        ) from None
 
 
 def _attributes(headers: Sequence[tuple[str, bytes | None]] | None) -> list[tuple[str, str]]:

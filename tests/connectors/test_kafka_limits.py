@@ -15,9 +15,9 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 from kafka_topics import fresh, make_topic, records
 from penstock.connectors.kafka import limits
 from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
-from penstock.errors import DataError, FatalError
+from penstock.errors import ConfigError, DataError, FatalError
 from penstock.pipeline import Pipeline, PipelineError
-from penstock.sink import SinkContext, Task
+from penstock.sink import Epoch, SinkContext, Task
 from penstock.source import ENVELOPE_SCHEMA
 from penstock.testing.kafka import KafkaServer
 from penstock.testing.sinks.steps import END, TOPIC, commit, epoch_of, opened_sink, stage
@@ -169,6 +169,7 @@ bootstrap_servers = "{address}"
     [
         ("b:9092", "", True),
         ("b:9092", 'mode = "changes"', True),
+        ("d:9092, c:9092", "", True),
         ("elsewhere:9092", "", False),
         ("b:9092", 'marker_topic = "_two"', False),
         ("b:9092", 'topic = "other.{topic}"', False),
@@ -181,3 +182,20 @@ def test_two_sinks_with_one_marker_topic_are_refused(tmp_path: Path, address: st
         Pipeline.from_toml(str(file))
     if refused:
         assert "marker_topic" in error.value.hint
+
+
+def test_two_pipelines_with_one_marker_topic_are_told_of_each_other(kafka: KafkaServer) -> None:
+    """Each would fence the other in every epoch, and say no more than that somebody took over."""
+    stem, marker = fresh("shared"), fresh("_shared")
+    sink = make_sink(kafka, stem, marker_topic=marker)
+    mine, other = (Epoch(pipeline, "one", 1) for pipeline in ("mine", "other"))
+    commit(sink, Epoch("earlier", "one", 7), [stage(sink, Epoch("earlier", "one", 7), envelopes(1))])  # is over
+    with opened_sink(sink) as driver:
+        driver.commit_epoch(mine, [stage(sink, mine, envelopes(1))], END)
+        commit(sink, other, [stage(sink, other, envelopes(1))])
+        later = Epoch("mine", "one", 2)
+        with pytest.raises(ConfigError, match=f"'mine' and 'other' both record their epochs in the topic '{marker}'"):
+            driver.commit_epoch(later, [stage(sink, later, envelopes(1))], END)
+    assert len(records(kafka.bootstrap, f"{stem}.lake.orders")) == 3
+    commit(sink, later, [stage(sink, later, envelopes(1))])  # started again without the other
+    assert len(records(kafka.bootstrap, f"{stem}.lake.orders")) == 4

@@ -23,7 +23,7 @@ from penstock.testing.sinks.steps import END, TOPIC, epoch_of, opened_sink, rows
 
 def make_sink(kafka: KafkaServer, stem: str, **options: Any) -> KafkaSink:
     return KafkaSink(
-        KafkaSinkConfig(bootstrap_servers=kafka.bootstrap, topic=f"{stem}.{{topic}}", partitions=2, **options)
+        KafkaSinkConfig(bootstrap_servers=kafka.bootstrap, topic=f"{stem}.{{topic}}", **{"partitions": 2, **options})
     )
 
 
@@ -57,6 +57,19 @@ def test_staged_files_go_with_their_epoch_and_a_rollback_takes_only_its_own(
         opened.sweep(epoch, [receipt])
         opened.commit_epoch(epoch, [receipt], END)
         assert not list((tmp_path / "own").iterdir())
+
+
+def test_many_small_batches_are_staged_as_few(kafka: KafkaServer, tmp_path: Path) -> None:
+    """A batch of one row took ten times the room of the row, on the disk and more in memory."""
+    stem, epoch = fresh("few"), epoch_of(1)
+    with opened_sink(make_sink(kafka, stem, partitions=1), SinkContext(state_dir=tmp_path)) as sink:
+        sink.begin_epoch(epoch, Task(0))
+        for number in range(2500):
+            sink.write_batch(TOPIC, rows(number, 1))
+        receipt = sink.pre_commit(epoch)
+        assert sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) < 2500 * 300
+        sink.commit_epoch(epoch, [receipt], END)
+    assert [each["id"] for each in seen(kafka, stem)] == list(range(2500))
 
 
 def test_a_staged_file_that_is_cut_short_is_lost_and_not_published_in_part(kafka: KafkaServer, tmp_path: Path) -> None:

@@ -182,9 +182,11 @@ def sink_problems(pipeline: Pipeline) -> Iterator[Problem]:
         claims = getattr(sink.config, "claims", None)
         if claims is None:
             continue
-        what, hint = claims(pipeline.name)
-        if (first := owners.setdefault(what, name)) != name:
-            yield Problem("PEN-1000", f"sinks {first!r} and {name!r} would both use {what}", hint, ("sinks", name))
+        claimed, hint = claims(pipeline.name)
+        taken = [what for what in claimed if owners.setdefault(what, name) != name]
+        for what in taken[:1]:
+            text = f"sinks {owners[what]!r} and {name!r} would both use {what}"
+            yield Problem("PEN-1000", text, hint, ("sinks", name))
 
 
 def evolution_problems(pipeline: Pipeline) -> Iterator[Problem]:

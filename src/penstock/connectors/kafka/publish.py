@@ -40,9 +40,15 @@ _FENCED = (KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PR
 class Publisher:
     """One transactional id, and the partition in which its markers are. Making a second one of it fences the first."""
 
-    def __init__(self, config: Any, cluster: Cluster, name: str, partition: int = 0, id: str = "") -> None:
+    def __init__(
+        self, config: Any, cluster: Cluster, name: str, partition: int = 0, id: str = "", pipeline: str | None = None
+    ) -> None:
         self.name = name
         self.partition = partition
+        self.pipeline = pipeline
+        """The pipeline that the markers are of; None: of any."""
+        self._has_looked = False
+        self._stranger: str | None = None
         self._id = id or name
         self._config = config
         self._cluster = cluster
@@ -83,6 +89,14 @@ class Publisher:
             )
         if end > self._next:
             self._read_to(end)
+        self._has_looked = True
+        if self._stranger is not None:
+            raise ConfigError(
+                f"the pipelines {self.pipeline!r} and {self._stranger!r} both record their epochs in the topic {self.name!r}, "
+                "and so end each other's transactions",
+                code="PEN-1000",
+                hint="set another `marker_topic` in the newer one of them, or leave it out there",
+            )
         return self._markers
 
     @contextmanager
@@ -165,6 +179,8 @@ class Publisher:
                     pipeline, topic = json.loads(message.key())
                     self._markers[pipeline, topic] = CommittedEpoch.model_validate_json(message.value())
                     self._next = message.offset() + 1
+                    if self._has_looked and pipeline != self.pipeline is not None:  # it came while we were at work
+                        self._stranger = pipeline
                     until = time.monotonic() + UNDECIDED_SECS
                 elif message is not None and message.error().code() == KafkaError._PARTITION_EOF:
                     self._next = max(self._next, message.offset())

@@ -141,10 +141,12 @@ class KafkaSinkConfig(ClusterConfig):
         digest = hashlib.sha256(f"{pipeline}\0{self.topic}".encode()).hexdigest()[:8]
         return f"_penstock.{re.sub(r'[^a-zA-Z0-9._-]', '-', pipeline)[:180]}.{digest}"
 
-    def claims(self, pipeline: str) -> tuple[str, str]:
+    def claims(self, pipeline: str) -> tuple[Sequence[str], str]:
         """What two sinks of a pipeline cannot share: their producers would fence each other; and the way to avoid it."""
-        cluster, _ = self.dataset("")
-        return f"the marker topic {self.markers(pipeline)!r} of {cluster}", "set `marker_topic` in one of them"
+        topic, servers = self.markers(pipeline), (each.strip() for each in self.bootstrap_servers.split(","))
+        return [
+            f"the marker topic {topic!r} of kafka://{each}" for each in servers
+        ], "set `marker_topic` in one of them"
 
     @field_validator("staging")
     @classmethod
@@ -373,12 +375,12 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
     def _published(self, pipeline: str) -> Publisher:
         """The publisher of a pipeline; only the driver has one, since making it fences all others."""
         name = self.config.markers(pipeline)
-        if self._publisher is not None and self._publisher.name != name:
+        if self._publisher is not None and (self._publisher.name, self._publisher.pipeline) != (name, pipeline):
             self._publisher.close()
             self._publisher = None
         if self._publisher is None:
             self._asked.require(name, 1, MARKER_SETTINGS)
-            self._publisher = Publisher(self.config, self._asked, name)
+            self._publisher = Publisher(self.config, self._asked, name, pipeline=pipeline)
             self._shards = Shards(self.config, self._asked, self._publisher)
         return self._publisher
 

@@ -33,6 +33,10 @@ CHUNK_BYTES = 900_000
 """Rows are staged in records of about this size."""
 
 
+MOST_BATCHES = 1000
+"""So many small batches are made one: each takes much more room than a few rows do."""
+
+
 class Chunk(BaseModel):
     """One record of the staging topic, or a part of a file, and what is in it."""
 
@@ -100,8 +104,11 @@ class Stage:
         step = max(1, self.chunk_bytes * rows.num_rows // max(1, rows.nbytes))
         for first in range(0, rows.num_rows, step):
             piece = rows.slice(first, step)
-            self._held.setdefault((topic, target), []).append(piece)
+            held = self._held.setdefault((topic, target), [])
+            held.append(piece)
             self._held_bytes += piece.nbytes
+            if len(held) >= MOST_BATCHES:
+                held[:] = pa.Table.from_batches(held).combine_chunks().to_batches()
             if self._held_bytes >= (self.chunk_bytes if self._is_small else max(self.chunk_bytes, 4 * CHUNK_BYTES)):
                 self._send()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from penstock import errors
 from penstock.spark.java import java_problem
@@ -28,6 +29,10 @@ os.environ.setdefault("SPARK_SUBMIT_OPTS", spark_classes.options())
 os.environ.setdefault("SPARK_LAUNCHER_OPTS", "-XX:TieredStopAtLevel=1")
 os.environ["PENSTOCK_S3_KEY"], os.environ["PENSTOCK_S3_SECRET"] = s3_servers.KEY, s3_servers.SECRET
 os.environ["PENSTOCK_AZURE_KEY"] = azure_server.KEY
+
+# A machine that stalls for a moment makes no property wrong: by itself, Hypothesis fails an example that takes 200 ms.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 FOLDERS = ("", "schema", "connectors", "faults", "integration", "spark")
 """Tests without a JVM come first: they are the quickest to fail."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from typing import Any
 
 import fastavro
@@ -73,6 +74,16 @@ class TestTexts:
         kept = [number for at, number in enumerate(numbers, 1) if at not in failed]
         assert [int(value) for value in values[1:]] == kept
         assert all(int(float(numbers[at - 1])) != numbers[at - 1] for at in failed)
+
+
+def test_a_machine_that_stalls_for_a_moment_makes_no_property_wrong():
+    stalls = iter([0.0, 0.3])
+
+    @given(st.integers())
+    def holds(number):
+        time.sleep(next(stalls, 0.0))
+
+    holds()
 
 
 class TestJson:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,8 @@ import test_messages
 from penstock.connectors.postgres.fit import MOST_COLUMNS, refuse_columns
 from penstock.errors import ConnectorError, SchemaError
 from penstock.pipeline.routing import partition_of
-from penstock.runtime.epochs.state import State
 from penstock.runtime.messages.clashes import ITEMS, Filled, clashing, having, leaves, only
 from penstock.schema.evolution import Policy
-from penstock.testing.engine import Forked
 from test_messages import NUMBERED, PIPELINE, Home
 
 
@@ -48,6 +47,38 @@ def iceberg_rows(home: Home) -> list[dict[str, Any]]:
     catalog = load_catalog("default", type="sql", uri=f"sqlite:///{home.path}/catalog.db")
     rows: list[dict[str, Any]] = catalog.load_table("n.a").scan().to_arrow().to_pylist()
     return rows
+
+
+def killed(home: Home, how: str) -> None:
+    """A run in a process of its own, since a client of Delta does not outlive a fork; it is killed on its way."""
+    file = home.path / "pipeline.toml"
+    home.pipeline(partitions=4)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN.format(how=how), str(file)], cwd=Path(__file__).parent, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+
+
+RUN = """
+import os, signal, sys
+from penstock import failpoints
+from penstock.pipeline import Pipeline
+from penstock.runtime import supervisor
+from penstock.runtime.epochs.state import State
+from penstock.testing.engine import ForkEngine
+{how}
+supervisor.run(Pipeline.from_toml(sys.argv[1]), ForkEngine(2), drain=True)
+"""
+
+DIE_BETWEEN = """
+save = State.save
+def fatal(state, manifest):
+    saved = save(state, manifest)
+    if manifest.barred:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return saved
+State.save = fatal
+"""
 
 
 def filled(rows: list[dict[str, Any]], *columns: str) -> list[int]:
@@ -105,20 +136,7 @@ def test_values_of_types_that_no_column_can_have_between_tasks_make_letters(home
 
 def test_a_kill_between_the_two_stages_changes_neither_rows_nor_letters(home: Home, tmp_path: Path) -> None:
     numbered(home, {"v": 1}, {"V": 1})
-    save = State.save
-
-    def fatal(state: State, manifest: Any) -> Any:
-        saved = save(state, manifest)
-        if manifest.barred:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return saved
-
-    def die() -> None:
-        setattr(State, "save", fatal)  # noqa: B010
-        home.run(partitions=4)
-
-    child = Forked(die)
-    assert os.WIFSIGNALED(child.wait())
+    killed(home, DIE_BETWEEN)
     home.run(partitions=4)
     other = Home(tmp_path / "other")
     other.path.mkdir()
@@ -143,6 +161,31 @@ def test_the_columns_of_the_first_task_are_the_ones_that_stay(home: Home, sink: 
     assert home.rows() == sorted(({"id": at, "V": at} for at in {*range(20)}.difference(second)), key=repr)
     assert lost(home) == second
     assert {(letter["code"], letter["rule"]) for letter in home.letters()} == {("PEN-4001", "sink")}
+
+
+def test_only_the_sink_that_has_no_place_for_a_column_goes_without_its_rows(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = f'table = "n.{{{{topic}}}}"\ncatalog_uri = "sqlite:///{home.path}/catalog.db"'
+    ice = f'[[sinks]]\nname = "ice"\nconnector = "iceberg"\npath = "ice/{{{{topic}}}}"\n{catalog}\n'
+    sinks = PIPELINE.replace("[sink]", '[[sinks]]\nname = "lake"') + ice
+    monkeypatch.setattr(test_messages, "PIPELINE", sinks)
+    second = split_up(home)
+    home.run(partitions=4)
+    assert sorted(row["id"] for row in iceberg_rows(home)) == [*range(20)]
+    assert sorted(row["id"] for row in home.rows()) == sorted({*range(20)}.difference(second))
+    assert {letter["sink"] for letter in home.letters()} == {"lake"}
+    assert lost(home) == second
+
+
+@pytest.mark.parametrize("step", ["stage.after", "prepare.after", "commit.before", "commit.after"])
+def test_a_kill_after_the_second_stage_loses_and_doubles_nothing(home: Home, step: str) -> None:
+    second = split_up(home)
+
+    killed(home, f"failpoints.arm('{step}=kill')")
+    home.run(partitions=4)
+    assert lost(home) == second
+    assert sorted(row["id"] for row in home.rows()) == sorted({*range(20)}.difference(second))
 
 
 def test_a_run_that_keeps_no_letters_says_which_column_has_no_place(home: Home) -> None:

@@ -53,6 +53,10 @@ path = "lake/{{topic}}"
 """
 
 
+HOSTILE_LETTER = b'{"<img src=x onerror=window.pwned=1>": "</pre><script>window.pwned=1</script>'
+"""A message that is no JSON, and would be HTML."""
+
+
 class SensorsConfig(Config):
     password: str = ""
     """Not used: the page must not show it."""
@@ -72,9 +76,9 @@ class Sensors(PollingSource[SensorsConfig]):
         found = []
         for _ in range(20):
             self.sent += 1
-            body = (
-                b'{"device": "broken' if self.sent % 40 == 0 else b'{"device": "d%d", "celsius": 21}' % (self.sent % 7)
-            )
+            body = b'{"device": "d%d", "celsius": 21}' % (self.sent % 7)
+            if self.sent % 40 == 0:
+                body = HOSTILE_LETTER if self.sent % 80 == 0 else b'{"device": "broken'
             at = int(time.time() * 1000)
             record = SourceRecord("readings", body, timestamp_ms=at)
             found.append(SourceEnvelope.with_offset(record, Offset("readings", self.sent)))

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
-from console_pipeline import TOKEN, Running, until
+from console_pipeline import HOSTILE_LETTER, TOKEN, Running, until
 from penstock.errors import FatalError
 from penstock.runtime.commands import read_audit
 from penstock.runtime.epochs import EpochReport
@@ -22,6 +23,7 @@ from penstock.runtime.telemetry.history import add_run
 from penstock.sink import WriteResult
 from penstock.source import ConnectorMetrics, HealthStatus
 from penstock.tables import TableState
+from penstock.testing.postgres import PostgresServer
 from penstock.web import serve_all
 
 pytestmark = [pytest.mark.xdist_group("browser"), pytest.mark.processes]
@@ -355,6 +357,69 @@ def test_the_last_state_stays_when_the_pipeline_is_stopped_from_the_page(
         assert "shop" in script(browser, "return document.getElementById('main').innerText")
     finally:
         made.end()
+
+
+def test_a_dead_letter_that_would_be_html_is_shown_as_it_came(page: Any) -> None:
+    shown = HOSTILE_LETTER.decode()
+    payloads = "return [...document.querySelectorAll('#panel-letters details pre')].map((each) => each.textContent)"
+    until(lambda: shown in script(page, payloads))
+    script(page, "document.querySelectorAll('#panel-letters details').forEach((each) => { each.open = true; })")
+    assert script(page, "return document.querySelectorAll('main img, main script').length") == 0
+    assert script(page, "return window.pwned") is None
+
+
+CAPTURE = """
+connector_name = "captured"
+[processing]
+metrics_port = 0
+lag_interval_secs = 1
+epoch_interval_ms = 200
+[source]
+connector = "postgres_cdc"
+name = "orders"
+dsn = "{dsn}"
+tables = ["public.orders"]
+slot = "shown_in_the_console"
+[sink]
+connector = "files"
+path = "lake/{{topic}}"
+"""
+
+
+def test_the_slot_and_the_position_of_a_real_database_are_shown(
+    browser: Any, server: PostgresServer, tmp_path: Path
+) -> None:
+    with psycopg.connect(server.dsn, autocommit=True) as admin:
+        admin.execute("CREATE DATABASE shown_in_the_console")
+    dsn = server.dsn.rpartition("/")[0] + "/shown_in_the_console"
+    (tmp_path / "pipeline.toml").write_text(CAPTURE.format(dsn=dsn))
+    with psycopg.connect(dsn) as writer:
+        writer.execute("CREATE TABLE orders (id int PRIMARY KEY); INSERT INTO orders VALUES (1)")
+        writer.commit()
+        writer.execute("INSERT INTO orders VALUES (2)")  # until it ends, no slot can be made
+        made = Running(tmp_path, prepared=False)
+        try:
+            browser.get("about:blank")
+            browser.get(made.url)
+            until(lambda: script(browser, "return document.querySelectorAll('.panel').length") == len(PANELS))
+            until(lambda: "not made yet" in text(browser, "slots"))
+            assert script(browser, "return document.querySelectorAll('#panel-slots .bad').length") == 0
+            writer.commit()
+            until(lambda: "reserved" in text(browser, "slots"))
+            until(lambda: made.telemetry.status()["sinks"]["files"]["rows"] == 2)
+            at = writer.execute(
+                "SELECT confirmed_flush_lsn FROM pg_replication_slots WHERE slot_name = 'shown_in_the_console'"
+            )
+            assert at.fetchone() is not None, "the slot is of this server"
+            until(lambda: "public.orders" in text(browser, "tables") and "active" in text(browser, "tables"))
+            shown = made.telemetry.status()["sources"]["orders"]
+            assert shown["own"]["slot_reserved"] == 1
+            until(lambda: made.telemetry.status()["sources"]["orders"]["position"] in text(browser, "parts"))
+        finally:
+            made.end()
+    with psycopg.connect(server.dsn, autocommit=True) as admin:
+        admin.execute("SELECT pg_drop_replication_slot('shown_in_the_console')")
+        admin.execute("DROP DATABASE shown_in_the_console WITH (FORCE)")
 
 
 HOSTILE = '<img src=x onerror="window.pwned = 1">'

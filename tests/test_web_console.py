@@ -86,7 +86,7 @@ def test_everything_that_a_panel_needs_is_answered(running: Running, one: str) -
     assert history["fine"]
     detail = ask(running.url, f"/api/p/{one}/detail")[1]
     assert detail["letters"]["groups"][0]["code"] == "PEN-3001"
-    assert detail["letters"]["samples"][0]["payload"] == '{"device": "broken'
+    assert '{"device": "broken' in {each["payload"] for each in detail["letters"]["samples"]}
     assert detail["schemas"]["topics"]["/readings"] == {"device": "string", "celsius": "int64"}
     assert {each["code"] for each in ask(running.url, "/api/codes")[1]["codes"]} == set(CODES)
 

@@ -632,6 +632,8 @@ class TestSetUp:
                 "healthy",
                 f"the replication slot {database.name!r} is not made yet",
             )
+            assert opened.metrics().custom["slot_not_made"] == 1
+            assert "slot_missing" not in opened.metrics().custom, "which would be red, and an alert"
             opened.initial()
             health = opened.health_check()
             assert health.state == "healthy"

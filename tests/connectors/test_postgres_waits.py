@@ -93,6 +93,31 @@ class TestSlots:
             lake.catch_up()
             assert lake.table("public.orders") == database.table("orders")
 
+    def test_a_slot_that_the_server_is_still_making_is_not_there_yet(self, database):
+        with (
+            contextlib.closing(database.source()) as opened,
+            psycopg.connect(database.dsn, autocommit=True) as killed,
+            psycopg.connect(database.dsn, autocommit=True) as watching,
+            open_transaction(database) as writer,
+        ):
+            opened.open()
+            made = threading.Thread(target=killed.execute, args=[slot.creating(database.name)], daemon=True)
+            made.start()
+            listed = "SELECT FROM pg_replication_slots WHERE slot_name = %s AND wal_status = 'reserved'"
+            try:
+                wait_until(
+                    lambda: watching.execute(listed, [database.name]).fetchone() is not None, "the slot is listed"
+                )
+                assert opened.health_check().reason.endswith("is not made yet"), "it holds no log that could be read"
+                assert opened.metrics().custom["slot_not_made"] == 1
+                with pytest.raises(RetryableError, match="another session makes the replication slot") as raised:
+                    opened.initial()
+                assert raised.value.code == NOT_READY
+            finally:
+                writer.commit()
+                made.join(60)
+            assert opened.initial().slots == 1
+
     def test_a_drain_does_not_end_as_if_there_were_nothing_to_read(self, database):
         with open_transaction(database) as writer, contextlib.closing(database.source()) as opened:
             opened.open()

@@ -24,11 +24,13 @@ def lag(connection: psycopg.Connection[Any], config: PostgresLogConfig) -> int |
     return None if found is None else max(0, slots.server(connection).flushed - found.confirmed)
 
 
-def slot_counts(connection: psycopg.Connection[Any], config: PostgresLogConfig) -> dict[str, float]:
+def slot_counts(
+    connection: psycopg.Connection[Any], config: PostgresLogConfig, position: LogPosition | None
+) -> dict[str, float]:
     """The state of the slot and what it holds, as counters."""
     found = slots.slot(connection, config.slot)
     if found is None:
-        return {"slot_missing": 1.0}
+        return {"slot_missing" if _was_made(position) else "slot_not_made": 1.0}
     held = max(0, slots.server(connection).flushed - found.restart)
     safe = {} if found.safe_wal_size is None else {"slot_safe_bytes": float(found.safe_wal_size)}
     return {f"slot_{found.wal_status}": 1.0, "slot_held_bytes": float(held), **safe}
@@ -46,7 +48,7 @@ def health(
         if slot_waits_for is not None:
             what = f"the replication slot {config.slot!r} cannot be made before {slot_waits_for} has ended"
             return HealthStatus.degraded(f"{what}: {slot_waits_for.ending}")
-        if position is None or position.slots == 0:
+        if not _was_made(position):
             return HealthStatus(HealthState.HEALTHY, f"the replication slot {config.slot!r} is not made yet")
         return HealthStatus.degraded(f"the replication slot {config.slot!r} does not exist any more")
     words = _slot_words(connection, config, found)
@@ -63,6 +65,11 @@ def health(
             reasons = "; ".join(f"{stream}: {why.what}" for stream, why in position.refused.items())
             return HealthStatus.degraded(f"left out: {reasons}")
     return HealthStatus(HealthState.HEALTHY, words)
+
+
+def _was_made(position: LogPosition | None) -> bool:
+    """Whether there has been a slot; before the first range of a new pipeline there is none, and nothing is wrong."""
+    return position is not None and position.slots > 0
 
 
 def _slot_words(connection: psycopg.Connection[Any], config: PostgresLogConfig, found: Slot) -> str:

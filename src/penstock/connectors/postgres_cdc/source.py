@@ -125,7 +125,7 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
 
     def _health(self, connection: psycopg.Connection[Any]) -> HealthStatus:
         position = self._at or self._began
-        self._slot = health.slot_counts(connection, self.config)
+        self._slot = health.slot_counts(connection, self.config, position)
         return health.health(connection, self.config, position, self._planner.slot_waits_for)
 
     def metrics(self) -> ConnectorMetrics:

@@ -106,7 +106,7 @@ JOURNAL_FSYNC_SECONDS = Metric(
 SLOT_STATE = Metric(
     "penstock_slot_state",
     "gauge",
-    "1 for the state that a source's replication slot is in: reserved, extended, unreserved, lost or missing.",
+    "1 for the state that a source's replication slot is in: reserved, extended, unreserved, lost, missing or not_made.",
     ("connector", "state"),
 )
 SLOT_HELD = Metric(
@@ -137,7 +137,7 @@ CUSTOM = {
 }
 """Metrics of a source that come from its custom counters (`ConnectorMetrics.custom`), by the name that they have there."""
 
-SLOT_STATES = ("reserved", "extended", "unreserved", "lost", "missing")
+SLOT_STATES = ("reserved", "extended", "unreserved", "lost", "missing", "not_made")
 """States of a replication slot; a source counts `slot_<state>` as 1 for the one that it is in."""
 
 

@@ -260,8 +260,8 @@ function draw(id, status, detail) {
     ...sinks.map(([n, s]) => ["sink", n, dot(s.state), { n: count(s.rows) }, { n: short(Object.values(s.topics).reduce((a, t) => a + t.rows_per_sec, 0)) }, { n: "" }, { n: "" }, many(Object.keys(s.topics).length, "topic"), s.reason || ""])]));
   const slots = sources.filter(([, s]) => Object.keys(s.own).some((key) => key.startsWith("slot_")));
   panel("slots", "Replication slots", "", slots.map(([n, s]) => [n, s.own]), () => table(["source", "state", { n: "held" }, { n: "until it may be lost" }], slots.map(([n, s]) => {
-    const state = ["reserved", "extended", "unreserved", "lost", "missing"].find((each) => s.own["slot_" + each]) || "?";
-    return [n, make("span", { class: "dot " + (state === "reserved" ? "good" : state === "extended" ? "warn" : "bad") }, "● " + state), { n: size(s.own.slot_held_bytes) }, { n: s.own.slot_safe_bytes === undefined ? "no limit" : size(s.own.slot_safe_bytes) }]; }), "No source of this pipeline has a slot."));
+    const state = ["reserved", "extended", "unreserved", "lost", "missing", "not_made"].find((each) => s.own["slot_" + each]) || "?";
+    return [n, make("span", { class: "dot " + (state === "reserved" ? "good" : state === "not_made" ? "" : state === "extended" ? "warn" : "bad") }, "● " + (state === "not_made" ? "not made yet" : state)), { n: size(s.own.slot_held_bytes) }, { n: s.own.slot_safe_bytes === undefined ? "no limit" : size(s.own.slot_safe_bytes) }]; }), "No source of this pipeline has a slot."));
   drawTables(id, sources);
   panel("schemas", "Columns of topics", "", detail.schemas, () => Object.keys(detail.schemas.topics).length ? scroll("Columns of topics", Object.entries(detail.schemas.topics).map(([topic, columns]) => {
     const changes = detail.schemas.changes.filter((c) => c.topic === topic);

@@ -10,7 +10,7 @@ import psycopg
 from penstock.connectors.postgres_cdc.log.lsn import lsn_text
 from penstock.connectors.postgresql.connections import literal, run
 from penstock.connectors.postgresql.failures import LOST, SlotLost
-from penstock.errors import ConfigError, FatalError
+from penstock.errors import NOT_READY, ConfigError, FatalError, RetryableError
 
 PLUGIN = "pgoutput"
 OLDEST = 150000
@@ -103,11 +103,16 @@ def flush_wal(connection: psycopg.Connection[Any]) -> None:
 
 
 def slot(connection: psycopg.Connection[Any], name: str) -> Slot | None:
-    """The slot as it is now; None if there is none of that name."""
+    """
+    The slot as it is now; None if there is none of that name.
+
+    The server lists a logical slot as reserved while it still waits for open transactions to make it. Nothing can be
+    read of it before it has a position, and it is gone if its session ends first: such a one is not there yet.
+    """
     row = connection.execute(
         "SELECT coalesce(plugin, ''), coalesce(database, ''), active_pid, coalesce(restart_lsn - '0/0', 0)::int8, "
         "coalesce(confirmed_flush_lsn - '0/0', 0)::int8, coalesce(wal_status, 'lost'), safe_wal_size "
-        "FROM pg_replication_slots WHERE slot_name = %s",
+        "FROM pg_replication_slots WHERE slot_name = %s AND (slot_type <> 'logical' OR confirmed_flush_lsn IS NOT NULL)",
         [name],
     ).fetchone()
     return Slot(*row) if row else None
@@ -139,6 +144,12 @@ def make_slot(connection: psycopg.Connection[Any], name: str, wait_secs: float =
         connection.execute(creating(name))
     except psycopg.errors.LockNotAvailable:
         return None
+    except psycopg.errors.DuplicateObject as error:
+        raise RetryableError(
+            f"another session makes the replication slot {name!r}, and waits for open transactions to end",
+            code=NOT_READY,
+            hint="the slot is looked for again; the session of a run that was killed ends by itself within seconds",
+        ) from error
     finally:
         if not connection.closed:
             connection.execute(f"SET lock_timeout = {literal(before[0])}")

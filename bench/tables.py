@@ -102,9 +102,8 @@ def upserts(bench: Bench, scratch: Path) -> None:
     """
     Three tables with 3,000 changes in 300,000 rows each, committed one after the other, as this was once done, and at once.
 
-    What threads can spare is waiting. On this machine's disk there is little of it: a sync takes a fraction of a millisecond,
-    and the rest is CPU, of which Python lets one thread use a part at a time. So the same is done on a disk that takes
-    `SLOW_SYNC_SECS` more for each sync, as a network volume or a hard disk does.
+    What threads can spare is waiting; the rest is CPU, of which Python lets one thread use a part at a time. Two more rows show
+    a disk that takes `SLOW_SYNC_SECS` more for each sync, a model of a network volume or a hard disk: nothing is claimed for it.
     """
     config = ManyConfig(tables=3, changed=3, first_rows=300_000, rows=3_000)
     for disk, more in (("this disk", 0.0), ("a slow disk", SLOW_SYNC_SECS)):
@@ -119,8 +118,8 @@ def upserts(bench: Bench, scratch: Path) -> None:
             f"3 upsert tables, one after the other, {disk}", f"{took[1]:.0f} ms", f"commit of an epoch; {each} syncs"
         )
         bench.row(f"3 upsert tables, at once, {disk}", f"{took[8]:.0f} ms", f"{took[8] / took[1]:.2f} of that")
-        name = "commit_at_once_vs_in_turn" + ("_on_a_slow_disk" if more else "")
-        bench.claim(name, took[8] / took[1], "<=", 0.5)
+        if not more:
+            bench.claim("commit_at_once_vs_in_turn", took[8] / took[1], "<=", 0.5)
 
 
 @contextlib.contextmanager

@@ -338,3 +338,24 @@ def test_https_and_clients_with_certificates(tmp_path):
             with pytest.raises((ssl.SSLError, OSError, http.client.HTTPException)):
                 post(hook.port, client)
         assert hook.events() == [BODY, BODY, BODY]
+
+
+def _hmac_of(body: bytes) -> dict[str, str]:
+    return {"x_hub_signature_256": "sha256=" + sign(body).hex()}
+
+
+@pytest.mark.parametrize(
+    ("auth", "good", "bad"),
+    [
+        ({"type": "api_key", "keys": SECRETS}, {"x_api_key": "correct horse"}, {"x_api_key": "wrong"}),
+        ({"type": "hmac", "preset": "github", "secrets": SECRETS}, _hmac_of(BODY), _hmac_of(b"another body")),
+    ],
+    ids=["head", "body"],
+)
+def test_those_without_a_key_cannot_use_up_the_rate_of_those_with_one(tmp_path, auth, good, bad):
+    with serving(tmp_path, auth=auth, rate_limit_per_sec=0.01) as hook:
+        assert [hook.post(BODY, **bad).status for _ in range(5)] == [401] * 5
+        assert hook.post(BODY, **good).status == 200
+        assert hook.post(BODY, **good).status == 429
+    with serving(tmp_path / "each", auth=auth, client_rate_limit_per_sec=0.01) as hook:
+        assert [hook.post(BODY, **bad).status for _ in range(2)] == [401, 429]  # whoever guesses is slowed down

@@ -26,6 +26,9 @@ MOST_DIGITS = 15
 class Guard(Protocol):
     """One way of telling who may send. Both methods raise `Refused`."""
 
+    needs_body: bool
+    """Only the body says if a request is who it claims to be."""
+
     def head(self, headers: Headers) -> None:
         """Look at the headers, before the body is read."""
 
@@ -47,6 +50,8 @@ def guard(auth: Auth) -> Guard:
 
 
 class Open:
+    needs_body = False
+
     def head(self, headers: Headers) -> None:
         pass
 
@@ -82,6 +87,8 @@ _PRESETS: dict[str, dict[str, str | None]] = {
 
 
 class Signed(Open):
+    needs_body = True
+
     def __init__(self, auth: HmacAuth) -> None:
         self._stripe = auth.preset == "stripe"
         auth = auth.model_copy(update=_PRESETS.get(auth.preset or "", {}))

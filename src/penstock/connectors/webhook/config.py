@@ -212,10 +212,11 @@ class WebhookConfig(Config):
     """Networks of proxies whose `X-Forwarded-For` says who the client is."""
 
     rate_limit_per_sec: PositiveFloat | None = None
-    """Requests a second that are taken from all clients together; up to a second's worth may come at once."""
+    """Requests a second that are taken from all clients together; up to a second's worth may come at once. A request whose
+    credentials are refused does not count."""
 
     client_rate_limit_per_sec: PositiveFloat | None = None
-    """Requests a second that are taken from one client address."""
+    """Requests a second that are taken from one client address; those that are refused count too."""
 
     max_body_bytes: PositiveInt = 10 << 20
     """Largest body, as sent and after gzip."""

@@ -43,17 +43,21 @@ class Rates:
         self._all = Bucket(max(1.0, overall or 0), time.monotonic())
         self._clients: dict[str, Bucket] = {}
 
-    def take(self, client: str) -> None:
-        """Count a request; `Refused` if there are too many."""
+    def take_of(self, client: str) -> None:
+        """Count a request of this client, whoever it is; `Refused` if it sends too many."""
+        if self._each is None:
+            return
         now = time.monotonic()
-        if self._each is not None:
-            bucket = self._clients.pop(client, None) or Bucket(max(1.0, self._each), now)
-            self._clients[client] = bucket  # at the end: it sent last
-            if len(self._clients) > MOST_CLIENTS:
-                del self._clients[next(iter(self._clients))]
-            if pause := bucket.take(self._each, now):
-                raise _too_many("this client sends too many requests", pause)
-        if self._overall is not None and (pause := self._all.take(self._overall, now)):
+        bucket = self._clients.pop(client, None) or Bucket(max(1.0, self._each), now)
+        self._clients[client] = bucket  # at the end: it sent last
+        if len(self._clients) > MOST_CLIENTS:
+            del self._clients[next(iter(self._clients))]
+        if pause := bucket.take(self._each, now):
+            raise _too_many("this client sends too many requests", pause)
+
+    def take_of_all(self) -> None:
+        """Count a request that may be sent; without credentials nobody can use up the rate of those who have them."""
+        if self._overall is not None and (pause := self._all.take(self._overall, time.monotonic())):
             raise _too_many("there are too many requests", pause)
 
 

@@ -191,8 +191,10 @@ class Serving:
         client = client_of(exchange.connection.peer, headers.get(b"x-forwarded-for"), self._trusted)
         if self._allowed and client not in self._allowed:
             raise Refused(403, "forbidden", "this client may not send here")
-        self._rates.take(client)
+        self._rates.take_of(client)
         route.auth.head(headers)
+        if not route.auth.needs_body:
+            self._rates.take_of_all()
         if headers.get(b"content-encoding", b"gzip").lower() not in (b"gzip", b"identity"):
             raise Refused(415, "unsupported_media_type", "the only content encoding is gzip")
         how = route.cut or cut_by(headers.get(b"content-type", b""))
@@ -207,6 +209,8 @@ class Serving:
         route, how = exchange.endpoint
         body, headers = exchange.body, exchange.headers
         route.auth.body(headers, body)
+        if route.auth.needs_body:
+            self._rates.take_of_all()
         if b"content-encoding" in headers:
             body = inflate(body, headers[b"content-encoding"].lower(), self._config.max_body_bytes)
         exchange.chunks = []

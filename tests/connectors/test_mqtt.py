@@ -554,8 +554,10 @@ def test_a_wrong_password_and_a_topic_that_may_not_be_written_are_named(
             running.rest()
             running.source.close()
         sent(MqttSink(MqttSinkConfig(url=broker.url, topic="allowed/x", **given)), pa.record_batch({"id": [1]}))
-        with pytest.raises(FatalError, match="Not authorized"):
-            sent(MqttSink(MqttSinkConfig(url=broker.url, topic="other", **given)), pa.record_batch({"id": [1]}))
+        for qos in (1, 2):
+            sink = MqttSink(MqttSinkConfig(url=broker.url, topic="other", qos=qos, **given))
+            with pytest.raises(FatalError, match="Not authorized"):
+                sent(sink, pa.record_batch({"id": [1]}))
 
 
 # -- the sink --------------------------------------------------------------------------------------------------------

@@ -10,11 +10,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from paho.mqtt import __version__ as paho_version
 from paho.mqtt import client as paho
-from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode, MQTTProtocolVersion
+from paho.mqtt.enums import CallbackAPIVersion, MessageState, MQTTErrorCode, MQTTProtocolVersion
 from paho.mqtt.exception import MalformedPacket
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
@@ -37,8 +37,11 @@ _REFUSED = {
 
 _OVERRIDDEN = {
     "_create_socket": ("self",),
+    "_do_on_publish": ("self", "mid", "reason_code", "properties"),
     "_handle_pingresp": ("self",),
+    "_handle_pubackcomp": ("self", "cmd"),
     "_handle_publish": ("self",),
+    "_handle_pubrec": ("self",),
     "_handle_pubrel": ("self",),
     "_packet_queue": ("self", "command", "packet", "mid", "qos", "info"),
     "_send_pingreq": ("self",),
@@ -278,6 +281,32 @@ class Link(paho.Client):
             raise MalformedPacket("a PUBREL without its packet id")
         self._tell(Released(raw[0] << 8 | raw[1]))
         return MQTTErrorCode.MQTT_ERR_SUCCESS
+
+    def _handle_pubackcomp(self, cmd: Literal["PUBACK", "PUBCOMP"]) -> MQTTErrorCode:
+        """Only the answer that a message waits for says that the broker has it; to paho each one does."""
+        sent = self._sent_as(self._in_packet["packet"], cmd)
+        wanted = sent is None or (sent.qos == 1 if cmd == "PUBACK" else sent.state == MessageState.MQTT_MS_WAIT_FOR_PUBCOMP)
+        if not wanted:
+            raise MalformedPacket(f"a {cmd} for a message that waits for another answer")
+        return super()._handle_pubackcomp(cmd)
+
+    def _handle_pubrec(self) -> MQTTErrorCode:
+        """A refusal, which MQTT 5 has, is the last word about its message; to paho the broker has then taken it."""
+        raw = self._in_packet["packet"]
+        sent = self._sent_as(raw, "PUBREC")
+        if sent is not None and sent.qos != 2:
+            raise MalformedPacket("a PUBREC for a message of QoS 1")
+        if sent is None or not self._is_v5 or len(raw) < 3 or raw[2] < 0x80:
+            return super()._handle_pubrec()
+        reason = ReasonCode(PacketTypes.PUBREC, identifier=raw[2])
+        with self._out_message_mutex:
+            return self._do_on_publish(sent.mid, reason, Properties(PacketTypes.PUBREC))  # type: ignore[no-untyped-call]
+
+    def _sent_as(self, raw: bytes, kind: str) -> paho.MQTTMessage | None:
+        """The message that an answer is for, if it waits for one."""
+        if len(raw) < 2:
+            raise MalformedPacket(f"a {kind} without its packet id")
+        return self._out_messages.get(raw[0] << 8 | raw[1])
 
     def _send_pingreq(self) -> MQTTErrorCode:
         with self._ping_lock:

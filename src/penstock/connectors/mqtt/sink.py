@@ -22,7 +22,7 @@ MAX_BYTES = 268_000_000
 
 _OF_THE_MESSAGE = {144, 149, 153}
 """Refusals that are about a single message: its topic's name, its size, its format."""
-_PASSING = {131, 136, 137, 151}
+_PASSING = {131, 136, 137, 146, 151}
 
 
 class MqttSinkConfig(BrokerConfig):

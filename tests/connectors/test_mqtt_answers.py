@@ -22,9 +22,7 @@ def broker(need: Callable[[bool, str], None]) -> Iterator[Mosquitto]:
         yield running
 
 
-def _write(
-    broker: Mosquitto, version: str, qos: int, answered: int, answer: bytes, timeout_secs: float = 60
-) -> None:
+def _write(broker: Mosquitto, version: str, qos: int, answered: int, answer: bytes, timeout_secs: float = 60) -> None:
     """Write rows, where the first answer of a kind is another one; `ii` in it is the packet id."""
     swaps = [answer]
 
@@ -34,7 +32,9 @@ def _write(
         return True
 
     with Way(broker.port, rule) as way:
-        sink = MqttSink(MqttSinkConfig(url=way.url, topic="answers", qos=qos, version=version, timeout_secs=timeout_secs))
+        sink = MqttSink(
+            MqttSinkConfig(url=way.url, topic="answers", qos=qos, version=version, timeout_secs=timeout_secs)
+        )
         sink.open()
         try:
             sink.write_batch("/t", ROWS)

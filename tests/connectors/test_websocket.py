@@ -6,6 +6,7 @@ import contextlib
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from websockets.sync.client import connect
 from websockets.sync.server import serve
 
 from brokers import Certificates
+from penstock.connectors import websocket
 from penstock.connectors.websocket import Websocket, WebsocketConfig
 from penstock.errors import ConfigError, FatalError, RetryableError
 from penstock.source import ProducerConfig, SourceContext
@@ -32,13 +34,23 @@ HANDSHAKE = (
 )
 
 
+class Filling(RecordingSender):
+    """A sender whose journal is full when the test says so."""
+
+    is_full = False
+
+    @property
+    def full(self) -> bool:
+        return self.is_full
+
+
 @pytest.fixture
-def running() -> Iterator[Callable[..., tuple[Websocket, RecordingSender, str]]]:
+def running() -> Iterator[Callable[..., tuple[Websocket, Filling, str]]]:
     """A source that listens, what it was sent, and its address."""
     started: list[Any] = []
 
-    def start(**options: Any) -> tuple[Websocket, RecordingSender, str]:
-        source, sender = Websocket(WebsocketConfig(url="ws://127.0.0.1:0", mode="server", **options)), RecordingSender()
+    def start(**options: Any) -> tuple[Websocket, Filling, str]:
+        source, sender = Websocket(WebsocketConfig(url="ws://127.0.0.1:0", mode="server", **options)), Filling()
         source.open()
         streaming = sender.streaming(source)
         streaming.__enter__()
@@ -247,6 +259,57 @@ def test_the_place_of_a_client_that_vanished_without_a_word_is_free_again(runnin
         client.send("next")
         wait_until(lambda: sender.count == 1, "the next one's message")
     vanished.close()
+
+
+def test_a_full_journal_bounds_what_all_connections_hold_and_nothing_is_lost(
+    running: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound, senders, each = 1 << 20, 6, 60
+    monkeypatch.setattr(websocket, "_HELD_BYTES", bound)
+    source, sender, url = running()
+    held = lambda: source.metrics().custom["websocket_held_bytes"]  # noqa: E731
+
+    def send(name: int, client: Any) -> None:
+        for number in range(each):
+            client.send(f"{name} {number} ".ljust(1 << 17, "x"))
+
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(connect(url, ping_interval=None)) for _ in range(senders)]
+        wait_until(lambda: source.metrics().custom["websocket_connections"] == senders, "the connections")
+        sender.is_full = True
+        threads = [threading.Thread(target=send, args=pair, daemon=True) for pair in enumerate(clients)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: held() > bound, "the bound to be reached")
+        with connect(url) as late, pytest.raises(ConnectionClosed, match="full"):
+            late.recv(timeout=60)
+        assert held() <= bound + (senders + 1) * (1 << 18), "one more piece of each connection at most"
+        sender.is_full = False
+        wait_until(lambda: sender.count == senders * each, "all messages")
+        for thread in threads:
+            thread.join(60)
+    found = [tuple(map(int, row.split()[:2])) for row in sender.rows["messages"]]
+    for name in range(senders):
+        assert [number for who, number in found if who == name] == list(range(each))
+    wait_until(lambda: held() == 0, "nothing to be held")
+
+
+def test_a_sender_that_goes_on_while_the_journal_is_full_is_not_ended_for_it(
+    running: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(websocket, "_HELD_BYTES", 100, raising=False)
+    _, sender, url = running(ping_secs=0.5)
+    with connect(url, ping_interval=None) as client:
+        sender.is_full = True
+        for number in range(200):
+            client.send(f"{number}".ljust(100))
+        time.sleep(3)  # pings are due all the while, and answers to them wait behind the messages
+        client.send("last")
+        sender.is_full = False
+        wait_until(lambda: sender.count == 201, "all messages")
+        assert [int(row) for row in sender.rows["messages"][:-1]] == list(range(200))
+        client.send("and it is still there")
+        wait_until(lambda: sender.count == 202, "one more")
 
 
 def test_connections_beyond_the_limit_are_told_so(running: Callable[..., Any]) -> None:

@@ -7,14 +7,17 @@ import contextlib
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
-from websockets.asyncio.client import connect
-from websockets.asyncio.server import Server, serve
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.connection import Connection
+from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+from websockets.frames import DATA_OPCODES, Frame
 
 from penstock.config import Config, Secret
 from penstock.errors import ConfigError, FatalError, RetryableError
@@ -34,6 +37,8 @@ _LOOK_SECS = 0.2
 """How long a stop may go unnoticed."""
 _CLOSE_SECS = 10.0
 """A connection that is ended waits for the other side, which may have vanished, for at most this long."""
+_HELD_BYTES = 16 << 20
+"""What all connections together may send while the journal is full; after that nothing is read until there is room."""
 
 
 class WebsocketConfig(Config):
@@ -76,7 +81,8 @@ class WebsocketConfig(Config):
     """Connections of a server beyond these are closed at once."""
 
     ping_secs: PositiveFloat = 20
-    """The other side is asked this often if it is there; without an answer for as long, the connection is ended."""
+    """The other side is asked this often if it is there; without an answer for as long, the connection is ended. Time in which
+    nothing is read because the journal is full does not count."""
 
     @field_validator("url")
     @classmethod
@@ -101,7 +107,8 @@ class Websocket(StreamingSource[WebsocketConfig]):
 
     def __init__(self, config: WebsocketConfig) -> None:
         super().__init__(config)
-        self._open = self._refused = self._connections = 0
+        self._refused = self._connections = 0
+        self._gate = _Gate()
         self._tls: ssl.SSLContext | None = None
         self.port = urlsplit(config.url).port or 0
         """The port that a server listens on, once it streams."""
@@ -128,7 +135,11 @@ class Websocket(StreamingSource[WebsocketConfig]):
         return [replace(each, reliable_dispatch=each.reliable_dispatch or asked) for each in super().producer_configs()]
 
     def metrics(self) -> ConnectorMetrics:
-        custom = {"websocket_connections": self._open, "websocket_connections_refused_total": self._refused}
+        custom = {
+            "websocket_connections": len(self._gate.open),
+            "websocket_connections_refused_total": self._refused,
+            "websocket_held_bytes": self._gate.held,
+        }
         return ConnectorMetrics(errors_total=self._refused, custom=custom)
 
     def start_streaming(self, sender: Sender) -> None:
@@ -182,11 +193,12 @@ class Websocket(StreamingSource[WebsocketConfig]):
             config.url,
             additional_headers=headers,
             max_size=config.max_message_bytes,
-            ping_interval=config.ping_secs,
-            ping_timeout=config.ping_secs,
+            max_queue=None,
+            ping_interval=None,
             close_timeout=min(config.ping_secs, _CLOSE_SECS),
             proxy=None,
             ssl=self._tls,
+            create_connection=cast(Any, partial(_Client, self._gate)),
         )
 
     @contextlib.asynccontextmanager
@@ -197,22 +209,25 @@ class Websocket(StreamingSource[WebsocketConfig]):
             str(parts.hostname),
             parts.port or 0,
             max_size=config.max_message_bytes,
-            ping_interval=config.ping_secs,
-            ping_timeout=config.ping_secs,
+            max_queue=None,
+            ping_interval=None,
             close_timeout=min(config.ping_secs, _CLOSE_SECS),
             compression=None,  # of 20,000 connections, each would hold a window
             backlog=1024,
             ssl=self._tls,
+            create_connection=cast(Any, partial(_Served, self._gate)),
         ) as server:
             yield server
 
     async def _listen(self, sender: Sender) -> None:
+        self._gate = _Gate(sender)
         async with self._client() as connection:
             for text in self.config.subscribe:
                 await connection.send(text)
             reading = asyncio.create_task(self._read(connection, sender))
             while not sender.stopped and not reading.done():
                 await asyncio.wait([reading], timeout=_LOOK_SECS)
+                self._gate.look()
             if reading.done():
                 reading.result()
                 raise RetryableError(f"{self.config.url} ended the connection", code="PEN-2001")
@@ -221,32 +236,57 @@ class Websocket(StreamingSource[WebsocketConfig]):
                 await reading
 
     async def _serve(self, sender: Sender) -> None:
+        self._gate = _Gate(sender)
         async with self._server(lambda connection: self._welcome(connection, sender)) as server:
             self.port = server.sockets[0].getsockname()[1]
             while not sender.stopped:
                 await asyncio.sleep(_LOOK_SECS)
+                self._gate.look()
+            self._gate.room.set()
 
     async def _welcome(self, connection: Any, sender: Sender) -> None:
-        if self._open >= self.config.max_connections:
+        if self._gate.is_shut or len(self._gate.open) >= self.config.max_connections:
             self._refused += 1
-            await connection.close(1013, "too many connections")
+            why = "the journal is full" if self._gate.is_shut else "too many connections"
+            await connection.close(1013, why)
             return
-        self._open += 1
-        try:
-            with contextlib.suppress(ConnectionClosed):
-                await self._read(connection, sender)
-        finally:
-            self._open -= 1
+        with contextlib.suppress(ConnectionClosed):
+            await self._read(connection, sender)
 
     async def _read(self, connection: Any, sender: Sender) -> None:
-        """Hand over what comes, one after the other; while the journal is full, nothing is read, and pings go on."""
+        """Hand over what comes, one after the other, as long as the other side is there."""
+        self._gate.enter(connection)
+        asking = asyncio.create_task(self._ask(connection))
+        try:
+            await self._hand_over(connection, sender)
+        finally:
+            self._gate.leave(connection)
+            asking.cancel()
+
+    async def _ask(self, connection: Any) -> None:
+        """Ping. The library would take the silence of a connection that is not read for that of the other side."""
+        loop, gate, patience = asyncio.get_running_loop(), self._gate, self.config.ping_secs
+        with contextlib.suppress(ConnectionClosed):
+            while True:
+                await asyncio.sleep(patience)
+                pong, asked = await connection.ping(), loop.time()
+                while not pong.done():
+                    heard = loop.time() if gate.is_shut else max(asked, gate.opened_at)
+                    if loop.time() - heard >= patience:
+                        await connection.close(1011, "no answer to a ping")
+                        return
+                    await asyncio.wait([pong], timeout=heard + patience - loop.time())
+                await pong
+
+    async def _hand_over(self, connection: Any, sender: Sender) -> None:
         self._connections += 1
         peer = "{}:{}".format(*(connection.remote_address or ("?", self._connections))[:2])
         loop, number = asyncio.get_running_loop(), 0
         acknowledge = None
         async for message in connection:
             while sender.full and not sender.stopped:
-                await asyncio.sleep(_LOOK_SECS)
+                self._gate.room.clear()
+                await self._gate.room.wait()
             if sender.stopped:
                 return
             number += 1
@@ -256,6 +296,7 @@ class Websocket(StreamingSource[WebsocketConfig]):
             make = SourceRecord.from_string if text else SourceRecord.from_bytes
             record = make(self.config.stream, message).with_attribute("websocket.peer", peer)
             sender.send(SourceEnvelope.with_offset(record, Offset(peer, number)), acknowledge)
+            self._gate.count(connection, -len(record.payload or b""))
 
     def _refusal(self, error: Exception, kind: type[FatalError | RetryableError], code: str) -> Exception:
         if isinstance(error, InvalidStatus) and error.response.status_code in (401, 403):
@@ -269,6 +310,83 @@ class Websocket(StreamingSource[WebsocketConfig]):
                 f"{self.config.url}: {error.verify_message}", code="PEN-5001", hint="check its certificate"
             )
         return kind(f"{self.config.url}: {error or type(error).__name__}", code=code)
+
+
+class _Gate:
+    """
+    Bounds what is held in memory while the journal is full, in bytes over all connections.
+
+    Up to the bound connections are read, so that pings are answered; then none is, and the senders feel it.
+    """
+
+    def __init__(self, sender: Sender | None = None) -> None:
+        self.open: set[_Counted] = set()
+        """Connections that are read."""
+        self.held = 0
+        """Bytes of their messages that are not handed over."""
+        self.room = asyncio.Event()
+        """Set while messages are taken."""
+        self.opened_at = 0.0
+        """When connections were last read again."""
+        self.is_shut = False
+        self._sender = sender
+
+    def enter(self, connection: _Counted) -> None:
+        self.open.add(connection)
+        self.held += connection.held
+        if not self.is_shut:
+            connection.transport.resume_reading()
+
+    def leave(self, connection: _Counted) -> None:
+        self.open.discard(connection)
+        self.held -= connection.held
+
+    def count(self, connection: _Counted, size: int) -> None:
+        """So many bytes have come, or are handed over."""
+        connection.held += size
+        if connection in self.open:
+            self.held += size
+        if self.is_shut:
+            connection.transport.pause_reading()
+        elif self.held > _HELD_BYTES and self._sender is not None and self._sender.full:
+            self.is_shut = True
+            for each in self.open:
+                each.transport.pause_reading()
+
+    def look(self) -> None:
+        """Go on if there is room again: first what is held, then what comes."""
+        if self._sender is None or self._sender.full:
+            return
+        self.room.set()
+        if self.is_shut:
+            self.is_shut = False
+            self.opened_at = asyncio.get_running_loop().time()
+            for each in self.open:
+                each.transport.resume_reading()
+
+
+class _Counted(Connection):
+    """A connection that says what it holds. The library bounds messages, and each connection for itself."""
+
+    gate: _Gate
+    held = 0
+
+    def process_event(self, event: Any) -> None:
+        super().process_event(event)
+        if isinstance(event, Frame) and event.opcode in DATA_OPCODES:
+            self.gate.count(self, len(event.data))
+
+
+class _Served(_Counted, ServerConnection):
+    def __init__(self, gate: _Gate, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.gate = gate
+
+
+class _Client(_Counted, ClientConnection):
+    def __init__(self, gate: _Gate, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.gate = gate
 
 
 def _teller(loop: asyncio.AbstractEventLoop, connection: Any, number: int) -> Any:

@@ -285,7 +285,9 @@ class Link(paho.Client):
     def _handle_pubackcomp(self, cmd: Literal["PUBACK", "PUBCOMP"]) -> MQTTErrorCode:
         """Only the answer that a message waits for says that the broker has it; to paho each one does."""
         sent = self._sent_as(self._in_packet["packet"], cmd)
-        wanted = sent is None or (sent.qos == 1 if cmd == "PUBACK" else sent.state == MessageState.MQTT_MS_WAIT_FOR_PUBCOMP)
+        wanted = sent is None or (
+            sent.qos == 1 if cmd == "PUBACK" else sent.state == MessageState.MQTT_MS_WAIT_FOR_PUBCOMP
+        )
         if not wanted:
             raise MalformedPacket(f"a {cmd} for a message that waits for another answer")
         return super()._handle_pubackcomp(cmd)

@@ -304,7 +304,7 @@ class Link(paho.Client):
         with self._out_message_mutex:
             return self._do_on_publish(sent.mid, reason, Properties(PacketTypes.PUBREC))  # type: ignore[no-untyped-call]
 
-    def _sent_as(self, raw: bytes, kind: str) -> paho.MQTTMessage | None:
+    def _sent_as(self, raw: bytes | bytearray, kind: str) -> paho.MQTTMessage | None:
         """The message that an answer is for, if it waits for one."""
         if len(raw) < 2:
             raise MalformedPacket(f"a {kind} without its packet id")

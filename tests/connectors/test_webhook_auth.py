@@ -358,4 +358,4 @@ def test_those_without_a_key_cannot_use_up_the_rate_of_those_with_one(tmp_path, 
         assert hook.post(BODY, **good).status == 200
         assert hook.post(BODY, **good).status == 429
     with serving(tmp_path / "each", auth=auth, client_rate_limit_per_sec=0.01) as hook:
-        assert [hook.post(BODY, **bad).status for _ in range(2)] == [401, 429]  # whoever guesses is slowed down
+        assert [hook.post(BODY, **bad).status for _ in range(2)] == [401, 429]  # a client that guesses is slowed down

@@ -44,7 +44,7 @@ class Rates:
         self._clients: dict[str, Bucket] = {}
 
     def take_of(self, client: str) -> None:
-        """Count a request of this client, whoever it is; `Refused` if it sends too many."""
+        """Count a request of this client, before it is known who sends; `Refused` if there are too many."""
         if self._each is None:
             return
         now = time.monotonic()
@@ -56,7 +56,7 @@ class Rates:
             raise _too_many("this client sends too many requests", pause)
 
     def take_of_all(self) -> None:
-        """Count a request that may be sent; without credentials nobody can use up the rate of those who have them."""
+        """Count a request whose credentials are good: without them nobody uses up this rate."""
         if self._overall is not None and (pause := self._all.take(self._overall, time.monotonic())):
             raise _too_many("there are too many requests", pause)
 

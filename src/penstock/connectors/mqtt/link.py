@@ -10,16 +10,17 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from paho.mqtt import __version__ as paho_version
 from paho.mqtt import client as paho
-from paho.mqtt.enums import CallbackAPIVersion, MessageState, MQTTErrorCode, MQTTProtocolVersion
+from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode, MQTTProtocolVersion
 from paho.mqtt.exception import MalformedPacket
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
+from penstock.connectors.mqtt.answers import Strict
 from penstock.connectors.mqtt.config import BrokerConfig
 from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError
 
@@ -128,7 +129,7 @@ class Buffered:
         return getattr(self._inner, name)
 
 
-class Link(paho.Client):
+class Link(Strict):
     """
     One connection, from `join` to `leave`; a broken one is not taken up again.
 
@@ -147,12 +148,12 @@ class Link(paho.Client):
     ) -> None:
         """`is_new`: begin without a session, and leave none."""
         require_known()
-        self._is_v5 = config.version == "5"
+        self.is_v5 = config.version == "5"
         super().__init__(
             CallbackAPIVersion.VERSION2,
             client_id,
-            protocol=MQTTProtocolVersion.MQTTv5 if self._is_v5 else MQTTProtocolVersion.MQTTv311,
-            clean_session=None if self._is_v5 else is_new,
+            protocol=MQTTProtocolVersion.MQTTv5 if self.is_v5 else MQTTProtocolVersion.MQTTv311,
+            clean_session=None if self.is_v5 else is_new,
             reconnect_on_failure=False,
             manual_ack=True,
         )
@@ -186,7 +187,7 @@ class Link(paho.Client):
         if config.username is not None or config.password is not None:
             self.username_pw_set(config.username or "", config.password.reveal() if config.password else None)
         wishes: dict[str, Any] = {}
-        if self._is_v5:
+        if self.is_v5:
             properties = Properties(PacketTypes.CONNECT)  # type: ignore[no-untyped-call]
             properties.SessionExpiryInterval = session_expiry_secs
             properties.ReceiveMaximum = config.max_inflight
@@ -263,7 +264,7 @@ class Link(paho.Client):
                 at += 2
             if not topic or bool(qos) != bool(mid):
                 raise MalformedPacket("a PUBLISH without a topic or an id")
-            if self._is_v5:
+            if self.is_v5:
                 if raw[at]:
                     properties = Properties(PacketTypes.PUBLISH)  # type: ignore[no-untyped-call]
                     at += properties.unpack(raw[at:])[1]  # type: ignore[no-untyped-call]
@@ -281,34 +282,6 @@ class Link(paho.Client):
             raise MalformedPacket("a PUBREL without its packet id")
         self._tell(Released(raw[0] << 8 | raw[1]))
         return MQTTErrorCode.MQTT_ERR_SUCCESS
-
-    def _handle_pubackcomp(self, cmd: Literal["PUBACK", "PUBCOMP"]) -> MQTTErrorCode:
-        """Only the answer that a message waits for says that the broker has it; to paho each one does."""
-        sent = self._sent_as(self._in_packet["packet"], cmd)
-        wanted = sent is None or (
-            sent.qos == 1 if cmd == "PUBACK" else sent.state == MessageState.MQTT_MS_WAIT_FOR_PUBCOMP
-        )
-        if not wanted:
-            raise MalformedPacket(f"a {cmd} for a message that waits for another answer")
-        return super()._handle_pubackcomp(cmd)
-
-    def _handle_pubrec(self) -> MQTTErrorCode:
-        """A refusal, which MQTT 5 has, is the last word about its message; to paho the broker has then taken it."""
-        raw = self._in_packet["packet"]
-        sent = self._sent_as(raw, "PUBREC")
-        if sent is not None and sent.qos != 2:
-            raise MalformedPacket("a PUBREC for a message of QoS 1")
-        if sent is None or not self._is_v5 or len(raw) < 3 or raw[2] < 0x80:
-            return super()._handle_pubrec()
-        reason = ReasonCode(PacketTypes.PUBREC, identifier=raw[2])
-        with self._out_message_mutex:
-            return self._do_on_publish(sent.mid, reason, Properties(PacketTypes.PUBREC))  # type: ignore[no-untyped-call]
-
-    def _sent_as(self, raw: bytes | bytearray, kind: str) -> paho.MQTTMessage | None:
-        """The message that an answer is for, if it waits for one."""
-        if len(raw) < 2:
-            raise MalformedPacket(f"a {kind} without its packet id")
-        return self._out_messages.get(raw[0] << 8 | raw[1])
 
     def _send_pingreq(self) -> MQTTErrorCode:
         with self._ping_lock:

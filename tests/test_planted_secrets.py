@@ -13,12 +13,15 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, get_args
 
+import paho.mqtt.client as paho
+import psycopg
 import pytest
+from paho.mqtt.enums import CallbackAPIVersion
 from pydantic import BaseModel
 
 from console_pipeline import until
@@ -26,7 +29,8 @@ from penstock.cli import main
 from penstock.config import Secret
 from penstock.pipeline import registry
 from penstock.runtime.telemetry import read_status
-from penstock.testing.mosquitto import free_port
+from penstock.testing.mosquitto import Mosquitto, free_port, is_installed
+from penstock.testing.postgres import PostgresServer
 from penstock.testing.s3 import S3Server
 
 pytestmark = pytest.mark.processes
@@ -164,6 +168,20 @@ url = "http://HOST/items"
 stream = "polled"
 interval_secs = 0.2
 auth = {{ type = "bearer", token = {REF} }}
+[[sources]]
+name = "database"
+connector = "postgres_cdc"
+dsn = "DATABASE"
+password = {REF}
+tables = ["public.planted"]
+slot = "planted"
+[[sources]]
+name = "things"
+connector = "mqtt"
+url = "BROKER"
+username = "me"
+password = {REF}
+topics = ["in/#"]
 [[schemas]]
 topic = "#"
 schema_type = "json"
@@ -178,6 +196,13 @@ name = "lake"
 connector = "delta"
 path = "BUCKET/{{topic}}"
 storage_options = OPTIONS
+[[sinks]]
+name = "told"
+connector = "mqtt"
+url = "BROKER"
+username = "me"
+password = {REF}
+topic = "out"
 """
 
 
@@ -225,9 +250,62 @@ class Talkative(BaseHTTPRequestHandler):
         """Not of interest."""
 
 
+@pytest.fixture
+def database(server: PostgresServer) -> Iterator[str]:
+    """A database with a table, whose user has to give the planted password."""
+    rules = server.data / "pg_hba.conf"
+    before = rules.read_text()
+    rules.write_text("host all planted 127.0.0.1/32 scram-sha-256\n" + before)
+    with psycopg.connect(server.dsn, autocommit=True) as admin:
+        admin.execute(f"CREATE ROLE planted SUPERUSER LOGIN PASSWORD '{PLANTED}'")
+        admin.execute("CREATE DATABASE planted OWNER planted")
+        admin.execute("SELECT pg_reload_conf()")
+        dsn = server.dsn.replace("postgres@", "planted@").rpartition("/")[0] + "/planted"
+        until(lambda: asks_for_a_password(dsn))
+        with psycopg.connect(dsn, password=PLANTED) as own:
+            own.execute("CREATE TABLE planted (id int PRIMARY KEY); INSERT INTO planted VALUES (1), (3)")
+        yield dsn
+        rules.write_text(before)
+        admin.execute("SELECT pg_reload_conf()")
+        admin.execute("SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database = 'planted'")
+        admin.execute("DROP DATABASE planted WITH (FORCE)")
+        admin.execute("DROP ROLE planted")
+
+
+def asks_for_a_password(dsn: str) -> bool:
+    try:
+        psycopg.connect(dsn).close()
+    except psycopg.OperationalError as error:
+        return "no password supplied" in str(error)
+    return False
+
+
+@pytest.fixture
+def broker(tmp_path_factory: pytest.TempPathFactory, need: Callable[[object, str], None]) -> Iterator[Mosquitto]:
+    """A broker that lets nobody in without the planted password."""
+    need(is_installed(), "mosquitto is not installed: `make servers` installs it")
+    users = tmp_path_factory.mktemp("mosquitto") / "users"
+    subprocess.run(["mosquitto_passwd", "-b", "-c", users, "me", PLANTED], check=True, capture_output=True)
+    users.chmod(0o644)
+    with Mosquitto(f"password_file {users}", anonymous=False) as running:
+        yield running
+
+
+def publish(broker: Mosquitto, number: int) -> None:
+    client = paho.Client(CallbackAPIVersion.VERSION2)
+    client.username_pw_set("me", PLANTED)
+    client.connect("127.0.0.1", broker.port)
+    client.loop_start()
+    client.publish("in/things", json.dumps({"id": number}), 1).wait_for_publish(60)
+    client.disconnect()
+    client.loop_stop()
+
+
 def test_a_running_pipeline_shows_its_secrets_nowhere(
     tmp_path: Path,
     s3: S3Server,
+    database: str,
+    broker: Mosquitto,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -237,6 +315,7 @@ def test_a_running_pipeline_shows_its_secrets_nowhere(
     port = free_port()
     options = f'{{ endpoint = "{s3.endpoint}", allow_http = true, region = "us-east-1", access_key_id = {REF}, secret_access_key = {REF} }}'
     text = RUNNING.replace("PORT", str(port)).replace("HOST", f"127.0.0.1:{server.server_port}")
+    text = text.replace("DATABASE", database).replace("BROKER", broker.url)
     (tmp_path / "pipeline.toml").write_text(text.replace("BUCKET", s3.bucket()).replace("OPTIONS", options))
     made = subprocess.Popen([sys.executable, "-c", RUN, tmp_path], stdin=subprocess.PIPE)
     status = lambda: read_status(tmp_path / "state") or {}  # noqa: E731
@@ -247,6 +326,9 @@ def test_a_running_pipeline_shows_its_secrets_nowhere(
         send(port, 1)
         send(port, 3)
         until(lambda: status()["dead_letters"] > 3 and status()["sinks"]["lake"]["rows"] > 3)
+        until(lambda: status()["sources"]["database"]["rows"] == 2 and status()["sinks"]["told"]["rows"] > 3)
+        publish(broker, 1)
+        until(lambda: status()["sources"]["things"]["rows"] == 1)
         assert refused(port) == 401
         server.RequestHandlerClass.is_away = True  # type: ignore[attr-defined]
         send(port, 4)

@@ -28,18 +28,22 @@ class Filled:
     """The columns and fields that had a value in some rows, in the order in which they first had one."""
 
     def __init__(self) -> None:
-        self.paths: list[Path] = []
+        self._found: dict[Path, None] = {}
         self._schema: pa.Schema | None = None
         self._empty: list[Path] = []
+
+    @property
+    def paths(self) -> list[Path]:
+        return [*self._found]
 
     def note(self, rows: pa.RecordBatch) -> None:
         if self._schema is None or self._schema != rows.schema:
             self._schema = rows.schema
-            self._empty = [path for path in leaves(rows.schema) if path not in self.paths]
+            self._empty = [path for path in leaves(rows.schema) if path not in self._found]
         new = [path for path in self._empty if _any(rows, path)]
         if new:
-            self.paths += new
-            self._empty = [path for path in self._empty if path not in new]
+            self._found |= dict.fromkeys(new)
+            self._empty = [path for path in self._empty if path not in self._found]
 
 
 def leaves(schema: pa.Schema) -> list[Path]:
@@ -119,18 +123,24 @@ def _only(kind: pa.DataType, above: Path, paths: Collection[Path]) -> pa.DataTyp
 
 def _any(rows: pa.RecordBatch, path: Path) -> bool:
     column = rows.column(path[0])
-    if len(path) == 1 or column.null_count == len(column):
-        return bool(column.null_count < len(column))
-    return bool(_having(column, path[1:]).any())
+    return _may_have(column, path[1:]) and (len(path) == 1 or bool(_having(column, path[1:]).any()))
+
+
+def _may_have(values: pa.Array, path: Sequence[str]) -> bool:
+    """False if there is no value, also none that lies beneath a null: of a wide and mostly empty struct, this is quick to say."""
+    for name in path:
+        values = values.field(values.type.get_field_index(name)) if types.is_struct(values.type) else values.values
+    return bool(values.null_count < len(values))
 
 
 def _having(values: pa.Array, path: Sequence[str]) -> npt.NDArray[np.bool_]:
-    if types.is_struct(values.type) and path:
+    valid = np.asarray(values.is_valid().to_numpy(zero_copy_only=False))
+    if types.is_struct(values.type) and path:  # a field may have values beneath a null
         at = values.type.get_field_index(path[0])
-        return np.zeros(len(values), bool) if at < 0 else _having(values.flatten()[at], path[1:])
+        return valid & _having(values.field(at), path[1:]) if at >= 0 else np.zeros(len(values), bool)
     if types.is_list(values.type) and path:
         found = np.zeros(len(values), bool)
         parents = pc.list_parent_indices(values).to_numpy(zero_copy_only=False)
         found[parents[_having(values.flatten(), path[1:])]] = True
         return found
-    return np.asarray(values.is_valid().to_numpy(zero_copy_only=False))
+    return valid

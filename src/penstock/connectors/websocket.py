@@ -309,7 +309,8 @@ class Websocket(StreamingSource[WebsocketConfig]):
             return FatalError(
                 f"{self.config.url}: {error.verify_message}", code="PEN-5001", hint="check its certificate"
             )
-        return kind(f"{self.config.url}: {error or type(error).__name__}", code=code)
+        hint = "check `url`, and that the server runs" if self.config.mode == "client" else "check `url`"
+        return kind(f"{self.config.url}: {error or type(error).__name__}", code=code, hint=hint)
 
 
 class _Gate:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from confluent_kafka.admin import AdminClient, NewPartitions
 
-from kafka_topics import batches, fresh, make_topic, send, transaction, truncate
+from kafka_topics import batches, fresh, make_topic, remake_topic, send, transaction, truncate
 from penstock.connectors.kafka import read, undecided, watch
 from penstock.connectors.kafka.position import Offsets
 from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
@@ -131,6 +131,12 @@ def test_what_is_lost_is_counted_once(kafka: KafkaServer) -> None:
             truncate(kafka.bootstrap, topic, before)
             assert len(_records(source, end, source.latest(end, ReadLimit()))) == 100 - before
             assert lost() == 10 + before - 50
+        remake_topic(kafka.bootstrap, topic)  # its offsets begin anew, and so do its losses
+        send(kafka.bootstrap, topic, [b"x"] * 20)
+        end = source.latest(end, ReadLimit(rows=5))
+        truncate(kafka.bootstrap, topic, 8)
+        assert len(_records(source, end, source.latest(end, ReadLimit()))) == 12
+        assert lost() == 10 + 25 + 3
 
 
 def test_new_records_and_new_partitions_are_told_without_asking(

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
 
-from kafka_topics import fresh, make_topic, records
+from kafka_topics import delete_topic, fresh, make_topic, records
 from penstock.connectors.kafka import limits
 from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
 from penstock.errors import ConfigError, DataError, FatalError
@@ -132,6 +132,20 @@ def test_a_topic_that_takes_less_than_when_rows_were_staged_says_what_to_do(kafk
         alter(kafka, f"{stem}.lake.orders", "max.message.bytes", "50000")
         driver.commit_epoch(epoch, [receipt], END)
     assert len(records(kafka.bootstrap, f"{stem}.lake.orders")) == 1
+
+
+def test_a_topic_that_is_deleted_after_rows_were_staged_for_it_is_named(kafka: KafkaServer) -> None:
+    """It was waited for by every try of every run, and nothing would ever make it again."""
+    stem, epoch = fresh("gone"), epoch_of(1)
+    sink = make_sink(kafka, stem, options={"topic.metadata.propagation.max.ms": 500})
+    receipt = stage(sink, epoch, envelopes(3))
+    delete_topic(kafka.bootstrap, f"{stem}.lake.orders")
+    with opened_sink(sink) as driver:
+        with pytest.raises(FatalError, match=r"'gone-\w+\.lake\.orders' was deleted") as gone:
+            driver.commit_epoch(epoch, [receipt], END)
+        assert "offsets restage" in gone.value.hint
+        driver.commit_epoch(epoch, [stage(sink, epoch, envelopes(3))], END)
+    assert len(records(kafka.bootstrap, f"{stem}.lake.orders")) == 3
 
 
 def alter(kafka: KafkaServer, topic: str, name: str, value: str) -> None:

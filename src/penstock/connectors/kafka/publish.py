@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,7 +111,8 @@ class Publisher:
             yield sending
             producer.commit_transaction(self._config.transaction_timeout_ms / 1000)
         except KafkaException as error:
-            raise self._broken(error.args[0], time.monotonic() - began) from None
+            topics = sending.topics if sending is not None else set()
+            raise self._broken(error.args[0], time.monotonic() - began, topics) from None
         except BaseException:
             self._abort()
             raise
@@ -209,7 +210,7 @@ class Publisher:
             hint=f"the broker lost its end: kafka-transactions.sh find-hanging {where}, then abort {where}, and start again",
         )
 
-    def _broken(self, error: KafkaError, secs: float) -> ConnectorError:
+    def _broken(self, error: KafkaError, secs: float, topics: Set[str]) -> ConnectorError:
         """Whatever went wrong, the next try makes a new producer and asks the marker what became of this one."""
         self._abort()
         if error.code() in _FENCED and secs * 1000 >= self._config.transaction_timeout_ms:
@@ -221,7 +222,15 @@ class Publisher:
         if error.code() in _FENCED:
             return RetryableError("another producer took over while the epoch was published", code="PEN-2005")
         found = failure(error, "the epoch was not published")
-        if found.code == "PEN-5010":  # tasks have seen the topic, and not every broker may know it yet
+        is_unknown = found.code == "PEN-5010"
+        some_failed = is_unknown or error.code() == KafkaError._INCONSISTENT
+        if some_failed and (gone := topics - self._cluster.describe(sorted(topics)).keys()):
+            return FatalError(
+                f"the topic {min(gone)!r} was deleted after rows were staged for it",
+                code="PEN-5010",
+                hint="make it again, or have `penstock offsets restage FILE` stage the rows again, which makes it",
+            )
+        if is_unknown:  # tasks have seen the topic, and not every broker may know it yet
             return RetryableError(found.message, code="PEN-2007")
         return found if isinstance(found, ConfigError | FatalError) else RetryableError(found.message, code=found.code)
 

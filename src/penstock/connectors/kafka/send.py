@@ -49,8 +49,11 @@ class Sending:
         self._epoch = epoch_header(epoch) if config.headers else b""
         self._part = part
         self._rows = 0
+        self.topics: set[str] = set()
+        """Where rows were sent."""
 
     def send(self, topic: str, batch: pa.RecordBatch) -> None:
+        self.topics.add(topic)
         headers = batch.column("headers")
         is_bare = headers.null_count == len(headers) or not len(headers.keys)
         is_plain = is_bare and not self._epoch and not {"time", "partition"} & set(batch.schema.names)

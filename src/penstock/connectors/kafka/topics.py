@@ -26,8 +26,8 @@ class Topics:
         self.cluster = Cluster(config)
         self.known: dict[str, TopicInfo] = {}
         """As of the last look."""
-        self._lost: dict[Place, tuple[int, int, int]] = {}
-        """The last loss of a partition, half open, and how many were lost before it."""
+        self._lost: dict[tuple[str, int], tuple[int, int, int]] = {}
+        """The last loss of a partition of a topic's id, half open, and how many were lost before it."""
 
     @property
     def ids(self) -> dict[str, str]:
@@ -112,10 +112,11 @@ class Topics:
 
     def count_lost(self, place: Place, offset: int, lowest: int) -> None:
         """Records from `offset` on that are gone; the same ones may be reported again, and more of them."""
-        first, last, before = self._lost.get(place, (offset, offset, 0))
+        key = self.ids.get(place[0], ""), place[1]
+        first, last, before = self._lost.get(key, (offset, offset, 0))
         if offset > last:
             first, before = offset, before + last - first
-        self._lost[place] = first, max(last, lowest), before
+        self._lost[key] = first, max(last, lowest), before
 
     @property
     def _committed(self) -> bool:

@@ -130,6 +130,35 @@ class TestSlots:
             writer.commit()
             assert opened.latest(start, ReadLimit(until=start)).slots == 1
 
+    def test_a_drain_goes_on_though_the_transaction_ended_just_after_the_slot_was_given_up(self, database, monkeypatch):
+        with contextlib.closing(database.source()) as opened:
+            opened.open()
+            with monkeypatch.context() as patched:
+                patched.setattr(slot, "make_slot", lambda *args: None)
+                start = opened.initial()
+                with pytest.raises(RetryableError, match=r"PEN-2003 the replication slot .* waits for a transaction"):
+                    opened.latest(start, ReadLimit(until=start))
+            assert opened.latest(start, ReadLimit(until=start)).slots == 1
+
+    def test_health_names_the_transaction_while_the_server_lists_the_slot_that_waits_for_it(self, database, tmp_path):
+        with (
+            Lake(tmp_path, database.source(tables=["public.orders"])) as lake,
+            psycopg.connect(database.dsn, autocommit=True) as maker,
+            open_transaction(database) as writer,
+        ):
+            assert lake.loop.step() is None
+            made = threading.Thread(target=maker.execute, args=[slot.creating(database.name)], daemon=True)
+            made.start()
+            listed = f"SELECT FROM pg_replication_slots WHERE slot_name = '{database.name}'"
+            wait_until(lambda: database.connection.execute(listed).fetchone() is not None, "the slot is listed")
+            health = lake.source.health_check()
+            writer.commit()
+            made.join(60)
+            assert (health.state, f"pid {writer.info.backend_pid} " in health.reason) == ("degraded", True)
+            lake.catch_up()
+            database.run(f"SELECT pg_drop_replication_slot('{database.name}')")
+            assert lake.source.health_check().reason.endswith("does not exist any more")
+
     def test_a_lost_slot_is_made_again_once_the_transaction_has_ended(self, database, tmp_path):
         with Lake(tmp_path, database.source(tables=["public.orders"], snapshot="when_needed")) as lake:
             lake.catch_up()

@@ -101,6 +101,7 @@ class Planner:
             if found is None:
                 return LogPosition(slots=0)
         found = slots.verify_slot(found, self._config.slot, here)
+        self.slot_waits_for = None
         place = {"lsn": found.confirmed, "system": here.system, "timeline": here.timeline, "run": self._run}
         start = position.model_copy(update={**place, "refused": _left_out(self._session.tables)})
         # A slot that is older than this state has kept every published change since the targets were filled.
@@ -183,7 +184,7 @@ class Planner:
         """The end of the range that starts here; `start` itself if there is nothing to do. `planned`: the last answer."""
         if start.slots == 0:
             end = self._session.ask(self.begin)
-            if end.slots == 0 and limit.until is not None and self.slot_waits_for is not None:
+            if end.slots == 0 and limit.until is not None:
                 raise _waits(f"the replication slot {self._config.slot!r}", self.slot_waits_for)
             return end if end.slots else start
         try:
@@ -436,8 +437,9 @@ def _left_out(tables: Tables) -> dict[str, LeftOut]:
     return {stream: LeftOut(what=finding.what, fix=finding.fix) for stream, finding in tables.refused.items()}
 
 
-def _waits(what: str, writer: OpenTransaction) -> RetryableError:
-    return RetryableError(f"{what} waits for {writer}", code="PEN-2003", hint=writer.ending)
+def _waits(what: str, writer: OpenTransaction | None) -> RetryableError:
+    hint = writer.ending if writer else "it has ended by now, and the next try goes on"
+    return RetryableError(f"{what} waits for {writer or 'a transaction'}", code="PEN-2003", hint=hint)
 
 
 def _must_copy(table: Table, progress: TableProgress | None) -> bool:

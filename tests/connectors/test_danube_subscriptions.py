@@ -200,6 +200,18 @@ def test_a_broker_that_waits_for_room_at_a_consumer_that_died_is_read_on_as_that
             assert run.wait(1) == [b"two"]
 
 
+def test_few_acknowledgements_wait_at_the_broker_at_one_time(own: DanubeBroker) -> None:
+    """A real broker (0.15.1) with 32 of them stops the partition for good when the process dies then."""
+    own.tell("set", max_unacked=200, ack_delay_ms=20)
+    with Streaming(own, source(own, TOPIC), TOPIC) as run, PlainProducer(own.url, TOPIC) as producer:
+        for number in range(100):
+            producer.send(str(number).encode())
+        run.wait(100)
+        run.sender.make_durable()
+        wait_until(lambda: acked(own, TOPIC) == 100, "the acknowledgements")
+    assert 1 < own.tell("report")["most_acking"] <= 30
+
+
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 

@@ -50,8 +50,13 @@ SOON_SECS = 0.1
 TICK_SECS = 0.05
 GATHER_SECS = 0.002
 """How long messages gather before they go to the journal together: it takes a hundred as easily as one."""
-ACKS = 100
-"""Acknowledgements of one subscription that may wait for the broker's answer."""
+ACKS = 16
+"""
+Acknowledgements of one subscription that may wait for the broker's answer.
+
+A broker (0.15.1) queues 32 commands for a subscription. If that queue is full when the process dies, its partition stops for
+good: what notices the death waits for a place in the queue, and the queue for what notices the death. So half of it stays free.
+"""
 ACK_PAUSES = (0.0, 0.2, 1.0, 5.0)
 """Before each try at one acknowledgement: a message that comes again after half a minute may be too old to be known."""
 _TOO_LATE = grpc.StatusCode.DEADLINE_EXCEEDED

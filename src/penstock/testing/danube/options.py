@@ -15,6 +15,8 @@ class Options:
     max_unacked: int = 10
     """Messages of a subscription that may wait for their acknowledgement."""
     ack_timeout_ms: int = 30_000
+    ack_delay_ms: int = 0
+    """How long an acknowledgement waits before it is carried out."""
     base_redelivery_delay_ms: int = 1_000
     max_redelivery_delay_ms: int = 60_000
     max_redelivery_count: int = 5

@@ -36,6 +36,9 @@ class Broker(
         self._url = url
         self._subjects = subjects
         self.breaking: asyncio.Event = asyncio.Event()
+        self.acking = 0
+        self.most_acking = 0
+        """So many acknowledgements waited at one time."""
         self.stuck: set[str] = set()
         """Topics that wait for room at a consumer that died: nobody can subscribe until someone reads as that one."""
 
@@ -158,6 +161,12 @@ class Broker(
 
     async def Ack(self, request: Any, context: Any) -> Any:
         subscription = await self._subscription(request, context)
+        self.acking += 1
+        self.most_acking = max(self.most_acking, self.acking)
+        try:
+            await asyncio.sleep(self.options.ack_delay_ms / 1000)
+        finally:
+            self.acking -= 1
         if subscription is not None:
             subscription.ack(request.msg_id.topic_offset)
         return messages.AckResponse(request_id=request.request_id)
@@ -308,7 +317,7 @@ async def serve(port: int, directory: Path, options: Options) -> None:
 def _obey(command: dict[str, Any], broker: Broker, gate: Gate) -> Any:
     match command.pop("do"):
         case "report":
-            return {"topics": broker.topics.report(), "calls": gate.calls}
+            return {"topics": broker.topics.report(), "calls": gate.calls, "most_acking": broker.most_acking}
         case "read":
             topic = broker.topics.find(command["topic"])
             return [each.SerializeToString().hex() for each in topic.log] if topic else []

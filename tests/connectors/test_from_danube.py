@@ -286,3 +286,20 @@ class TestTheUrlOfTheFile:
     def test_a_file_of_theirs_that_is_run_as_it_is_says_what_to_do(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="--from-danube"):
             self.read(tmp_path, THEIRS)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ('[core]\nconnector_name = "shop"\n', r"\[core\]"),
+        ('connector_name = "shop"\n[server]\nport = 1\n[[endpoints]]\npath = "/in"\n', r"\[\[endpoints\]\]"),
+        ('connector_name = "shop"\n[[deltalake.topic_mappings]]\ntopic = "/a/b"\n', r"deltalake\.topic_mappings"),
+    ],
+)
+def test_a_file_of_an_earlier_version_is_refused_and_not_moved_without_its_routes(
+    tmp_path: Path, text: str, what: str
+) -> None:
+    file = tmp_path / "connector.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=f"earlier Danube Connect: it has .*{what}"):
+        convert(file)

@@ -57,6 +57,14 @@ class Moved:
         return "\n".join(lines) + "\n"
 
 
+def _earlier(data: Table) -> str | None:
+    """What only earlier versions called so: moved without it, the pipeline would be empty."""
+    mapped = next((name for name, table in data.items() if isinstance(table, dict) and "topic_mappings" in table), None)
+    if mapped is not None:
+        return f"[[{mapped}.topic_mappings]]"
+    return "[core]" if "core" in data else "[[endpoints]]" if "endpoints" in data else None
+
+
 def convert(file: Path) -> Moved:
     """Read a file of Danube Connect."""
     try:
@@ -65,6 +73,12 @@ def convert(file: Path) -> Moved:
         raise ConfigError(f"cannot read {file}: {error.strerror}", code="PEN-1015") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is no TOML file: {error}", code="PEN-1001") from error
+    if old := _earlier(data):
+        raise ConfigError(
+            f"{file} is a file of an earlier Danube Connect: it has {old}",
+            code="PEN-1016",
+            hint="write it as the newest version takes it, with the names at the top and [[routes]], and try again",
+        )
     if "connector_name" not in data and "danube_service_url" not in data:
         raise ConfigError(
             f"{file} is no file of Danube Connect: it has neither connector_name nor danube_service_url",

@@ -192,7 +192,8 @@ class Disk:
             if blocks:
                 self._note_age(segment.end, time.time())
         self.commits += 1
-        self._publish()
+        with disk_errors(self.directory):
+            self._publish()
 
     def retain(self, row: int) -> None:
         """Delete the segments that hold nothing but rows before `row`. May repeat."""

@@ -894,6 +894,31 @@ def test_json_comes_in_and_avro_goes_out(home: Home) -> None:
     assert (home.path / "out").read_bytes() == b"\x00\x00\x00\x00\x01\x02" + b"\x00\x00\x00\x00\x01\x04"
 
 
+@pytest.mark.parametrize(
+    ("strategy", "version"), [('"latest"', 2), ("{ pinned = 1 }", 1), ("{ minimum = 1 }", 2), ("{ minimum = 2 }", 2)]
+)
+def test_what_goes_out_is_written_by_the_version_that_was_chosen(home: Home, strategy: str, version: int) -> None:
+    fields: list[dict[str, Any]] = [{"name": "id", "type": "long"}]
+    home.put({"id": 1})
+    incoming = '[[schemas]]\ntopic = "/a"\nfor = "source"\nschema_type = "json"\n'
+    sent = '[[schemas]]\ntopic = "/a"\nfor = "sink"\nschema_type = "avro"\nsubject = "r"\nframing = "confluent"\n'
+    for more in ([], [{"name": "note", "type": ["null", "string"], "default": None}]):
+        schema = {"type": "record", "name": "R", "fields": fields + more}
+        (home.path / "r.avsc").write_text(json.dumps(schema))
+        home.pipeline(incoming + sent + 'schema_file = "r.avsc"\n')
+        with pytest.raises(SystemExit, match="0"):
+            cli.main(["schemas", str(home.path / "pipeline.toml"), "register"])
+    home.pipeline(incoming + sent + f"version_strategy = {strategy}\n")
+    file = home.path / "pipeline.toml"
+    text = file.read_text().replace(
+        'connector = "delta"\npath = "lake/{topic}"', 'connector = "test_messages:Sent"\npath = "out"'
+    )
+    file.write_text(text.replace("exactly-once", "at-least-once"))
+    supervisor.run(Pipeline.from_toml(file), ForkEngine(1), drain=True)
+    note = {1: b"", 2: b"\x00"}[version]
+    assert (home.path / "out").read_bytes() == b"\x00\x00\x00\x00" + bytes([version]) + b"\x02" + note
+
+
 def test_a_source_is_given_the_schema_of_each_of_its_topics(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr(Listed, "producer_configs", lambda self: given.extend(self.context.produces) or ())

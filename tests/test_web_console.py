@@ -314,7 +314,7 @@ def test_letters_of_a_named_sink_are_shown_as_well(tmp_path: Path) -> None:
         until(lambda: found.update(ask(made.url, f"/api/p/{id}/detail")[1]["letters"]) or found.get("open"))
         assert not (tmp_path / "state" / "dead_letters").exists()
         assert {group["rule"] for group in found["groups"]} == {"json.syntax"}
-        assert found["samples"][-1]["payload"] == '{"device": "broken'
+        assert '{"device": "broken' in {each["payload"] for each in found["samples"]}
     finally:
         made.end()
 

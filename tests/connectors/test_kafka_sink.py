@@ -19,7 +19,7 @@ from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError, SchemaError
 from penstock.formats import WireSchema, load
 from penstock.formats.debezium import Debezium
-from penstock.schema import with_key
+from penstock.schema import key_of, with_key
 from penstock.sink import Receipt, SinkContext, Task, TopicContext
 from penstock.testing import SinkContract
 from penstock.testing.kafka import KafkaServer
@@ -233,7 +233,36 @@ def test_changes_in_the_envelope_of_debezium(kafka: KafkaServer) -> None:
     write(make_sink(kafka, stem, mode="changes", partitions=1), 1, batch, context=context)
     (_, first), (key, second) = seen(kafka, stem)
     assert (first["op"], first["after"]) == ("c", {"id": 1, "name": "one"})
-    assert (key, second["op"], second["after"]) == (b"1", "d", None)
+    assert (key, second["op"], second["after"]) == (b'{"id":1}', "d", None)
+
+
+def test_a_row_that_moves_leaves_its_old_key_to_those_that_read_debeziums_envelopes(kafka: KafkaServer) -> None:
+    """It was one update under the new key: readers kept the old row, and one that was late with the old key revived it."""
+    stem = fresh("moved")
+    context = SinkContext({TOPIC: TopicContext(encoder=Debezium(Debezium.options_type()))})
+    batch = changes(
+        {"_op": "c", "id": 1, "name": "one"},
+        {"_op": "u", "id": 2, "name": "one", "_old_key": '{"id": 1}'},
+        {"_op": "u", "id": 2, "name": "two"},
+    )
+    write(make_sink(kafka, stem, mode="changes", partitions=1), 1, batch, context=context)
+    found = records(kafka.bootstrap, f"{stem}.lake.orders")
+    payloads, keys = (pa.array([getattr(each, what)() for each in found], pa.binary()) for what in ("value", "key"))
+    read = Debezium(Debezium.options_type()).decode_with_keys(payloads, keys)
+    assert not len(read.failures)
+    assert key_of(read.rows.schema) == ["id"]
+    rows = [(row["_op"], row["id"], row["name"], row["_old_key"]) for row in read.rows.to_pylist()]
+    assert rows == [("c", 1, "one", None), ("d", 1, None, None), ("c", 2, "one", None), ("u", 2, "two", None)]
+    assert keys.to_pylist() == [b'{"id":1}', b'{"id":1}', b'{"id":2}', b'{"id":2}']
+
+
+def test_a_row_that_moves_without_all_its_values_is_refused_in_debeziums_envelope(kafka: KafkaServer) -> None:
+    context = SinkContext({TOPIC: TopicContext(encoder=Debezium(Debezium.options_type()))})
+    moved = {"_op": "u", "id": 2, "_old_key": '{"id": 1}', "_unchanged": ["name"]}
+    batch = changes({"_op": "c", "id": 1, "name": "one"}, moved)
+    with pytest.raises(DataError, match="does not carry all its values") as refused:
+        write(make_sink(kafka, fresh("moved"), mode="changes", partitions=1), 1, batch, context=context)
+    assert list(refused.value.rows) == [1]
 
 
 def test_headers_say_which_epoch_a_row_is_of_and_its_place_there(kafka: KafkaServer) -> None:
@@ -297,6 +326,23 @@ def test_a_topic_that_does_not_exist_can_be_an_error(kafka: KafkaServer) -> None
             sink.write_batch(TOPIC, rows(0))
         with pytest.raises(ConfigError, match="PEN-1010"):
             sink.write_batch("/white space", rows(0))
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        ({"replication": 3}, "lower `replication`"),
+        ({"topic_config": {"clean.policy": "compact"}}, "correct `topic_config`"),
+    ],
+)
+def test_a_topic_that_the_brokers_refuse_to_make_says_what_to_change(
+    kafka: KafkaServer, options: dict[str, Any], hint: str
+) -> None:
+    with opened_sink(make_sink(kafka, fresh("refused"), **options)) as sink:
+        sink.begin_epoch(epoch_of(1), Task(0))
+        with pytest.raises(FatalError) as refused:
+            sink.write_batch(TOPIC, rows(0))
+    assert hint in refused.value.hint
 
 
 def test_rows_without_changes_or_keys_do_not_fit_their_modes(kafka: KafkaServer) -> None:

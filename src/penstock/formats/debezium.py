@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from penstock.formats import Decoded, Failed, Failures, Format, Resolver, WireSc
 from penstock.formats.avro import Avro, AvroConfig
 from penstock.formats.envelope import Envelopes, bare, can_meet
 from penstock.formats.json import Json, JsonConfig
+from penstock.formats.json_text import objects
 from penstock.formats.pieces import record_batch
 from penstock.schema import key_of, with_key
 
@@ -239,6 +241,57 @@ def _row_fields(inner: pa.Schema) -> list[pa.Field]:
             hint="use the schema of the topic's values as Debezium registers it",
         )
     return list(kind)
+
+
+def keys_of(rows: pa.RecordBatch, names: Sequence[str]) -> pa.Array:
+    """The keys of messages as Debezium writes them: JSON objects, also of one column; null where a change has no key."""
+    columns = [rows.column(name) for name in names]
+    is_whole = pc.invert(functools.reduce(pc.or_, [each.is_null() for each in columns]))
+    texts = objects(list(names), columns, rows.num_rows).cast(pa.binary())
+    return pc.if_else(is_whole, texts, pa.scalar(None, pa.binary()))
+
+
+def without_moves(rows: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
+    """
+    A row that gets another key as Debezium writes it: a delete under the old key, then a row that is new.
+
+    One message under the new key would be in another partition than what came before under the old one, and a reader that
+    is late there would bring the old row back.
+    """
+    at = rows.schema.get_field_index("_old_key")
+    moved = np.flatnonzero(rows.column(at).is_valid().to_numpy(zero_copy_only=False)) if at >= 0 else np.empty(0, int)
+    if not len(moved):
+        return rows
+    _refuse_part_of_a_row(rows, moved)
+    places, count = pa.array(moved), len(moved)
+    old = unpack_keys(rows.column(at).take(places), pa.schema([rows.schema.field(name) for name in names]))
+    deletes = {field.name: pa.nulls(count, field.type) for field in rows.schema}
+    deletes |= {name: rows.column(name).take(places) for name in ("_position", "_txid", "_committed_at")}
+    deletes |= {name: old.column(name).combine_chunks() for name in names}
+    deletes["_op"] = pa.repeat(Op.DELETE.value, count)
+    is_moved = np.zeros(rows.num_rows, bool)
+    is_moved[moved] = True
+    new = {name: rows.column(name) for name in rows.schema.names}
+    new["_op"] = pc.if_else(pa.array(is_moved), Op.INSERT.value, rows.column("_op"))
+    new["_old_key"] = pa.nulls(rows.num_rows, rows.schema.field(at).type)
+    both = pa.Table.from_batches([pa.RecordBatch.from_pydict(each, schema=rows.schema) for each in (new, deletes)])
+    order = np.argsort(np.concatenate([np.arange(rows.num_rows) + 0.5, moved]), kind="stable")
+    (found,) = both.combine_chunks().to_batches()
+    return found.take(pa.array(order))
+
+
+def _refuse_part_of_a_row(rows: pa.RecordBatch, moved: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+    """Who reads a delete and a new row has no old one any more to take the rest of the values from."""
+    if "_unchanged" not in rows.schema.names:
+        return
+    lengths = pc.fill_null(pc.list_value_length(rows.column("_unchanged")), 0).to_numpy(zero_copy_only=False)
+    if len(parts := moved[lengths[moved] > 0]):
+        error = DataError(
+            "a row got another key, and the change does not carry all its values",
+            hint="ALTER TABLE … REPLICA IDENTITY FULL at the source",
+        )
+        error.rows, error.count = parts.tolist(), len(parts)
+        raise error
 
 
 def _own_known(known: pa.Schema) -> pa.Schema:

@@ -14,6 +14,8 @@ from penstock.changes import Op, is_changelog, own_columns
 from penstock.changes.old_key import unpack_keys
 from penstock.connectors.messages import Messages, encode, refuse_rows
 from penstock.errors import DataError, SchemaError
+from penstock.formats import debezium
+from penstock.formats.debezium import Debezium
 from penstock.schema import is_envelope, key_of
 from penstock.sink import TopicContext
 
@@ -113,7 +115,7 @@ def _of_mode(batch: pa.RecordBatch, context: TopicContext, config: Any) -> Recor
                 code="PEN-4002",
                 hint='use mode = "append" or "upsert"',
             )
-        return Records.of(encode(batch, context, config.key or key_of(batch.schema)))
+        return _changes(batch, context, list(config.key) or key_of(batch.schema))
     if context.encoder is None and is_envelope(batch.schema):  # they go on under the keys that they came with
         return _keyed(encode(batch, context, config.key))
     key = list(config.key) or key_of(batch.schema)
@@ -124,6 +126,17 @@ def _of_mode(batch: pa.RecordBatch, context: TopicContext, config: Any) -> Recor
             hint="set `key` in the sink to columns of the topic",
         )
     return _upserts(batch, context, key) if is_changelog(batch.schema) else _keyed(encode(batch, context, config.key))
+
+
+def _changes(batch: pa.RecordBatch, context: TopicContext, key: Sequence[str]) -> Records:
+    """Each change under its key. In Debezium's envelope it is under the key as Debezium writes it, and so is a row that moved."""
+    if not isinstance(context.encoder, Debezium) or not key or set(key) - set(batch.schema.names):
+        return Records.of(encode(batch, context, key))
+    own = key_of(batch.schema) or key
+    if set(key) <= set(own):  # else nothing says that the message's key is another one
+        batch = debezium.without_moves(batch, own)
+    messages = encode(batch, context, key)
+    return Records.of(Messages(messages.payloads, debezium.keys_of(batch, key), messages.attributes))
 
 
 def _keyed(messages: Messages) -> Records:

@@ -62,6 +62,13 @@ _FATAL = (
     KafkaError.INVALID_PARTITIONS,
     KafkaError.UNSUPPORTED_VERSION,
 )
+_WAYS_ON = {
+    KafkaError.INVALID_CONFIG: "correct `topic_config` in the sink, or make the topic yourself",
+    KafkaError.INVALID_REPLICATION_FACTOR: "lower `replication` in the sink, or make the topic yourself",
+    KafkaError.INVALID_PARTITIONS: "correct `partitions` in the sink, or make the topic yourself",
+    KafkaError.POLICY_VIOLATION: "the brokers have rules for new topics: correct `partitions`, `replication` and `topic_config`",
+    KafkaError.UNSUPPORTED_VERSION: "update the brokers",
+}
 _NOT_TAKEN = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_TIMESTAMP, KafkaError.INVALID_RECORD)
 """What tasks look at before they stage rows (see `limits`)."""
 
@@ -144,7 +151,7 @@ def failure(error: KafkaError, what: str) -> ConnectorError:
             "with `penstock offsets restage FILE`",
         )
     if code in _FATAL:
-        return FatalError(text)
+        return FatalError(text, hint=_WAYS_ON.get(code, ""))
     timed_out = code in (KafkaError._TIMED_OUT, KafkaError.REQUEST_TIMED_OUT, KafkaError._MSG_TIMED_OUT)
     return RetryableError(text, code="PEN-2003" if timed_out else "PEN-2001")
 

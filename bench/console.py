@@ -17,13 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
-from measure import Bench
+from measure import Bench, environment
 
 from penstock.runtime.telemetry import STATUS_FILE, Telemetry
 from penstock.runtime.telemetry.history import COARSE_SECS, FIELDS, Rings
@@ -70,8 +69,8 @@ def stopped_pipeline(state: Path) -> None:
 
 
 def servers(bench: Bench, state: Path) -> None:
-    peers = cache() / "bench-console"
-    python = installed(peers)
+    peers = environment("console", *PYTHON_PEERS)
+    python = str(peers / "bin" / "python")
     told = {}
     for name, command in {
         "ours": [sys.executable, "-m", "penstock", "console", str(state), "--port", "PORT"],
@@ -98,18 +97,6 @@ def servers(bench: Bench, state: Path) -> None:
     bench.claim("console_answers_vs_20_pages", told["ours"][0] / needed, ">=", 5)
     bench.claim("console_cpu_vs_starlette", told["ours"][1] / told["starlette"][1], "<=", 2)
     bench.claim("console_server_memory_vs_starlette", (ours[1] - bare[1]) / (theirs[1] - bare[1]), "<=", 1)
-
-
-def installed(environment: Path) -> str:
-    """The interpreter of the environment with the peers; made once."""
-    python = environment / "bin" / "python"
-    if not (environment / "done").exists():
-        shutil.rmtree(environment, ignore_errors=True)
-        venv.create(environment, with_pip=True)
-        free = {name: value for name, value in os.environ.items() if not name.endswith("_CONSTRAINT")}
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *PYTHON_PEERS], check=True, env=free)
-        (environment / "done").touch()
-    return str(python)
 
 
 def packages(environment: Path) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
+import venv
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +17,8 @@ from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
+
+from penstock.testing.s3 import cache
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -94,6 +98,18 @@ def together(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     claims = {claim["name"]: claim for claim in [*before["claims"], *now["claims"]]}
     seconds = before["seconds"] + now["seconds"]
     return {**now, "seconds": seconds, "rows": list(rows.values()), "claims": list(claims.values())}
+
+
+def environment(name: str, *packages: str) -> Path:
+    """A virtual environment of its own for peers, made once; they are not held to our versions of what they need."""
+    made = cache() / f"bench-{name}"
+    if not (made / "done").exists():
+        shutil.rmtree(made, ignore_errors=True)
+        venv.create(made, with_pip=True)
+        free = {name: value for name, value in os.environ.items() if not name.endswith("_CONSTRAINT")}
+        subprocess.run([made / "bin" / "python", "-m", "pip", "install", "--quiet", *packages], check=True, env=free)
+        (made / "done").touch()
+    return made
 
 
 def commit() -> str:

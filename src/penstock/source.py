@@ -191,15 +191,16 @@ class ProducerConfig:
 
 @dataclass(frozen=True)
 class ReadLimit:
-    """How much one epoch may read. `rows`, `bytes` and `parallelism` are hints; `until` is a law."""
+    """How much one epoch may read. `rows`, `bytes` and `parallelism` are hints; `until` and `whole` are laws."""
 
     rows: int | None = None
     parallelism: int = 1
     """Tasks that can run at once; `split` need not make more splits than this."""
     until: Position | None = None
     """Read nothing past this position, which `latest` gave before (`--drain`). `bounded` applies it."""
-    bytes: int | None = None
-    """For sources that know the size of what they have not read."""
+    bytes: int | None = None  # for sources that know the size of what they have not read
+    whole: bool = False
+    """All that is there is wanted (`--drain` begins): what is not known now is a `RetryableError`, not left for later."""
 
     def bounded(self, end: P) -> P:
         """`end`, or the lesser of `end` and `until`: number by number and text by text, which fits most positions."""
@@ -486,8 +487,8 @@ class BufferedBridge(Generic[T]):
 
 def _in_words(value: Json) -> str:
     if isinstance(value, dict):
-        shown = [f"{name} {_in_words(each)}" for name, each in list(value.items())[:8]]
-        return ", ".join(shown) + (f" and {len(value) - 8:,} more" if len(value) > 8 else "")
+        shown = ", ".join(f"{name} {_in_words(each)}" for name, each in list(value.items())[:8])
+        return shown + (f" and {len(value) - 8:,} more" if len(value) > 8 else "")
     if isinstance(value, list):
         return f"{len(value):,} entries" if len(value) != 1 else "1 entry"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

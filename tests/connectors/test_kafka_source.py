@@ -236,6 +236,30 @@ def test_a_topic_that_is_deleted_is_named_instead_of_waited_for(
         assert topic not in source.latest(end, ReadLimit()).topics
 
 
+@pytest.mark.parametrize("is_made_again", [True, False])
+def test_an_epoch_of_a_topic_that_is_gone_can_still_be_read_if_losses_are_accepted(
+    kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch, is_made_again: bool
+) -> None:
+    """It stopped, at each start again, with the advice to set what was set."""
+    monkeypatch.setattr(read, "NO_PROGRESS_SECS", 1.0)
+    kept, topic = (make_topic(kafka.bootstrap, fresh(name)) for name in ("kept", "lost"))
+    send(kafka.bootstrap, kept, [b"kept"])
+    send(kafka.bootstrap, topic, [b"old"] * 3)
+    with opened_source(make_source(kafka, f"^{topic}$", kept, on_lost="earliest")) as source:
+        start = source.initial()
+        end = source.latest(start, ReadLimit())
+        splits = source.split(start, end)
+        if is_made_again:
+            remake_topic(kafka.bootstrap, topic)
+            send(kafka.bootstrap, topic, [b"new"] * 3)
+        else:
+            delete_topic(kafka.bootstrap, topic)
+        with pytest.raises(RetryableError, match=topic):
+            [list(source.read(split)) for split in splits]
+        assert payloads(source, start, end) == [b"kept"]
+        assert payloads(source, end, source.latest(end, ReadLimit())) == [b"new"] * (3 * is_made_again)
+
+
 # -- what comes while it runs ------------------------------------------------------------------------------------------
 
 
@@ -296,6 +320,32 @@ def test_a_partition_without_a_leader_is_waited_for_before_a_first_run_begins(
             with pytest.raises(RetryableError, match=r"leaderless.*/1 has no leader"):
                 source.initial()
         assert len(list(source.initial().places())) == 2
+
+
+def test_a_drain_does_not_end_before_a_partition_that_has_no_leader_for_now(
+    kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended well, and the records of the partition were left for another run."""
+    topic = make_topic(kafka.bootstrap, fresh("leaderless"), 2)
+    for partition in (0, 1):
+        send(kafka.bootstrap, topic, [b"there"], partition)
+    edges = Cluster.edges
+
+    def without_one(self: Cluster, places: Any, committed: bool = True) -> Any:
+        return edges(self, [place for place in places if place[1] != 1], committed)
+
+    with opened_source(make_source(kafka, topic)) as source:
+        start = source.initial()
+        until = source.latest(start, ReadLimit(whole=True))
+        monkeypatch.setattr(Cluster, "edges", without_one)
+        with pytest.raises(RetryableError, match=r"leaderless.*/1 has no leader"):
+            source.latest(start, ReadLimit(whole=True))
+        part = source.latest(start, ReadLimit(until=until))
+        assert dict(part.places())[topic, 0] == 1
+        with pytest.raises(RetryableError, match=r"leaderless.*/1 has no leader"):
+            source.latest(part, ReadLimit(until=until))
+        monkeypatch.undo()
+        assert source.latest(part, ReadLimit(until=until)) == until
 
 
 def test_a_group_that_is_behind_an_open_transaction_is_waited_for(kafka: KafkaServer) -> None:

@@ -68,7 +68,9 @@ class BatchReader(Ranges, DataSourceReader):  # type: ignore[misc]
     def partitions(self) -> list[InputPartition]:
         with opened(self._source):
             start = self._source.initial()
-            return self.splits(start, self._source.latest(start, ReadLimit(parallelism=os.cpu_count() or 1)))
+            return self.splits(
+                start, self._source.latest(start, ReadLimit(parallelism=os.cpu_count() or 1, whole=True))
+            )
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return self.rows(partition)

@@ -118,6 +118,8 @@ class Reader:
             now = found.get(piece.topic)
             if now is None or now.id != piece.id:
                 what = "is gone" if now is None else "was deleted and made again while it was read"
+                if self._config.on_lost == "earliest":  # planned again, the range is without it
+                    raise RetryableError(f"the topic {piece.topic!r} {what}")
                 raise lost(f"the topic {piece.topic!r} {what}")
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from penstock.connectors.kafka.client import Cluster, ClusterConfig, Place, consumer, failure
 from penstock.connectors.kafka.position import KafkaSplit, Offsets, Piece, Sizes, packed, shares
 from penstock.connectors.kafka.read import Reader
-from penstock.connectors.kafka.topics import Topics, matching
+from penstock.connectors.kafka.topics import Topics, matching, no_leader
 from penstock.connectors.kafka.undecided import Undecided
 from penstock.connectors.kafka.watch import Watch
 from penstock.durable import Json
@@ -205,6 +205,7 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
             begin = {place: offset for place, offset in begin.items() if bounds[place] is not None}
         backlog = {place: max(0, end[place] - offset) for place, offset in begin.items()}
         taken = self._within(backlog, begin, limit)
+        topics.require_leaders(start, limit, first, any(taken.values()))
         ends = {place: offset + taken[place] for place, offset in begin.items()}
         self._left = {place: (ends[place], left) for place in ends if (left := backlog[place] - taken[place])}
         self._is_planned = True
@@ -238,12 +239,15 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
         ]
         behind = [place for place, _ in end.places()] if self.config.on_lost == "earliest" else fresh
         lowest, _ = self._topics.edges(behind)
+        gone = self._topics.gone(end)
         pieces = []
         for place, offset in sorted(end.places()):
+            if place[0] in gone:
+                continue
             id = end.topics[place[0]].id
             known = start.next_of(place[0], id, place[1])
             if known is None and place not in lowest:
-                raise RetryableError(f"the partition {place[0]}/{place[1]} has no leader for now", code="PEN-2001")
+                raise no_leader(place)
             begin = max(known or 0, lowest.get(place, 0))
             if known is not None and known < begin:  # removed since the range was planned
                 self._topics.count_lost(place, known, min(begin, offset))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from confluent_kafka import TopicPartition
@@ -13,6 +13,7 @@ from penstock.connectors.kafka.client import ANSWER_SECS, Cluster, Place, TopicI
 from penstock.connectors.kafka.position import Offsets
 from penstock.connectors.kafka.read import peek
 from penstock.errors import RetryableError
+from penstock.source import ReadLimit
 
 PEEKED_PARTITIONS = 16
 """Partitions that are looked into, the fullest ones, to tell how large or how old records are."""
@@ -58,8 +59,7 @@ class Topics:
         places = self.places()
         first, end = self.edges(places)
         if missing := set(places) - first.keys():
-            name, partition = min(missing)
-            raise RetryableError(f"the partition {name}/{partition} has no leader for now", code="PEN-2001")
+            raise no_leader(min(missing))
         return first, end
 
     def peek(self, starts: Mapping[Place, int], backlog: Mapping[Place, int], count: int) -> Mapping[Place, list[Any]]:
@@ -93,6 +93,28 @@ class Topics:
                 what = "is gone" if found is None else "was deleted and made again: it has another id"
                 raise lost(f"the topic {name!r} {what}")
 
+    def gone(self, end: Offsets) -> set[str]:
+        """The topics of a planned range of which nothing is left to read, where that is no reason to stop."""
+        if self._config.on_lost == "stop":
+            return set()
+        now = self.cluster.describe(sorted(end.topics))
+        return {name for name, place in end.topics.items() if name not in now or now[name].id != place.id}
+
+    def require_leaders(self, start: Offsets, limit: ReadLimit, led: Collection[Place], is_more: bool) -> None:
+        """A drain must not end before partitions that have no leader for now."""
+        ids, until = self.ids, limit.until
+        missing = [place for place in self.places() if place not in led]
+        if isinstance(until, Offsets) and not is_more:
+            missing = [
+                (name, partition)
+                for name, partition in missing
+                if (until.next_of(name, ids[name], partition) or 0) > (start.next_of(name, ids[name], partition) or 0)
+            ]
+        elif not limit.whole:
+            return
+        if missing:
+            raise no_leader(min(missing))
+
     def not_lost(self, place: Place, offset: int, lowest: int, end: int) -> int:
         """Where a partition goes on: at its offset, unless its records are gone."""
         if lowest <= offset <= max(end, lowest):
@@ -124,6 +146,10 @@ class Topics:
 
     def _now(self) -> dict[str, TopicInfo]:
         return self.cluster.describe(matching(self._config.topics, self.cluster))
+
+
+def no_leader(place: Place) -> RetryableError:
+    return RetryableError(f"the partition {place[0]}/{place[1]} has no leader for now", code="PEN-2001")
 
 
 def matching(topics: Sequence[str], cluster: Cluster) -> list[str]:

@@ -120,7 +120,7 @@ class EpochLoop:
 
     def freeze(self) -> None:
         """Plan nothing beyond what the sources hold now."""
-        limit = ReadLimit(parallelism=self.engine.parallelism)
+        limit = ReadLimit(parallelism=self.engine.parallelism, whole=True)
         self.frozen = {name: source.latest(self.position(name), limit) for name, source in self.sources.items()}
 
     def step(self) -> EpochReport | None:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from kafka_topics import batches, delete_topic, fresh, make_topic, remake_topic, send, transaction, truncate, values
 from penstock.connectors.kafka import client, read
-from penstock.connectors.kafka.client import Cluster
+from penstock.connectors.kafka.client import Cluster, ClusterConfig
 from penstock.connectors.kafka.position import Offsets, Piece, packed
 from penstock.connectors.kafka.source import Kafka, KafkaConfig
 from penstock.errors import ConfigError, FatalError, RetryableError
@@ -302,12 +302,20 @@ def test_a_first_run_begins_where_it_is_told(kafka: KafkaServer, how: str) -> No
     assert found == {"earliest": [b"0", b"1", b"2", b"3"], "timestamp": [b"2", b"3"], "group": [b"3"]}.get(how, [])
 
 
+def led(kafka: KafkaServer, topic: str, partitions: int) -> str:
+    """A topic that was just made, once all its partitions have leaders."""
+    cluster = Cluster(ClusterConfig(bootstrap_servers=kafka.bootstrap))
+    places = [(topic, partition) for partition in range(partitions)]
+    wait_until(lambda: len(cluster.edges(places)[0]) == partitions, f"leaders of {topic}")
+    return topic
+
+
 @pytest.mark.parametrize("how", ["latest", "timestamp", "group"])
 def test_a_partition_without_a_leader_is_waited_for_before_a_first_run_begins(
     kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """What is not in the first position would be read from its first record, however old that is."""
-    topic = make_topic(kafka.bootstrap, fresh("leaderless"), 2)
+    topic = led(kafka, make_topic(kafka.bootstrap, fresh("leaderless"), 2), 2)
     start: Any = {"timestamp": {"timestamp": datetime.now(UTC)}, "group": {"group": "somebody"}}.get(how, how)
     edges = Cluster.edges
 
@@ -326,7 +334,7 @@ def test_a_drain_does_not_end_before_a_partition_that_has_no_leader_for_now(
     kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ended well, and the records of the partition were left for another run."""
-    topic = make_topic(kafka.bootstrap, fresh("leaderless"), 2)
+    topic = led(kafka, make_topic(kafka.bootstrap, fresh("leaderless"), 2), 2)
     for partition in (0, 1):
         send(kafka.bootstrap, topic, [b"there"], partition)
     edges = Cluster.edges

@@ -21,6 +21,7 @@ from penstock.pipeline.routing import partition_of
 from penstock.runtime.messages.clashes import ITEMS, Filled, clashing, having, leaves, only
 from penstock.schema.evolution import Policy
 from test_messages import NUMBERED, PIPELINE, Home
+from thorough import few
 
 
 @pytest.fixture
@@ -81,6 +82,10 @@ State.save = fatal
 """
 
 
+OFTEN = [({"s": [{"v": 1}]}, {"s": [{"V": 1}]}), ({"v": 1}, {"v": 2, "w": 1}, {"W": 3}, {"V": 4})]
+"""The deepest of the clashes and the widest; `make soak NAME=tests` tries the others."""
+
+
 def filled(rows: list[dict[str, Any]], *columns: str) -> list[int]:
     """The rows with values in one of the columns."""
     return sorted(row["id"] for row in rows if any(row.get(name) is not None for name in columns))
@@ -89,12 +94,15 @@ def filled(rows: list[dict[str, Any]], *columns: str) -> list[int]:
 @pytest.mark.parametrize(
     "odd",
     [
-        ({"v": 1}, {"V": 1}),
-        ({"s": {"v": 1}}, {"s": {"V": 1}}),
-        ({"s": [{"v": 1}]}, {"s": [{"V": 1}]}),
-        ({"w": 1, "v": 1}, {"w": 2, "V": 1}),
-        ({"v": 1}, {"V": {"x": 1}}),
-        ({"v": 1}, {"v": 2, "w": 1}, {"W": 3}, {"V": 4}),
+        pytest.param(odd, marks=() if odd in OFTEN else pytest.mark.soak)
+        for odd in (
+            ({"v": 1}, {"V": 1}),
+            ({"s": {"v": 1}}, {"s": {"V": 1}}),
+            ({"s": [{"v": 1}]}, {"s": [{"V": 1}]}),
+            ({"w": 1, "v": 1}, {"w": 2, "V": 1}),
+            ({"v": 1}, {"V": {"x": 1}}),
+            ({"v": 1}, {"v": 2, "w": 1}, {"W": 3}, {"V": 4}),
+        )
     ],
     ids=json.dumps,
 )
@@ -178,7 +186,7 @@ def test_only_the_sink_that_has_no_place_for_a_column_goes_without_its_rows(
     assert lost(home) == second
 
 
-@pytest.mark.parametrize("step", ["stage.after", "prepare.after", "commit.before", "commit.after"])
+@pytest.mark.parametrize("step", few(["stage.after", "prepare.after", "commit.before", "commit.after"]))
 def test_a_kill_after_the_second_stage_loses_and_doubles_nothing(home: Home, step: str) -> None:
     second = split_up(home)
 
@@ -234,7 +242,7 @@ def test_what_a_target_refuses_for_itself_is_left_to_the_tasks() -> None:
 
 
 def test_columns_that_are_too_many_for_one_table_are_those_of_the_later_task() -> None:
-    first, second = ([(f"{letter}{at}",) for at in range(900)] for letter in "ab")
+    first, second = ([(f"{letter}{at}",) for at in range(count)] for letter, count in (("a", 900), ("b", 705)))
     schema = pa.schema([(name, pa.int64()) for (name,) in [*first, *second]])
     check = partial(refuse_columns, "t", target=None, policy=Policy.EVOLVE)
     assert clashing(check, schema, [first, second], ()) == second[MOST_COLUMNS - 900 :]

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from penstock import __version__
-from penstock.cli import app, main, running
+from penstock.cli import app, checking, main, running
 from penstock.cli.view import closing, duration, panel, size, sparkline
 from penstock.errors import FatalError, RetryableError
 from penstock.pipeline import Pipeline
@@ -519,7 +519,8 @@ class TestCheck:
     @pytest.mark.parametrize(
         "master", ["local", "local[2]", "local[*]", "local[2, 3]", "yarn", "spark://a:7077,b:7077", "k8s://https://h:1"]
     )
-    def test_a_master_that_spark_knows_is_fine(self, cli, file, master):
+    def test_a_master_that_spark_knows_is_fine(self, cli, file, monkeypatch, master):
+        monkeypatch.setattr(checking, "on_cluster", lambda *given: ())  # there is none, and a JVM takes long to say so
         assert f"✓ Spark master {master}" in cli("check", file, "--master", master)[1]
 
     def test_without_java_it_is_not_ready(self, cli, file, monkeypatch, tmp_path):

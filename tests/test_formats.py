@@ -57,6 +57,13 @@ class TestFinding:
         strangers(json=f"{__name__}:Mine")
         assert load("json") is not Mine
 
+    @pytest.mark.parametrize("name", formats.BUILT_IN)
+    def test_a_built_in_format_is_found_without_a_look_at_all_that_is_installed(self, monkeypatch, name):
+        monkeypatch.setattr(
+            formats, "entry_points", lambda group: pytest.fail("it reads the metadata of every package")
+        )
+        assert load(name).name == name
+
     @pytest.mark.parametrize(
         ("target", "message"),
         [("nowhere:Mine", "ModuleNotFoundError"), ("pathlib:Pat", "Pat"), ("pathlib:Path", "is no format")],

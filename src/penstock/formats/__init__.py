@@ -199,8 +199,7 @@ def entries() -> list[Entry]:
     return [*BUILT_IN.values(), *points]
 
 
-def load(name: str) -> type[Format[Any]]:
-    """The class of a format."""
+def _installed(name: str) -> Entry:
     found = {entry.name: entry for entry in entries()}
     if name not in found:
         near = next(iter(difflib.get_close_matches(name, found, n=1)), None)
@@ -209,7 +208,12 @@ def load(name: str) -> type[Format[Any]]:
             code="PEN-1006",
             hint=f"there are {', '.join(sorted(found))}",
         )
-    entry = found[name]
+    return found[name]
+
+
+def load(name: str) -> type[Format[Any]]:
+    """The class of a format; asked for in every epoch, so that a built-in one must not take a look at all that is installed."""
+    entry = BUILT_IN.get(name) or _installed(name)
     missing = next((module for module in entry.modules if find_spec(module) is None), None)
     if missing:
         raise ConfigError(

@@ -67,7 +67,9 @@ class Registry(SchemaRegistryAware, Protocol):
 
 def registry_type(name: str) -> type[Registry]:
     """The class of a registry by the `type` in `[registry]`."""
-    targets = {**{point.name: point.value for point in entry_points(group=GROUP)}, **BUILT_IN}
+    targets = dict(BUILT_IN)
+    if name not in targets:  # else there is no need to look at all that is installed
+        targets |= {point.name: point.value for point in entry_points(group=GROUP) if point.name not in BUILT_IN}
     if name not in targets:
         near = difflib.get_close_matches(name, targets, n=1)
         guess = f"; did you mean {near[0]!r}?" if near else ""

@@ -86,6 +86,33 @@ def test_check_as_json_has_every_finding_with_its_fix(cli: Any, file: Path, tmp_
     assert wrong[0]["fix"]
 
 
+@pytest.mark.parametrize(("key", "named"), [("", "none is named"), ('key = ["ids"]', "ids"), ('key = ["id"]', None)])
+def test_check_called_a_sink_ready_whose_rows_have_no_key_to_be_applied_by(
+    cli: Any, file: Path, tmp_path: Path, key: str, named: str | None
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text('{"id": 1}\n')
+    file.write_text(
+        f"""
+        connector_name = "keys"
+        [source]
+        connector = "files"
+        path = "in/*.jsonl"
+        [sink]
+        connector = "delta"
+        path = "lake/{{topic}}"
+        mode = "upsert"
+        {key}
+        """
+    )
+    code, out, _ = cli("check", file, "--json")
+    wrong = [each for each in json.loads(out)["findings"] if not each["ok"]]
+    assert [code, *(each["what"] for each in wrong)] == (
+        [0] if named is None else [1, f"PEN-4002 /files has no key that every row has: {named}"]
+    )
+    assert all("`key`" in each["fix"] for each in wrong)
+
+
 def test_a_log_of_json_has_an_object_per_line(cli: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "run", lambda *_, telemetry, **__: telemetry.epoch(report(7)))
     code, _, err = cli("run", file, "--log-format", "json")

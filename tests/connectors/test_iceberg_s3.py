@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pyarrow as pa
 import pytest
 from pyiceberg.catalog.sql import SqlCatalog
@@ -10,6 +13,7 @@ from sink_protocol import END, ORDERS, epoch, rows, stage
 
 from penstock import store
 from penstock.config import Config
+from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.iceberg import Iceberg, IcebergConfig
 from penstock.connectors.iceberg.catalog import Catalog
 from penstock.connectors.iceberg.io import StoreIO, properties_for
@@ -167,3 +171,39 @@ def test_a_bucket_is_known_by_its_whole_name_and_by_its_server():
         assert (beside.store.url, beside.key) == ("s3://lake-two", "a/b")
         own = io.new_input("s3://lake/a/b")._place
         assert (own.store.options, own.key) == (server.store.options, "a/b")
+
+
+def test_the_page_shows_how_to_read_both_kinds_of_tables(make, place, s3, tmp_path):
+    sinks = (
+        make(mode="upsert", key=("id",)),
+        Delta(
+            DeltaConfig(
+                path=f"{place}/{{topic}}",
+                storage_options=place.store.options,
+                mode="upsert",
+                key=("id",),
+                apply="vectors",
+            )
+        ),
+    )
+    page = (Path(__file__).parents[2] / "docs" / "object-stores.md").read_text()
+    (shown,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    for ours, theirs in (
+        ("https://minio.example:9000", s3.endpoint),
+        ("eu-central-1", "us-east-1"),
+        ("s3://lake/shop/orders", f"{place}/lines"),
+        ("sqlite:///lake/catalog.db", f"sqlite:///{tmp_path}/.catalog.db"),
+        ("options = {", 'options = {"allow_http": "true", '),
+        ("orders = ", "found[len(found)] = "),
+    ):
+        assert ours in shown
+        shown = shown.replace(ours, theirs)
+    for sink, topic in zip(sinks, ("/orders", "/lines"), strict=True):
+        sink.open()
+        for number in (1, 2):
+            sink.commit_epoch(epoch(number), [stage(sink, epoch(number), rows(0, 600), topic=topic)], END)
+    found = {}
+    exec(shown, {"key": KEY, "secret": SECRET, "found": found})
+    assert [sorted(each["id"].to_list() if i != 1 else each["id"].to_pylist()) for i, each in found.items()] == [
+        list(range(600))
+    ] * 3

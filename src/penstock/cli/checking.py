@@ -23,8 +23,9 @@ from penstock.errors import CODES, ConfigError, ConnectorError, from_text, is_of
 from penstock.pipeline import Pipeline
 from penstock.pipeline.checks import stream_notices
 from penstock.runtime import readiness
+from penstock.runtime.job import is_plain
 from penstock.runtime.messages.foreseen import LETTERS, message_targets, misfits
-from penstock.schema import discover
+from penstock.schema import discover, is_envelope, key_of
 from penstock.sink import SinkConnector
 from penstock.source import Connector, Finding, ProducerConfig, Schemas, SourceConnector, SourceContext, StreamingSource
 from penstock.spark.java import find_java, java_problem
@@ -258,11 +259,28 @@ def _places(name: str, sink: SinkConnector[Any, Any], streams: dict[str, Schemas
             if not is_of_stream(error):
                 raise
             yield Finding(False, f"{topic} is left out: {error.code} {error.message}", error.hint)
+    yield from _keyless(name, sink, streams, looks)
     pipeline, lived_with = looks.pipeline, looks.lived_with()
     for stops, misfit in misfits(
         looks.decoders(), pipeline.router, pipeline.sources, {name: sink}, streams, lived_with
     ):
         yield _refusal(misfit) if stops else Finding(True, f"{misfit.code} {misfit.message}", LETTERS)
+
+
+def _keyless(name: str, sink: SinkConnector[Any, Any], streams: dict[str, Schemas], looks: Looks) -> Iterator[Finding]:
+    """Topics whose rows a sink would apply by key, and that have none; what SQL makes of rows is known to Spark alone."""
+    option = getattr(sink.config, "key", None)
+    if not sink.capabilities.upsert or option is None:
+        return
+    for source, known in streams.items():
+        for stream, schema in sorted(known.items()):
+            key = list(option) or key_of(schema)
+            if not schema.names or is_envelope(schema) or (key and set(key) <= set(schema.names)):
+                continue
+            for target in targets(looks.pipeline, source, stream):
+                if name in target.sinks and is_plain(target.route):
+                    what = f"{target.topic} has no key that every row has: {', '.join(key) or 'none is named'}"
+                    yield Finding(False, f"PEN-4002 {what}", "set `key` in the sink to columns of the topic")
 
 
 def _schemas(pipeline: Pipeline) -> Iterator[Finding]:

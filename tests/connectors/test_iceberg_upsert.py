@@ -321,6 +321,14 @@ def test_the_index_is_only_a_cache(make, table, tmp_path):
     assert names(table()) == state
 
 
+def test_a_row_of_others_whose_key_is_null_was_taken_for_the_row_with_the_key_zero(make, table):
+    fill(make(), 10)
+    table().append(pa.table({"id": [None], "name": ["nobody's"], "doc": [""]}, PLAIN))
+    commit(make(), 2, upserts({0: "two"}))
+    found = {row["id"]: row["name"] for row in table().scan().to_arrow().to_pylist()}
+    assert found == {**{id: f"row {id}" for id in range(10)}, 0: "two", None: "nobody's"}
+
+
 def test_a_date_that_becomes_a_timestamp_is_refused(sink):
     day = pa.schema([("id", pa.int64()), ("at", pa.date32())])
     commit(sink, 1, changes({"_op": "c", "id": 1}, schema=day))

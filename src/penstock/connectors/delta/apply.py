@@ -274,10 +274,8 @@ class Applying:
             return DeltaWork(topic=self.upsert.topic, bytes=size, upsert=self.upsert, files=tuple(group), purges=purges)
 
         marking = self.marking(self.keys_only) if not self.keys_only.truncated else None
-        ready: list[TableFile] = []
-        if marking is not None:
-            files = [file for file in files if file not in purged]
-            ready = [file for file in files if marking.index.has(file)]
+        files = [file for file in files if file not in purged]
+        ready = [file for file in files if marking.index.has(file)] if marking is not None else []
         rest = [file for file in files if file not in ready]
         return [
             *([work(ready, 0)] if ready else []),

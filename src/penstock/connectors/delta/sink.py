@@ -94,6 +94,11 @@ class Delta(LakeSink[DeltaConfig]):
             "old rows are marked in deletion vectors: `DeltaTable.count()` counts them, `to_pyarrow_table()` refuses the "
             "table, and `vacuum(full=True)` of deltalake destroys it (docs/upserts.md)"
         )
+        if self.config.partition_by:
+            what += (
+                "; polars 2.1 shows deleted rows too in partitions whose value has other characters than letters of ASCII, "
+                "digits and `_.-~`"
+            )
         return (*found, Finding(True, what))
 
     def spec(self) -> FileSpec:

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from penstock import durable, store
 from penstock.changes.hashing import Words, is_word
-from penstock.changes.keys import Equality, Ints, hashes_of, same_keys
+from penstock.changes.keys import Equality, Ints, bools, hashes_of, same_keys
 from penstock.connectors.lake.targets import HIDDEN
 from penstock.store import Place
 
@@ -101,7 +101,7 @@ class Index:
     def part(self, file: File) -> Part:
         name = self._name(file)
         if name not in self.known:
-            self.known[name] = self._stored(name, file) or self._made(name, file)
+            self.known[name] = self._stored(name) or self._made(name, file)
         return self.known[name]
 
     def keep_only(self, files: Iterable[File]) -> None:
@@ -129,7 +129,7 @@ class Index:
         ]
         return hashlib.sha256(durable.canonical(said).encode()).hexdigest()[:32]
 
-    def _stored(self, name: str, file: File) -> Part | None:
+    def _stored(self, name: str) -> Part | None:
         try:
             data = _whole(_mapped(self._directory / name))
             rows = pa.ipc.open_file(data).read_all() if data is not None else None
@@ -137,17 +137,16 @@ class Index:
             return None
         if rows is None:
             return None
-        return (
-            Part(rows)
-            if rows.num_rows == file.rows and (rows.schema.metadata or {}).get(_OF) == name.encode()
-            else None
-        )
+        return Part(rows) if (rows.schema.metadata or {}).get(_OF) == name.encode() else None
 
     def _made(self, name: str, file: File) -> Part:
         pieces = list(self.read(file, self.key))
         keys = self.equality.canonical(pa.concat_tables([*pieces, self.key.empty_table()]))
         numbers = hashes_of(keys)
         order = np.argsort(numbers, kind="stable")
+        if any(column.null_count for column in keys.columns):  # a null is no key, and has the number of one
+            is_key = np.logical_and.reduce([bools(column.is_valid()) for column in keys.columns])
+            order = order[is_key[order]]
         places = order.astype(np.uint32) if len(order) <= 1 << 32 else order  # a quarter fewer bytes
         columns = {_NUMBER: pa.array(numbers[order]), _ROW: pa.array(places)}
         if not is_exact(self.key):

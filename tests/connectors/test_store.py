@@ -231,6 +231,24 @@ class TestObjects:
         with pytest.raises(FatalError, match=r"PEN-5009.*1024 bytes"):
             store.put(bucket / ("x" * 200) / ("y" * 200) / ("z" * 700), b"")
 
+    @pytest.mark.parametrize("is_large", [False, True], ids=["one request", "parts"])
+    def test_a_conflict_that_answered_a_plain_put_stopped_the_pipeline_as_unknown(self, s3, is_large):
+        """S3 gives it to any request that meets another one about the same key."""
+
+        def write(place):
+            upload = store.writer(place)
+            upload.file.write(b"x" * (11 << 20))
+            upload.finish()
+
+        with Spoiler(s3.port) as spoiler:
+            place = store.at(f"{s3.bucket()}/a", options(**s3.options(endpoint=spoiler.endpoint)))
+            spoiler.spoil("PUT", "/a", "409")
+            write_it = write if is_large else lambda place: store.put(place, b"x")
+            with pytest.raises(RetryableError, match="409"):
+                write_it(place)
+            write_it(place)
+            assert place.exists()
+
     def test_a_process_that_was_forked_from_one_with_a_client_says_so(self, s3):
         place = f"{s3.bucket()}/a"
         with pytest.raises(FatalError, match=r"PEN-5012 this process was forked"):

@@ -96,8 +96,6 @@ class Bucket:
             raise FileNotFoundError(errno.ENOENT, "no such object", str(place)) from None
         except (PermissionError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
             raise self._refused(place, error) from error
-        except exceptions.AlreadyExistsError:
-            raise
         except exceptions.PreconditionError as error:
             raise Changed(f"{place} is not the object that it was") from error
         except (exceptions.BaseError, OSError) as error:

@@ -118,15 +118,16 @@ class ObjectStore(Store[ObjectPath]):
             library().put(self._bucket.client, _short(place), data)
 
     def create(self, place: ObjectPath, data: bytes) -> bool:
-        try:
-            with self._bucket.errors(place):
-                library().put(self._bucket.client, _short(place), data, mode="create")
+        is_there = (
+            library().exceptions.AlreadyExistsError
+        )  # of a request without conditions it is a failure like others
+        with contextlib.suppress(Changed), self._bucket.errors(place), contextlib.suppress(is_there):
+            library().put(self._bucket.client, _short(place), data, mode="create")
             return True
-        except (library().exceptions.AlreadyExistsError, Changed):
-            # The client may have repeated a request whose first answer was lost. Our own bytes mean that we were first.
-            with contextlib.suppress(FileNotFoundError):
-                return self.get(place) == data
-            return self.create(place, data)  # refused by a 409 that left nothing, or deleted meanwhile
+        # The client may have repeated a request whose first answer was lost. Our own bytes mean that we were first.
+        with contextlib.suppress(FileNotFoundError):
+            return self.get(place) == data
+        return self.create(place, data)  # refused by a 409 that left nothing, or deleted meanwhile
 
     def head(self, place: ObjectPath) -> Entry | None:
         try:

@@ -97,7 +97,7 @@ class Delta(LakeSink[DeltaConfig]):
         if self.config.partition_by:
             what += (
                 "; polars 2.1 shows deleted rows too in partitions whose value has other characters than letters of ASCII, "
-                "digits and `_.-~`"
+                "digits and `_.-`"
             )
         return (*found, Finding(True, what))
 

@@ -103,7 +103,9 @@ def partition_text(name: str, values: pa.Array) -> list[str | None]:
 
 def hive(partition: dict[str, str | None]) -> list[str]:
     """The directories of a partition: `day=2026-01-01`."""
-    return [
-        f"{quote(name, safe='')}={_NULL if value is None else quote(value, safe='')}"
-        for name, value in partition.items()
-    ]
+    return [f"{_quoted(name)}={_NULL if value is None else _quoted(value)}" for name, value in partition.items()]
+
+
+def _quoted(text: str) -> str:
+    """A tilde too: the client of Delta quotes it when it compacts, and does not find the file."""
+    return quote(text, safe="").replace("~", "%7E")

@@ -13,6 +13,7 @@ from penstock.config import Config
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.connectors.delta.client import client_options
 from penstock.connectors.files.sink import FilesSink, FilesSinkConfig, read_published
+from penstock.connectors.lake import index
 from penstock.errors import ConfigError, FatalError, Fenced, RetryableError, StagingLost
 from penstock.sink import Task
 from penstock.testing import SinkContract
@@ -261,3 +262,22 @@ def test_an_epoch_of_one_table_takes_few_requests(place, spoiler):
         made.close()
     assert counts["delta"] <= 20
     assert counts["files"] <= 22
+
+
+def test_the_keys_of_a_whole_table_in_a_store_were_held_in_memory(place, monkeypatch):
+    monkeypatch.setattr(index, "STORED_ROWS", 1000)
+
+    def changes(ids):
+        return pa.record_batch({"id": ids, "text": pa.array(["x"] * len(ids))})
+
+    for number in (1, 2, 3):
+        sink = Delta(DeltaConfig(**config(place, mode="upsert", key=("id",), apply="vectors")))
+        sink.open()
+        ids = pa.array(range(400_000 if number == 1 else 5), pa.int64())
+        receipts = [stage(sink, epoch(number), changes(ids))]
+        held = pa.total_allocated_bytes()
+        sink.commit_epoch(epoch(number), receipts, END)
+        if number > 1:  # makes the index, and then reads it
+            assert pa.total_allocated_bytes() - held < 1_000_000
+            assert sum(part.rows.num_rows for part in sink.target(ORDERS)._known._index.known.values()) >= 200_000
+        sink.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -152,9 +153,10 @@ class Index:
         if not is_exact(self.key):
             columns.update({each: keys.column(each).take(pa.array(order)) for each in keys.column_names})
         part = Part(pa.table(columns).combine_chunks())
-        if file.rows >= STORED_ROWS:
-            self._store(name, part)
-        return part
+        if file.rows < STORED_ROWS:
+            return part
+        self._store(name, part)
+        return self._stored(name) or part
 
     def _store(self, name: str, part: Part) -> None:
         sink = pa.BufferOutputStream()
@@ -167,8 +169,13 @@ class Index:
 
 
 def _mapped(place: Place) -> pa.Buffer:
-    source = pa.memory_map(str(place)) if isinstance(place, Path) else pa.BufferReader(place.read_bytes())
-    return source.read_buffer()
+    """A stored part, mapped: the keys of a large table need not fit into memory. One from a store goes through a local file."""
+    if isinstance(place, Path):
+        return pa.memory_map(str(place)).read_buffer()
+    with tempfile.NamedTemporaryFile(prefix="penstock-index-") as file:
+        file.write(place.read_bytes())
+        file.flush()
+        return pa.memory_map(file.name).read_buffer()
 
 
 def _head(data: pa.Buffer) -> bytes:

@@ -101,7 +101,7 @@ class AckSink:
                 self._moved(reached)
 
 
-LEAST_PAUSE_SECS = 0.1
+MAX_SLEEP_SECS = 0.1
 """Longest time that a waiting capture goes without noticing a stop."""
 
 
@@ -111,7 +111,7 @@ def pause(seconds: float) -> Iterator[None]:
     left = seconds
     while left > 0:
         yield None
-        time.sleep(min(left, LEAST_PAUSE_SECS))
+        time.sleep(min(left, MAX_SLEEP_SECS))
         left = until - time.monotonic()
 
 

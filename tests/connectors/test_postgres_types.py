@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.connectors.postgres_cdc.log.decode import Decoder, Rows
+from penstock.connectors.postgres_cdc.log.decode import Decoder
 from penstock.connectors.postgresql.types import (
     SESSION,
     Column,
@@ -206,7 +206,7 @@ class Database:
         self.decoded = {}
         for as_text in (False, True):
             decoder = Decoder(self.catalog, 0, 2**63 - 1, as_text=lambda stream, column: as_text and column == "v")  # noqa: B023
-            found = [each for each in decoder.feed(messages) if isinstance(each, Rows)]
+            found = list(decoder.feed(messages))
             self.decoded.update({(each.relation.name, as_text): each for each in found})
             decoder.finish()
 

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from penstock.changes import CHANGE_FIELDS, Op
 from penstock.changes.old_key import pack_keys
-from penstock.connectors.postgres_cdc.log.lsn import fixed_texts, lsn_text, position_text, position_texts
+from penstock.connectors.postgres_cdc.log.lsn import fixed_texts, lsn_text, position_texts
 from penstock.connectors.postgres_cdc.log.pgoutput import (
     BEGIN,
     COMMIT,
@@ -40,24 +40,11 @@ _OPS[[INSERT, UPDATE, DELETE, TRUNCATE]] = [ord(op) for op in (Op.INSERT, Op.UPD
 
 
 @dataclass(frozen=True)
-class RelationChange:
-    """A table was seen for the first time (`old` is None) or looks different; comes before the first rows that do."""
-
-    old: Relation | None
-    new: Relation
-    position: str
-    """`_position` of the first change that follows it."""
-
-
-@dataclass(frozen=True)
 class Rows:
     """Changes of one table in commit order: its columns, then `CHANGE_FIELDS`; a TRUNCATE is a row with `_op` `t`."""
 
     relation: Relation
     batch: pa.RecordBatch
-
-
-Decoded = RelationChange | Rows
 
 
 class Decoder:
@@ -77,23 +64,17 @@ class Decoder:
         exclude: Callable[[str, str], bool] | None = None,
         as_text: Callable[[str, str], bool] | None = None,
         keys: Mapping[str, Sequence[str]] | None = None,
-        relations: Mapping[int, Relation] | None = None,
         current_xid: int | None = None,
         on_bad: Callable[[str, ConnectorError], None] | None = None,
     ) -> None:
         """
         `wanted(stream)` chooses tables, `exclude(stream, column)` leaves out columns that are not of the key,
         `as_text(stream, column)` names the columns that are kept as the server prints them, `keys` are the keys of
-        tables whose replica identity does not name one (full, nothing), `relations` is what an earlier range knew of the
-        tables (for `RelationChange.old`), `current_xid` a `pg_current_xact_id()` that widens `_txid`. With `on_bad(stream,
-        error)` rows that cannot be decoded are reported there; without it their error is raised.
+        tables whose replica identity does not name one (full, nothing), `current_xid` a `pg_current_xact_id()` that widens
+        `_txid`. With `on_bad(stream, error)` rows that cannot be decoded are reported there; without it their error is raised.
         """
-        self.last_commit_lsn: int | None = None
-        """BEGIN's final LSN of the last transaction in the range."""
         self.past_end = False
         """A transaction at or after `end_lsn` was seen: nothing that follows belongs to the range."""
-        self.relations: dict[int, Relation] = dict(relations or {})
-        """What the tables of the rows so far looked like, by oid: `relations` of the next range."""
         self.parts: dict[int, int] = {}
         """
         Partition → root. pgoutput announces the root's relation right before the partition's when
@@ -115,7 +96,7 @@ class Decoder:
         """The transactions of the range, in commit order; 64-bit ones if `current_xid` was given."""
         return np.concatenate(self._xids) if self._xids else np.empty(0, np.int64)
 
-    def feed(self, messages: pa.Table | pa.RecordBatch) -> Iterator[Decoded]:
+    def feed(self, messages: pa.Table | pa.RecordBatch) -> Iterator[Rows]:
         """Decode a chunk of `(lsn, xid, data)`; the iterator must be read to its end before the next chunk."""
         data = messages.column("data")
         for chunk in data.chunks if isinstance(data, pa.ChunkedArray) else [data]:
@@ -129,7 +110,7 @@ class Decoder:
         if self._open is not None and not self.past_end:
             raise broken(f"they end inside the transaction that commits at {lsn_text(self._open.lsn)}")
 
-    def _decode(self, piece: Piece) -> Iterator[Decoded]:
+    def _decode(self, piece: Piece) -> Iterator[Rows]:
         frame = self._transactions(piece)
         versions = self._versions(piece, frame)
         rows = np.flatnonzero(frame.changes & (piece.kind != TRUNCATE) & frame.wanted)
@@ -181,8 +162,6 @@ class Decoder:
             xids = self._current_xid - ((self._current_xid - xids) & 0xFFFFFFFF)
         inside = (lsns >= self._start) & (lsns < self._end)
         self._xids.append(xids[inside])
-        if inside.any():
-            self.last_commit_lsn = int(lsns[inside][-1])
         self.past_end = bool((lsns >= self._end).any())
 
         carried = self._open or _Transaction(0, 0, 0, 0)
@@ -217,14 +196,9 @@ class Decoder:
             self._described = 0
         return found
 
-    def _rows(self, piece: Piece, frame: _Frame, relation: Relation, members: Ints) -> Iterator[Decoded]:
+    def _rows(self, piece: Piece, frame: _Frame, relation: Relation, members: Ints) -> Iterator[Rows]:
         if self._wanted is not None and not self._wanted(relation.stream):
             return
-        old = self.relations.get(relation.oid)
-        if old != relation:
-            first = position_text(int(frame.lsns[frame.transaction[members[0]]]), int(frame.sequence[members[0]]))
-            self.relations[relation.oid] = relation
-            yield RelationChange(old, relation, first)
         if clash := sorted({column.name for column in relation.columns} & _CHANGE_NAMES):
             raise SchemaError(
                 f"{relation.stream} has a column {clash[0]!r}, which is the name of a column that describes a change",

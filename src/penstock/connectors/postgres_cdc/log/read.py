@@ -63,7 +63,7 @@ def changes(
 
     def decoded(sent: Iterator[pa.RecordBatch]) -> Iterator[Rows]:
         for batch in sent:
-            yield from (item for item in decoder.feed(batch) if isinstance(item, Rows))
+            yield from decoder.feed(batch)
 
     with (
         messages(config, connection, publications, found, start, end) as sent,

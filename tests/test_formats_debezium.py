@@ -186,6 +186,36 @@ def test_positions_of_other_databases_sort_as_well():
     assert positions[0].startswith("bin.000002.")
 
 
+def test_a_change_without_a_position_never_comes_before_the_changes_of_earlier_batches():
+    first = texts([envelope("c", after={"id": 1, "name": "old"}, lsn=10)])
+    later = texts(
+        [envelope("r", after={"id": 1, "name": "new"}, lsn=None), envelope("c", after={"id": 2}, lsn=11), None]
+    )
+    keys = texts([{"id": 1}, {"id": 2}, {"id": 2}])
+    batches = [debezium().decode_with_keys(first, keys.slice(0, 1)).rows, debezium().decode_with_keys(later, keys).rows]
+    assert batches[1].column("_position").to_pylist() == [f"{11:020d}"] * 3
+    state = collapse([pa.Table.from_batches([each]) for each in batches], ["id"])
+    assert state.upserts.to_pylist() == [{"id": 1, "name": "new"}]
+    assert state.deletes.to_pylist() == [{"id": 2}]
+
+
+def test_positions_that_are_numbers_in_text_sort_as_numbers():
+    found = debezium(key=["id"]).decode(texts([envelope("c", after={"id": at}, lsn=str(at)) for at in (9, 10)]))
+    assert found.rows.column("_position").to_pylist() == [f"{9:020d}", f"{10:020d}"]
+
+
+@pytest.mark.parametrize("first", ["schema", "payload"])
+def test_a_name_that_is_there_twice_is_a_failure_wherever_the_schema_part_stands(first):
+    parts = {
+        "schema": '{"type": "struct"}',
+        "payload": '{"op": "c", "after": {"id": 1, "id": 2}, "source": {"lsn": 1}}',
+    }
+    order = [first, *({*parts} - {first})]
+    text = "{" + ", ".join(f'"{name}": {parts[name]}' for name in order) + "}"
+    decoded = debezium(key=["id"]).decode(pa.array([text.encode()], pa.binary()))
+    assert (decoded.rows.num_rows, decoded.failures.rules) == (0, ("json.duplicate_key",))
+
+
 @pytest.mark.parametrize("key", [["id"], []], ids=["a key of its own", "the rows' key"])
 def test_changes_written_as_envelopes_come_back(key):
     rows = debezium().decode_with_keys(texts(CHANGES), texts(KEYS)).rows

@@ -15,6 +15,7 @@ from pyarrow import types
 from penstock.changes import CHANGE_FIELDS, Op
 from penstock.formats import Failed
 from penstock.formats.inference import Misfit, combine, fit, kind_of, type_of
+from penstock.formats.json_parse import value
 from penstock.formats.json_text import objects
 from penstock.formats.pieces import record_batch
 
@@ -89,10 +90,10 @@ def _head(payload: bytes) -> bytes | None:
 
 def _alone(payload: bytes) -> bytes:
     try:
-        found = json.loads(payload)
-    except (ValueError, RecursionError):
-        return payload
-    if not isinstance(found, dict) or not {"schema", "payload"} <= found.keys():
+        found = value(payload)
+    except (Misfit, RecursionError):
+        return payload  # what is wrong with it is said when it is decoded
+    if not {"schema", "payload"} <= found.keys():
         return payload
     return json.dumps(found["payload"], ensure_ascii=False).encode("utf-8", "surrogatepass")
 
@@ -281,7 +282,12 @@ class Envelopes:
         return pc.multiply(pc.if_else(inside, found.cast(pa.int64()), None), 1000).cast(pa.timestamp("us", "UTC"))
 
     def _positions(self) -> pa.Array:
-        """Text that sorts in the order of the changes. What has none of its own has that of the change before it."""
+        """
+        Text that sorts in the order of the changes.
+
+        What has none of its own has that of the change before it, and the first of a batch that of the change after it: one
+        of no position at all would come before changes of earlier batches.
+        """
         source = self._column("source")
         names = [each.name for each in source.type] if types.is_struct(source.type) else []
         chosen = next((each for each in _POSITIONS if each[0] in names), ())
@@ -291,7 +297,7 @@ class Envelopes:
         first = parts[0]
         rest = [pc.fill_null(each, "") for each in parts[1:]]
         joined = pc.binary_join_element_wise(first, *rest, ".") if rest else first
-        return pc.fill_null(pc.fill_null_forward(joined), "")
+        return pc.fill_null(pc.fill_null_backward(pc.fill_null_forward(joined)), "")
 
     def _old_keys(self, own: tuple[pa.RecordBatch, pa.RecordBatch], names: Sequence[str]) -> pa.Array:
         """Of updates that moved a row, the key it had."""
@@ -371,4 +377,6 @@ def _is_placeholder_list(array: pa.ListArray) -> pa.Array:
 def _sortable(values: pa.Array) -> pa.Array:
     if types.is_integer(values.type):
         return pc.utf8_lpad(values.cast(pa.string()), 20, "0")
-    return values.cast(pa.string()) if types.is_string(values.type) else pa.nulls(len(values), pa.string())
+    if not types.is_string(values.type):
+        return pa.nulls(len(values), pa.string())
+    return pc.if_else(pc.match_substring_regex(values, r"^\d+$"), pc.utf8_lpad(values, 20, "0"), values)

@@ -204,11 +204,22 @@ class TestFailures:
         assert (made.version, registry.versions("s")) == (1, [1])
         assert server.calls.count("POST /subjects/s/versions") == 2
 
-    @pytest.mark.parametrize("answer", [{}, [], {"schema": 1}, "a schema"])
-    def test_an_answer_that_is_no_schema_is_a_wrong_setting(self, server, monkeypatch, answer):
+    @pytest.mark.parametrize("answer", [{}, [{}], {"schema": 1}, "a text", {"status": "ok"}], ids=str)
+    @pytest.mark.parametrize(
+        "ask",
+        [
+            lambda registry: registry.fetch_schema("orders"),
+            lambda registry: registry.subjects() and registry.versions("orders"),
+            lambda registry: registry.places(1),
+            lambda registry: registry.find_schema("orders", V1),
+            lambda registry: registry.compatibility("orders"),
+            lambda registry: registry.register_schema("orders", V1),
+        ],
+    )
+    def test_answers_of_another_server_are_a_wrong_setting(self, server, monkeypatch, answer, ask):
         monkeypatch.setattr(server.schemas, "answer", lambda *call: answer)
-        with pytest.raises(ConfigError, match="PEN-1032"):
-            client(server.url).fetch_schema("orders")
+        with pytest.raises(ConfigError, match=r"PEN-1032 the answer of http.* is not that of a schema registry"):
+            ask(client(server.url))
 
     def test_nobody_there_is_a_passing_failure(self):
         with RegistryServer() as server:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -51,15 +52,18 @@ class Confluent:
         return {**self.__dict__, "_latest": {}}  # another machine has another clock
 
     def subjects(self) -> list[str]:
-        return sorted(self._call("GET", "/subjects", what="the list of subjects"))
+        with self._read():
+            return sorted(map(str, _listed(self._call("GET", "/subjects", what="the list of subjects"))))
 
     def versions(self, subject: str) -> list[int]:
         try:
-            return sorted(self._http.call("GET", f"/subjects/{_part(subject)}/versions"))
+            found = self._http.call("GET", f"/subjects/{_part(subject)}/versions")
         except Answer as answer:
             if answer.code == NO_SUBJECT:
                 return []
             raise as_error(answer, f"the subject {subject!r}") from None
+        with self._read():
+            return sorted(map(int, _listed(found)))
 
     def fetch_schema(self, subject: str, version: int | None = None) -> WireSchema:
         if version is not None and (subject, version) in self._versions:
@@ -94,7 +98,8 @@ class Confluent:
 
     def places(self, id: int) -> list[tuple[str, int]]:
         found = self._call("GET", f"/schemas/ids/{id}/versions", what=f"the id {id}")
-        return sorted((each["subject"], each["version"]) for each in found)
+        with self._read():
+            return sorted((each["subject"], each["version"]) for each in _listed(found))
 
     def find_schema(self, subject: str, schema: WireSchema) -> WireSchema | None:
         try:
@@ -107,7 +112,8 @@ class Confluent:
             # Some registries compare bytes: there, a file that was only laid out differently would be a new version.
             known = (self.fetch_schema(subject, each) for each in reversed(self.versions(subject)))
             return next((each for each in known if same(each, schema)), None)
-        return replace(schema, subject=subject, version=found["version"], id=found["id"])
+        with self._read():
+            return replace(schema, subject=subject, version=int(found["version"]), id=int(found["id"]))
 
     def check_compatibility(self, subject: str, schema: WireSchema) -> list[Incompatibility]:
         """The registry decides; the fields and rules are found here, since its own texts seldom name them."""
@@ -118,8 +124,9 @@ class Confluent:
         place = "versions" if mode.is_transitive else "versions/latest"
         path = f"/compatibility/subjects/{_part(subject)}/{place}?verbose=true"
         answer = self._call("POST", path, _body(schema), what=f"the schema of {subject!r}")
-        if answer["is_compatible"]:
-            return []
+        with self._read():
+            if answer["is_compatible"]:
+                return []
         earlier = [self.fetch_schema(subject, each) for each in (known if mode.is_transitive else known[-1:])]
         found = incompatibilities(mode, earlier, replace(schema, subject=subject))
         said = [str(each) for each in answer.get("messages") or [answer.get("reason") or "it is not compatible"]]
@@ -146,7 +153,8 @@ class Confluent:
             if answer.status != 404:
                 raise as_error(answer, f"the compatibility of {subject!r}") from None
             found = self._call("GET", "/config", what="the compatibility of the registry")
-        return Compatibility(found["compatibilityLevel"].lower())
+        with self._read():
+            return Compatibility(found["compatibilityLevel"].lower())
 
     def set_compatibility(self, subject: str, mode: Compatibility) -> None:
         body = {"compatibility": mode.value.upper()}
@@ -172,12 +180,9 @@ class Confluent:
 
     def _schema(self, found: dict[str, Any], id: int = 0) -> WireSchema:
         """An answer as a schema, with all that it refers to."""
-        if not isinstance(found, dict) or not isinstance(found.get("schema"), str):
-            raise ConfigError(
-                f"the answer of {self.config.url} is no schema",
-                code="PEN-1032",
-                hint="check `url` in [registry]: it is that of the registry's API (Apicurio's ends with /apis/ccompat/v7)",
-            )
+        with self._read():
+            if not isinstance(found["schema"], str):
+                raise TypeError
         kind = found.get("schemaType") or "AVRO"
         names = {theirs: ours for ours, theirs in TYPES.items()}
         if kind not in names:
@@ -195,11 +200,29 @@ class Confluent:
             references,
         )
 
+    @contextlib.contextmanager
+    def _read(self) -> Iterator[None]:
+        """An answer that is not what a registry says comes from another server, or from another path of it."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise ConfigError(
+                f"the answer of {self.config.url} is not that of a schema registry",
+                code="PEN-1032",
+                hint="check `url` in [registry]: it is that of the registry's API (Apicurio's ends with /apis/ccompat/v7)",
+            ) from None
+
     def _call(self, method: str, path: str, body: Any = None, *, what: str) -> Any:
         try:
             return self._http.call(method, path, body)
         except Answer as answer:
             raise as_error(answer, what) from None
+
+
+def _listed(found: Any) -> list[Any]:
+    if not isinstance(found, list):
+        raise TypeError
+    return found
 
 
 def _body(schema: WireSchema) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from penstock.runtime.job import Job, Part
 from penstock.runtime.messages import letters
 from penstock.runtime.messages.box import Store
 from penstock.runtime.messages.letters import LETTERS, REPLAY
-from penstock.runtime.messages.replay import Replay, ReplayConfig, Replayed, ReplayRequests, Step
+from penstock.runtime.messages.replay import Replay, ReplayConfig, Replayed, ReplayRequests, Step, parse_where
 from penstock.runtime.reading import Reading, Rows
 from penstock.sink import DeliveryGuarantee, Epoch, Topic, WriteResult
 from penstock.source import ENVELOPE_SCHEMA, Position, RangeSource, ReadLimit, SourceBatch
@@ -319,6 +319,8 @@ class TestCommands:
         with pytest.raises(SystemExit) as ended:
             cli.main(["dlq", str(home.path / "pipeline.toml"), *words])
         assert ended.value.code == 2
+        for example in re.findall(r"--where (\w+=\S+)[,;]", capsys.readouterr().err):
+            assert parse_where([example]), "the advice can be followed"
 
 
 def test_lines_that_a_source_cannot_read_are_kept_as_they_are(tmp_path: Path) -> None:

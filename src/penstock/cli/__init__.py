@@ -334,7 +334,7 @@ def dead_letters(
     if shows:
         raise ConfigError(
             f"dlq {action} does not take {shows[0]}: it would {action} all letters that are chosen",
-            hint=f"choose them with --topic, --code or --where, such as --where epoch=7; {shows[0]} is for `dlq show`",
+            hint=f"choose them with --topic, --code or --where, such as --where rule=json.type; {shows[0]} is for `dlq show`",
         )
     dlq.command(load(file), "replay" if action == "replay" else "drop", chosen, stdout())
 

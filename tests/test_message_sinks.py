@@ -12,12 +12,24 @@ import pyarrow as pa
 import pytest
 
 from penstock.config import Config
-from penstock.connectors.messages import Messages, Template, Window, encode, text_column
+from penstock.connectors.messages import (
+    ATTRIBUTES,
+    ID,
+    SUBJECT,
+    VERSION,
+    Messages,
+    Template,
+    Window,
+    encode,
+    text_column,
+)
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError, SchemaError
+from penstock.formats import WireSchema
+from penstock.formats.avro import Avro, AvroConfig
 from penstock.formats.plain import String, StringConfig
 from penstock.pipeline import Pipeline
 from penstock.runtime import supervisor
-from penstock.schema import with_key
+from penstock.schema import is_envelope, with_key, with_ref
 from penstock.sink import Receipt, SinkConnector, TopicContext, WriteResult
 from penstock.source import ENVELOPE_SCHEMA
 from penstock.testing import ForkEngine
@@ -83,6 +95,52 @@ def test_key_and_attributes_that_a_message_came_with_go_out_again() -> None:
     )
     assert listed(encode(came, JSON)) == [(b"k", b'{"id":1}', [("a", "b"), ("id", "old")]), (None, b'{"id":2}', [])]
     assert listed(encode(came, JSON, attributes=["id"]))[0] == (b"k", b"{}", [("a", "b"), ("id", "1")])
+
+
+def test_the_schema_of_the_registry_goes_with_each_message() -> None:
+    read = WireSchema("avro", '"string"', "orders", 2, 7)
+    rows = ROWS.select(["id", "to"]).replace_schema_metadata(with_ref(ROWS.schema, read).metadata)
+    named = [(SUBJECT, "orders"), (VERSION, "2"), (ID, "7")]
+    assert listed(encode(rows, JSON)) == [
+        (None, b'{"id":1,"to":"Bern"}', named),
+        (None, b'{"id":2,"to":null}', named),
+    ]
+    assert [each[2] for each in listed(encode(rows, JSON, attributes=["to"]))] == [[("to", "Bern"), *named], named]
+    came = rows.append_column("_attributes", pa.array([[("a", "b"), (ID, "1")], None], ATTRIBUTES))
+    assert [each[2] for each in listed(encode(came, JSON))] == [[("a", "b"), *named], named]
+
+
+def test_the_schema_by_which_a_payload_is_written_goes_with_it_in_its_frame_or_beside_it() -> None:
+    read, written = (WireSchema("avro", '"string"', name, 1, at) for at, name in enumerate(("came", "goes"), 7))
+    rows = pa.record_batch({"value": ["a"]}).replace_schema_metadata(with_ref(pa.schema([]), read).metadata)
+    beside = encode(rows, TopicContext(encoder=Avro(AvroConfig(), written)))
+    assert listed(beside) == [(None, b"\x02a", [(SUBJECT, "goes"), (VERSION, "1"), (ID, "8")])]
+    framed = encode(rows, TopicContext(encoder=Avro(AvroConfig(framing="confluent"), written)))
+    assert listed(framed) == [(None, b"\0\0\0\0\x08\x02a", [])]
+    text = encode(
+        rows, TopicContext(encoder=String(StringConfig()))
+    )  # what has no schema of its own keeps the one it came by
+    assert listed(text)[0][2][0] == (SUBJECT, "came")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"key": 1, "payload": "x", "attributes": {"a": 1}, "timestamp": 5},
+        {"key": "k", "payload": {"a": 1}, "attributes": ["x"], "timestamp": "now"},
+        {"id": 1, "_attributes": "oops"},
+        {"id": 1, "_attributes": {"a": "b"}},
+    ],
+)
+def test_a_payload_whose_fields_are_called_like_those_of_a_message_goes_on_whole(row: dict[str, Any]) -> None:
+    rows = pa.RecordBatch.from_pylist([row])
+    assert not is_envelope(rows.schema)
+    assert [(json.loads(payload), pairs) for _, payload, pairs in listed(encode(rows, JSON))] == [(row, [])]
+
+
+def test_a_decoded_row_with_the_very_columns_of_a_message_is_a_row() -> None:
+    assert is_envelope(ENVELOPE_SCHEMA)
+    assert not is_envelope(with_ref(ENVELOPE_SCHEMA, WireSchema("avro", "{}", "events", 1, 1)))
 
 
 def test_a_column_that_is_not_there_is_named() -> None:

@@ -19,6 +19,7 @@ from deltalake import DeltaTable
 from penstock import cli
 from penstock.config import Config
 from penstock.connectors.files.sink import read_published
+from penstock.connectors.messages import encode
 from penstock.connectors.postgres import Postgres
 from penstock.errors import ConfigError, ConnectorError, DataError, FatalError
 from penstock.formats import WireSchema
@@ -91,6 +92,18 @@ class Sent(SinkConnector[SentConfig, Receipt]):
         with open(self.config.path, "ab") as file:
             for payload in encoder.encode(batch).to_pylist():
                 file.write(payload)
+        return WriteResult(batch.num_rows)
+
+
+class Tagged(SinkConnector[SentConfig, Receipt]):
+    """A message sink that writes the attributes of its messages."""
+
+    name = "tagged"
+
+    def write_batch(self, topic: str, batch: pa.RecordBatch) -> WriteResult:
+        with open(self.config.path, "a") as file:
+            for _, _, attributes in encode(batch, self.context.topic(topic)).triples():
+                file.write(json.dumps(dict(attributes)) + "\n")
         return WriteResult(batch.num_rows)
 
 
@@ -892,6 +905,20 @@ def test_json_comes_in_and_avro_goes_out(home: Home) -> None:
     pipeline = Pipeline.from_toml(file)
     supervisor.run(pipeline, ForkEngine(1), drain=True)
     assert (home.path / "out").read_bytes() == b"\x00\x00\x00\x00\x01\x02" + b"\x00\x00\x00\x00\x01\x04"
+
+
+def test_the_schema_that_messages_were_read_by_goes_on_with_them(home: Home) -> None:
+    (home.path / "r.json").write_text('{"type": "object", "properties": {"id": {"type": "integer"}}}')
+    home.put({"id": 1}, {"id": 2})
+    home.pipeline('[[schemas]]\ntopic = "/a"\nfor = "source"\nschema_type = "json_schema"\nschema_file = "r.json"\n')
+    file = home.path / "pipeline.toml"
+    text = file.read_text().replace(
+        'connector = "delta"\npath = "lake/{topic}"', 'connector = "test_messages:Tagged"\npath = "out"'
+    )
+    file.write_text(text.replace("exactly-once", "at-least-once"))
+    supervisor.run(Pipeline.from_toml(file), ForkEngine(1), drain=True)
+    named = {"penstock.schema_subject": "a", "penstock.schema_version": "1", "penstock.schema_id": "1"}
+    assert [json.loads(line) for line in (home.path / "out").read_text().splitlines()] == [named, named]
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,14 @@ from pyarrow import types
 from penstock.errors import ConfigError, ConnectorError, DataError, RetryableError, SchemaError
 from penstock.formats.json import Json, JsonConfig
 from penstock.formats.json_text import objects, text_of
-from penstock.schema import is_envelope, key_of
+from penstock.schema import SchemaRef, is_envelope, key_of, ref_of
 from penstock.sink import Topic, TopicContext
 from penstock.source import ENVELOPE_SCHEMA
 
 ATTRIBUTES = ENVELOPE_SCHEMA.field("attributes").type
+
+SUBJECT, VERSION, ID = "penstock.schema_subject", "penstock.schema_version", "penstock.schema_id"
+"""Attributes that say which schema of the registry a message has, where no frame in its payload does."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +60,30 @@ def encode(
     Rows that are messages already (a topic without an entry) go on as they came. `_key` and `_attributes`, which
     `metadata` of a source's entry brings, become the key and the attributes again. `key` names columns that make the key
     and stay in the payload; `attributes` names columns that leave it. Without `key` the topic's own key counts.
+
+    The schema in the registry by which rows are written, or else were read, goes with them: in the payload's frame, or as
+    attributes.
     """
     if context.encoder is None and is_envelope(batch.schema):
         return _forwarded(batch, key, attributes)
     own = key or ([] if "_key" in batch.schema.names else key_of(batch.schema))
     _require(batch.schema, [*own, *attributes])
     keys = _key(batch, own)
-    taken = {"_key", "_attributes", *attributes}
+    came = _attributes_that_came(batch)
+    taken = {"_key", *attributes, *(["_attributes"] if came is not None else [])}
     rows = batch.select([name for name in batch.schema.names if name not in taken])
     encoder = context.encoder or Json(JsonConfig())
-    return Messages(encoder.encode(rows), keys, _attributes(batch, attributes))
+    return Messages(encoder.encode(rows), keys, _attributes(batch, came, attributes, _ref(batch.schema, context)))
+
+
+def _ref(schema: pa.Schema, context: TopicContext) -> SchemaRef | None:
+    """The schema that the attributes of messages name."""
+    if context.encoder is None:
+        return ref_of(schema)
+    if getattr(context.encoder.options, "framing", "none") != "none":
+        return None
+    wire = context.encoder.schema
+    return SchemaRef(wire.subject, wire.version, wire.id) if wire is not None and wire.version else ref_of(schema)
 
 
 def _forwarded(batch: pa.RecordBatch, key: Sequence[str], attributes: Sequence[str]) -> Messages:
@@ -207,16 +224,37 @@ def _bytes(column: pa.Array, name: str) -> pa.Array:
     return text_column(column, name).cast(pa.binary())
 
 
-def _attributes(batch: pa.RecordBatch, columns: Sequence[str]) -> pa.Array:
+def _attributes_that_came(batch: pa.RecordBatch) -> pa.Array | None:
+    """Those that `metadata` brought; None: there are none. A payload may have a field of that name, which is no map."""
     at = batch.schema.get_field_index("_attributes")
-    came = pa.nulls(batch.num_rows, ATTRIBUTES) if at < 0 else batch.column(at)
-    if not columns:
+    kind = batch.schema.field(at).type if at >= 0 else pa.null()
+    if not types.is_map(kind) or not all(map(_is_text, (kind.key_type, kind.item_type))):
+        return None
+    return batch.column(at).cast(ATTRIBUTES)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def _attributes(
+    batch: pa.RecordBatch, came: pa.Array | None, columns: Sequence[str], ref: SchemaRef | None
+) -> pa.Array:
+    came = pa.nulls(batch.num_rows, ATTRIBUTES) if came is None else came
+    same = [] if ref is None else [(SUBJECT, ref.subject), (VERSION, str(ref.version)), (ID, str(ref.id))]
+    if not columns and not same:
         return came
+    if not columns and _is_bare(came):
+        places = pa.array(np.tile(np.arange(len(same)), batch.num_rows))
+        edges = pa.array(np.arange(batch.num_rows + 1) * len(same), pa.int32())
+        return pa.MapArray.from_arrays(edges, *(pa.array(each).take(places) for each in zip(*same, strict=True)))
     texts = [text_column(batch.column(name), name).to_pylist() for name in columns]
-    pairs = (list(zip(columns, values, strict=True)) for values in zip(*texts, strict=True))
-    own = [[pair for pair in each if pair[1] is not None] for each in pairs]
+    rows = zip(*texts, strict=True) if columns else ((),) * batch.num_rows
+    pairs = (list(zip(columns, values, strict=True)) for values in rows)
+    own = [[pair for pair in (*each, *same) if pair[1] is not None] for each in pairs]
     if not _is_bare(came):
-        kept = ([pair for pair in each or () if pair[0] not in columns] for each in came.to_pylist())
+        names = {*columns, *(name for name, _ in same)}
+        kept = ([pair for pair in each or () if pair[0] not in names] for each in came.to_pylist())
         own = [[*before, *each] for before, each in zip(kept, own, strict=True)]
     return pa.array(own, ATTRIBUTES)
 

@@ -6,17 +6,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import pyarrow as pa
+from pyarrow import types
 
 from penstock.formats import WireSchema
-from penstock.source import Schemas, SourceConnector, SourceRecord
+from penstock.source import ENVELOPE_SCHEMA, Schemas, SourceConnector, SourceRecord
 
 if TYPE_CHECKING:
     from penstock.schema.compatibility import Incompatibility
 
 _KEY = b"penstock.key"
+_SCHEMA = b"penstock.schema"
 
 
 def with_key(schema: pa.Schema, key: Sequence[str]) -> pa.Schema:
@@ -29,9 +31,42 @@ def key_of(schema: pa.Schema) -> list[str]:
     return list(json.loads((schema.metadata or {}).get(_KEY, b"[]")))
 
 
+class SchemaRef(NamedTuple):
+    """A version of a subject in the registry."""
+
+    subject: str
+    version: int
+    id: int
+
+
+def with_ref(schema: pa.Schema, wire: WireSchema) -> pa.Schema:
+    """The columns with the schema by which their rows were decoded recorded in their metadata."""
+    ref = json.dumps([wire.subject, wire.version, wire.id]).encode()
+    return schema.with_metadata({**(schema.metadata or {}), _SCHEMA: ref})
+
+
+def ref_of(schema: pa.Schema) -> SchemaRef | None:
+    """The schema by which rows with these columns were decoded; None: they were not, or without one."""
+    found = (schema.metadata or {}).get(_SCHEMA)
+    return None if found is None else SchemaRef(*json.loads(found))
+
+
 def is_envelope(schema: pa.Schema) -> bool:
-    """True for rows that are messages as they came, and not yet decoded."""
-    return {"key", "payload", "attributes", "timestamp"} <= set(schema.names)
+    """
+    True for rows that are messages as they came, and not yet decoded.
+
+    Rows of a table and objects in payloads may have columns of these names, but hardly of these types.
+    """
+    named = ((name, schema.get_field_index(name)) for name in ("key", "payload", "attributes", "timestamp"))
+    alike = (at >= 0 and _is_alike(schema.field(at).type, ENVELOPE_SCHEMA.field(name).type) for name, at in named)
+    return ref_of(schema) is None and all(alike)
+
+
+def _is_alike(kind: pa.DataType, own: pa.DataType) -> bool:
+    """True if a column may be one of an envelope: a file or a query gives such columns with other widths and units."""
+    if types.is_binary(own):
+        return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_null(kind))
+    return kind.id == own.id
 
 
 class ChangeKind(StrEnum):

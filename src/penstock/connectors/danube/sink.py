@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from penstock.connectors.danube.message import BESIDE, EPOCH, INCARNATION, PIPELINE, SEQUENCE
 from penstock.connectors.danube.producers import Binding, Message, Producers
-from penstock.connectors.messages import Template, encode, refuse_rows
+from penstock.connectors.messages import ID, SUBJECT, VERSION, Template, encode, refuse_rows
 from penstock.errors import ConfigError, DataError, RetryableError
 from penstock.schema.registry.danube import DanubeRegistry, unpacked
 from penstock.schema.registry.danube_client import Calls, DanubeConfig, first
@@ -28,6 +28,9 @@ HANDED_OVER = 1000
 PLACE_BYTES = 512
 """What a message grows by when its producer is known."""
 NAME = re.compile(r"/[\w-]+/[\w-]+")
+
+_REF = frozenset((SUBJECT, VERSION, ID))
+"""A message of a producer that is bound to a schema names it in a field of its own."""
 
 
 class DanubeSinkConfig(DanubeConfig):
@@ -139,12 +142,13 @@ class DanubeSink(SinkConnector[DanubeSinkConfig, Receipt]):
         large: list[int] = []
         most = self.config.max_message_bytes - PLACE_BYTES
         for number, (name, key, (_, payload, attributes)) in enumerate(rows, first_row):
+            binding = self._binding(name, context)
             named = {
-                **_carried(attributes),
+                **_carried(attributes, BESIDE if binding is None else BESIDE | _REF),
                 **self._named,
                 SEQUENCE: f"{self.context.name}{topic}@{self._task}.{number}",
             }
-            message = made(name, self._binding(name, context), payload or b"", key, number, named)
+            message = made(name, binding, payload or b"", key, number, named)
             if message.stream_message.ByteSize() > most:
                 large.append(number - first_row)
                 continue
@@ -205,9 +209,9 @@ class DanubeSink(SinkConnector[DanubeSinkConfig, Receipt]):
         )
 
 
-def _carried(attributes: Sequence[tuple[str, str | None]]) -> dict[str, str]:
-    """What goes on with a message: values that are there, and nothing that an earlier broker said about it."""
-    return {name: value for name, value in attributes if value is not None and name not in BESIDE}
+def _carried(attributes: Sequence[tuple[str, str | None]], beside: Collection[str]) -> dict[str, str]:
+    """What goes on with a message: values that are there, and nothing that an earlier broker, or the message itself, says."""
+    return {name: value for name, value in attributes if value is not None and name not in beside}
 
 
 def _texts(keys: pa.Array) -> Iterator[str | None]:

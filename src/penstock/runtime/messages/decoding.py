@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,17 +15,9 @@ from penstock.formats.inference import fit, merge
 from penstock.pipeline.options import Metadata
 from penstock.pipeline.schemas import TopicSchema, TopicSchemas
 from penstock.runtime.messages import pinning
-from penstock.schema import is_envelope, key_of, with_key
+from penstock.schema import is_envelope, key_of, with_key, with_ref
 from penstock.sink import Topic
 from penstock.source import ENVELOPE_SCHEMA
-
-_SCHEMA = b"penstock.schema"
-"""Where a batch says by which schema it was decoded."""
-
-
-def schema_ref(schema: pa.Schema) -> dict[str, Any]:
-    """Subject, version and id of the schema by which rows were decoded; empty: they were not, or without a schema."""
-    return dict(json.loads((schema.metadata or {}).get(_SCHEMA, b"{}")))
 
 
 @dataclass(frozen=True)
@@ -147,8 +138,7 @@ class Decoder:
         fields += [pa.field(f"_{name}", _METADATA[name]) for name in self.metadata]
         schema = pa.schema(fields, metadata=columns.metadata)
         if (wire := self.format.schema) is not None and wire.subject:
-            ref = {"subject": wire.subject, "version": wire.version, "id": wire.id}
-            schema = schema.with_metadata({**(schema.metadata or {}), _SCHEMA: json.dumps(ref).encode()})
+            schema = with_ref(schema, wire)
         return with_key(schema, self.key) if self.key else schema
 
     def _keyed(self, decoded: Decoded, envelopes: pa.RecordBatch) -> tuple[pa.RecordBatch, Positions, Failures]:

@@ -7,6 +7,7 @@ import itertools
 import json
 import pickle
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, DataError, SchemaError
-from penstock.formats import WireSchema, framing
+from penstock.formats import WireSchema, framing, varint
 from penstock.formats.protobuf import Protobuf, ProtobufConfig, codec
 from penstock.formats.protobuf.files import as_text, compiled, text_of_one_file
 
@@ -371,6 +372,48 @@ def test_a_wrong_payload_falls_out_with_its_rule(order, payload, rule):
     assert decoded.rows.column("id").to_pylist() == [1, None, 2]
     assert decoded.failures.positions.tolist() == [1, 3]
     assert decoded.failures.rules == (rule, rule)
+
+
+TIMES = """
+syntax = "proto3"; import "google/protobuf/timestamp.proto"; import "google/protobuf/duration.proto";
+message Times {
+  int64 id = 1; google.protobuf.Timestamp at = 2; google.protobuf.Duration took = 3;
+  repeated google.protobuf.Timestamp all = 4; map<string, google.protobuf.Duration> each = 5;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def times():
+    return Protobuf(ProtobufConfig(), WireSchema("protobuf", TIMES))
+
+
+def within(field: int, body: bytes) -> bytes:
+    return bytes([field << 3 | 2, len(body)]) + body
+
+
+def seconds_of(seconds: int) -> bytes:
+    return b"\x08" + varint.write(np.array([seconds])).to_pylist()[0]
+
+
+@pytest.mark.parametrize("seconds", [253_402_300_800, -62_135_596_801, 10**13, 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize("field", [2, 4])
+def test_a_moment_that_no_calendar_has_falls_out_alone(times, seconds, field):
+    last = within(2, seconds_of(253_402_300_799))
+    decoded = times.decode(binary([b"\x08\x01" + last, within(field, seconds_of(seconds)), b"\x08\x02"]))
+    assert decoded.rows.column("id").to_pylist() == [1, 2]
+    assert decoded.rows.column("at")[0].as_py().year == 9999
+    assert decoded.failures.rules == ("protobuf.range",)
+
+
+@pytest.mark.parametrize("seconds", [315_576_000_001, -315_576_000_001, 2**63 - 1])
+@pytest.mark.parametrize("is_in_map", [False, True])
+def test_a_duration_beyond_ten_thousand_years_falls_out_alone(times, seconds, is_in_map):
+    value = seconds_of(seconds)
+    bad = within(5, within(1, b"k") + within(2, value)) if is_in_map else within(3, value)
+    decoded = times.decode(binary([b"\x08\x01", bad, b"\x08\x02"]))
+    assert decoded.rows.column("id").to_pylist() == [1, 2]
+    assert decoded.failures.rules == ("protobuf.range",)
 
 
 def test_a_group_that_the_end_of_another_closes_falls_out_alone(order):

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from penstock.config import Config
 from penstock.errors import SchemaError
 from penstock.formats import Decoded, Failed, Format
-from penstock.formats.exact import ROUNDED, rounded_texts
+from penstock.formats.exact import ROUNDED, beyond_years, has_times, infinite, rounded_texts
 from penstock.formats.inference import Misfit
 from penstock.formats.json_parse import failing, invalid_text
 from penstock.schema.typenames import arrow_type
@@ -204,9 +204,11 @@ def _typed(records: pa.ListArray, schema: pa.Schema, bad: Failed) -> tuple[pa.Re
         texts = values.take(places)
         for row in _misfits(texts, field.type):
             bad.setdefault(row, ("csv.type", f"the column {field.name!r} is not {_described(field.type)}"))
-        if types.is_floating(field.type):
-            for row in _rounded(texts, bad, field.type):
-                bad.setdefault(row, ("csv.exact", f"the column {field.name!r} holds {ROUNDED}"))
+        if types.is_floating(field.type) or has_times(field.type):
+            kept = np.flatnonzero(_kept(len(texts), bad))
+            chosen = texts.take(pa.array(kept))
+            for row, why in _unlike(field, chosen, chosen.cast(field.type)).items():
+                bad.setdefault(int(kept[row]), why)
     good = np.flatnonzero(_kept(len(records), bad))
     columns = [
         values.take(pa.array(edges[good] + at, pa.int64(), mask=sizes[good] <= at)).cast(field.type)
@@ -228,11 +230,16 @@ def _misfits(texts: pa.Array, kind: pa.DataType) -> list[int]:
     return [] if types.is_string(kind) else failing(texts, lambda some: some.cast(kind))
 
 
-def _rounded(texts: pa.Array, bad: Failed, kind: pa.DataType) -> list[int]:
-    """Where a text is a whole number that its column of doubles would round."""
-    good = np.flatnonzero(_kept(len(texts), bad))
-    chosen = texts.take(pa.array(good))
-    return [int(good[at]) for at in rounded_texts(chosen, chosen.cast(kind))]
+def _unlike(field: pa.Field, texts: pa.Array, values: pa.Array) -> Failed:
+    """Texts of which something else was read, or what hardly anybody could read again."""
+    if not types.is_floating(field.type):
+        reason = f"the column {field.name!r} holds a time outside the years 1 to 9999"
+        return {int(at): ("csv.type", reason) for at in np.flatnonzero(beyond_years(values))}
+    reason = f"the column {field.name!r} holds a number beyond the range of {field.type}"
+    found: Failed = {int(at): ("csv.type", reason) for at in np.flatnonzero(infinite(texts, values))}
+    for at in rounded_texts(texts, values):
+        found.setdefault(at, ("csv.exact", f"the column {field.name!r} holds {ROUNDED}"))
+    return found
 
 
 def _kept(count: int, bad: Failed) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

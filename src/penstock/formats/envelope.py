@@ -14,6 +14,7 @@ from pyarrow import types
 
 from penstock.changes import CHANGE_FIELDS, Op
 from penstock.formats import Failed
+from penstock.formats.exact import FIRST_SECOND, LAST_SECOND
 from penstock.formats.inference import Misfit, combine, fit, kind_of, type_of
 from penstock.formats.json_parse import value
 from penstock.formats.json_text import objects
@@ -278,7 +279,9 @@ class Envelopes:
             return found.cast(pa.timestamp("us", "UTC"))
         if not types.is_integer(found.type):
             return pa.nulls(self.count, pa.timestamp("us", "UTC"))
-        inside = pc.and_(pc.less(pc.abs(found), 253_402_300_800_000), pc.not_equal(found, 0))
+        earliest, latest = FIRST_SECOND * 1000, LAST_SECOND * 1000 + 999
+        inside = pc.and_(pc.greater_equal(found, earliest), pc.less_equal(found, latest))
+        inside = pc.and_(inside, pc.not_equal(found, 0))
         return pc.multiply(pc.if_else(inside, found.cast(pa.int64()), None), 1000).cast(pa.timestamp("us", "UTC"))
 
     def _positions(self) -> pa.Array:

@@ -18,6 +18,7 @@ from pyarrow import types
 from penstock.config import Config
 from penstock.errors import ConfigError, DataError, SchemaError, printable
 from penstock.formats import Decoded, Failed, Format, Positions, Resolver, WireSchema, framing
+from penstock.formats.exact import FIRST_SECOND, LAST_SECOND, beyond_years
 from penstock.formats.inference import Misfit
 from penstock.formats.inference import fields_of as kinds_of
 from penstock.formats.json_parse import Bodies, Screened, explain, of_another_kind, read, spans, unbalanced, value
@@ -366,7 +367,10 @@ def _as_text(kind: pa.DataType) -> pa.DataType:
 def _cast(rows: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     if rows.schema == schema:
         return rows
-    return pa.RecordBatch.from_arrays([rows.column(field.name).cast(field.type) for field in schema], schema=schema)
+    columns = [rows.column(field.name).cast(field.type) for field in schema]
+    if any(beyond_years(column).any() for column in columns):
+        raise pa.ArrowInvalid("a time outside the years 1 to 9999")
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 class _Number(float):
@@ -423,7 +427,9 @@ def _scalar(found: Any, kind: pa.DataType, path: str) -> Any:
         if types.is_date(kind) and isinstance(found, str):
             return datetime.date.fromisoformat(found)
         if types.is_timestamp(kind) and isinstance(found, str):
-            return (datetime.datetime.fromisoformat(found.upper()) - _EPOCH) // datetime.timedelta(microseconds=1)
+            moment = datetime.datetime.fromisoformat(found.upper()) - _EPOCH
+            if FIRST_SECOND <= moment // datetime.timedelta(seconds=1) <= LAST_SECOND:
+                return moment // datetime.timedelta(microseconds=1)
     except (ValueError, OverflowError, TypeError):
         pass
     raise Misfit("json_schema.type", f"{path} has no place in a column of {kind}")

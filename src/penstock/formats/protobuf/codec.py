@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from penstock.errors import DataError, SchemaError
 from penstock.formats import varint
+from penstock.formats.exact import beyond_years
 from penstock.formats.pieces import record_batch
 from penstock.formats.protobuf import columns
 from penstock.formats.protobuf.files import message_names, pool_of
@@ -26,6 +27,7 @@ from penstock.formats.varint import Ints
 WIRE = ("protobuf.wire", "the payload is no Protobuf message: it is cut off, or not made of fields")
 GROUPS = ("protobuf.wire", "a group of the payload is closed by the end of another, or a field has too large a number")
 CONTENT = ("protobuf.content", "a field of the payload is malformed, or its text is no UTF-8")
+TIMES = ("protobuf.range", "a Timestamp outside the years 1 to 9999, or a Duration of more than ten thousand years")
 
 _CONFIG = ptars.PtarsConfig(enum_repr="string", timestamp_unit="us", duration_unit="us")
 _PROBE = "penstock_probe"
@@ -67,8 +69,12 @@ class Codec:
         if rows is None:
             refused = self._halves(good, 0)
             bad |= {int(left[at]): CONTENT for at in refused}
-            _, good = _without(refused, left, good)
+            left, good = _without(refused, left, good)
             rows = self._widened(self._read(good), len(good))
+        odd = np.logical_or.reduce([np.zeros(len(left), bool), *map(beyond_years, rows.columns)])
+        if odd.any():
+            bad |= {int(at): TIMES for at in left[odd]}
+            rows = rows.filter(pa.array(~odd))
         return rows, bad
 
     def _wrong(self, body: bytes) -> tuple[str, str] | None:

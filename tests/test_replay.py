@@ -309,6 +309,12 @@ class TestCommands:
         reset(home.path / "state", "messages")
         assert "has no open dead letters" in self.call(home, capsys, "replay")
 
+    def test_a_topic_may_be_named_without_its_slash(self, home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+        home.put({"no": 2})
+        home.run(NUMBERS)
+        assert "key.missing" in self.call(home, capsys, "show", "--topic", "a")
+        assert "replay 1 dead letter" in self.call(home, capsys, "replay", "--where", "topic=a")
+
     @pytest.mark.parametrize(
         "words", [["replay", "--where", "tpic=/a"], ["replay", "show"], ["replay", "a", "b"], ["drop", "--sample", "3"]]
     )

@@ -110,7 +110,9 @@ class TestTemplates:
     def test_a_template_makes_this_topic(self, pattern, to, stream, topic):
         assert Route(pattern, to).topic("in", stream) == topic
 
-    @pytest.mark.parametrize("to", ["/{tabel}", "/{1}", "/{", "/a}", "/a//b", "/../a", "/a/./b", "", "/", "/a/"])
+    @pytest.mark.parametrize(
+        "to", ["/{tabel}", "/{1}", "/{", "/a}", "/a//b", "/../a", "/a/./b", "", "/", "/a/", "_dead_letters"]
+    )
     def test_a_wrong_template_is_a_problem_before_any_stream_is_known(self, to):
         assert Route("orders", to).problems()
 
@@ -120,7 +122,7 @@ class TestTemplates:
         assert "{table}" in problem
         assert "{1}" in problem
 
-    @pytest.mark.parametrize("stream", ["../../etc", "a//b", ".", "a\x00b", ""])
+    @pytest.mark.parametrize("stream", ["../../etc", "a//b", ".", "a\x00b", "", "_dead_letters", "/_Dead_Letters"])
     def test_a_stream_whose_name_makes_no_topic_is_unrouted(self, stream):
         with pytest.raises(ConfigError, match=r"PEN-1018 .* makes no topic"):
             router().targets("in", stream)

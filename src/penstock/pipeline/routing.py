@@ -30,6 +30,9 @@ from penstock.sink import Topic, TopicContext
 from penstock.source import SourceBatch
 
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
+DEAD_LETTERS: Topic = "/_dead_letters"
+"""The topic of the dead letters, which no route leads to: a sink may hold both them and rows."""
+
 _SKIP = 'set unrouted = "skip" in [processing] to leave such rows out'
 _CACHED_STREAMS = 10_000  # a broker may have any number of topics; memory must not follow it
 
@@ -248,6 +251,8 @@ def topic_name(text: str) -> Topic:
         raise ValueError(f"{name!r} has a level of dots")
     if not name.isprintable():
         raise ValueError(f"{name!r} has a control character")
+    if name.casefold() == DEAD_LETTERS:
+        raise ValueError(f"{name!r} is the topic of the dead letters")
     return name
 
 

@@ -66,7 +66,7 @@ def _is_alike(kind: pa.DataType, own: pa.DataType) -> bool:
     """True if a column may be one of an envelope: a file or a query gives such columns with other widths and units."""
     if types.is_binary(own):
         return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_null(kind))
-    return kind.id == own.id
+    return bool(kind.id == own.id)
 
 
 class ChangeKind(StrEnum):

@@ -23,11 +23,11 @@ import pyarrow.compute as pc
 
 from penstock.errors import DataError
 from penstock.formats import Failures
-from penstock.pipeline.routing import Route, Target
+from penstock.pipeline.routing import DEAD_LETTERS, Route, Target
 from penstock.sink import Epoch, Topic
 from penstock.source import ENVELOPE_SCHEMA
 
-TOPIC: Topic = "/_dead_letters"
+TOPIC: Topic = DEAD_LETTERS
 SINK = "_dead_letters"
 """Name of the sink that is used when the file names none."""
 

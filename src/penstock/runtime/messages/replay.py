@@ -243,5 +243,5 @@ def parse_where(words: Sequence[str]) -> dict[str, str]:
         name, equals, value = word.partition("=")
         if not equals or name not in WHERE:
             raise ConfigError(f"--where {word}", hint=f"write NAME=VALUE; the names are {', '.join(WHERE)}")
-        where[name] = value
+        where[name] = f"/{value}" if name == "topic" and value and not value.startswith("/") else value
     return where

@@ -115,6 +115,21 @@ def test_the_sender_hears_how_many_lines_are_on_disk(serve: Callable[..., Any]) 
         assert sock.makefile().readline() in ("1\n", "2\n", "3\n")
 
 
+def test_a_sender_that_says_that_it_sends_no_more_hears_of_its_last_line(serve: Callable[..., Any]) -> None:
+    source, sender = serve(durable=False, acknowledge=True)
+    with dial(source) as sock:
+        sock.sendall(b"a\nb\n")
+        sock.shutdown(socket.SHUT_WR)  # as `nc -N` does
+        wait_until(lambda: len(sender.kept) >= 2, "two lines")
+        sock.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            sock.recv(100)
+        sender.make_durable()
+        sock.settimeout(60)
+        assert sock.makefile().readlines()[-1] == "2\n", "then the server hangs up"
+    wait_until(lambda: not source._connections, "the connection to be gone")
+
+
 def test_a_client_reads_from_a_server_and_says_when_it_hangs_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         source = Tcp(TcpConfig(url=f"tcp://127.0.0.1:{server.getsockname()[1]}", mode="client", stream="s"))

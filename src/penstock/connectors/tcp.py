@@ -225,13 +225,19 @@ class Tcp(StreamingSource[TcpConfig]):
                     else "ended in the middle of a line"
                 )
                 logger.warning("%s: %s %s; that line is dropped", self.config.url, connection.peer, why)
-            self._end(selector, connection)
+            connection.sends_no_more = not raw
+            if raw or not self.config.acknowledge:
+                self._end(selector, connection)
+            else:  # it may still wait to hear what is on disk
+                selector.unregister(connection.sock)
 
     def _acknowledge(self, selector: selectors.BaseSelector) -> None:
         for connection in list(self._connections.values()) if self.config.acknowledge else ():
             try:
                 connection.acknowledge()
             except OSError:
+                self._end(selector, connection)
+            if connection.sends_no_more and connection.knows_all:
                 self._end(selector, connection)
 
     def _end_silent(self, selector: selectors.BaseSelector) -> None:
@@ -241,7 +247,8 @@ class Tcp(StreamingSource[TcpConfig]):
 
     def _end(self, selector: selectors.BaseSelector, connection: _Connection) -> None:
         if self._connections.pop(connection.fileno, None) is not None:
-            selector.unregister(connection.sock)
+            with contextlib.suppress(KeyError):
+                selector.unregister(connection.sock)
             connection.sock.close()
             self._ended.set()
 
@@ -260,6 +267,7 @@ class _Connection:
         self.rest = bytearray()
         """The beginning of a line. It may grow by a byte at a time, so it is not copied each time."""
         self.heard_at = time.monotonic()
+        self.sends_no_more = False
         self._bell = bell
         self._most = max_line_bytes
         self._told = 0
@@ -268,6 +276,11 @@ class _Connection:
     @property
     def is_too_long(self) -> bool:
         return len(self.rest) > self._most
+
+    @property
+    def knows_all(self) -> bool:
+        """True once the other side was told of all its lines."""
+        return self._told == self.number and not self._to_tell
 
     def lines(self, raw: bytes) -> Iterator[bytes]:
         """The whole lines so far; one that is too long stays in `rest`."""

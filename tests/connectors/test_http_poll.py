@@ -182,6 +182,34 @@ def test_the_first_round_may_begin_at_a_value(api, opened):
     assert [each["id"] for each in polled(source)] == [6, 7]
 
 
+@pytest.mark.parametrize(
+    ("old", "same", "new"),
+    [
+        ("2026-01-01T12:00:00Z", "2026-01-01T12:00:00.000Z", "2026-01-01T12:00:00.5Z"),
+        ("2026-01-01T12:00:00.45Z", "2026-01-01 12:00:00,450+00:00", "2026-01-01T12:00:00.5Z"),
+        ("2026-01-01T12:00:00+02:00", "2026-01-01T10:00:00Z", "2026-01-01T11:00:00Z"),
+        ("2026-01-01T12:00:00.123456788Z", "2026-01-01T12:00:00.1234567880Z", "2026-01-01T12:00:00.123456789Z"),
+        ("999", "0999", "1000"),
+        ("9" * 5000, "9" * 5000, "9" * 5000 + "0"),
+        ("2026-13-01T00:00:00Z", "2026-13-01T00:00:00Z", "2026-13-02T00:00:00Z"),
+        (9, 9.0, 10),
+    ],
+    ids=["fraction", "digits", "zone", "nanoseconds", "number", "long", "no time", "plain"],
+)
+def test_the_newer_of_two_values_is_told_by_what_they_mean(opened, old, same, new):
+    """The server gives all each time: what counts as older is passed over, and what was seen does not come again."""
+    records = [{"id": 1, "updated": old}]
+    with receiving(lambda asked: (200, records)) as api:
+        source = opened(make(api, records="", pagination=None))
+        assert [each["id"] for each in polled(source)] == [1]
+        records[:] = [{"id": 1, "updated": same}, {"id": 2, "updated": same}]
+        assert [each["id"] for each in polled(source)] == [2]
+        assert polled(source) == []
+        records.append({"id": 3, "updated": new})
+        assert [each["id"] for each in polled(source)] == [3]
+        assert polled(source) == [], "the first two are older now"
+
+
 def test_a_list_of_plain_numbers_is_a_list_of_records(opened):
     numbers = [1, 2.5, 10**20]
     with receiving(lambda asked: (200, numbers)) as api:
@@ -291,6 +319,41 @@ def test_a_page_that_has_not_changed_is_not_sent_again(shop, opened):
         assert api.asked[-1].headers["if-modified-since"] == "Wed, 21 Oct 2015 07:28:00 GMT"
         shop.put(77, 0)
         assert [each["id"] for each in polled(source)] == [77]
+
+
+@pytest.mark.parametrize("says_when", [True, False])
+def test_a_time_of_change_that_has_just_passed_marks_nothing(shop, opened, says_when):
+    """Another change in the same second would never be seen."""
+    now = email.utils.formatdate(usegmt=True)
+
+    def answer(asked: Asked) -> Any:
+        return 200, shop.orders, {"Last-Modified": now} if says_when else {"Last-Modified": "at noon"}
+
+    with receiving(answer) as api:
+        source = opened(make(api, pagination=None, records="", incremental=None))
+        assert len(polled(source)) == 8
+        shop.put(77, 0)
+        assert [each["id"] for each in polled(source)] == [77]
+        assert "if-modified-since" not in api.asked[-1].headers
+
+
+def test_a_mark_is_of_the_question_that_it_came_with(shop, opened):
+    """The server marks all that it has, and gives three records at a time."""
+
+    def answer(asked: Asked) -> Any:
+        tag = f'"{len(shop.orders)}"'
+        if asked.headers.get("if-none-match") == tag:
+            return 304, b""
+        found = sorted(
+            (each for each in shop.orders if each["updated"] >= int(asked.query.get("since", 0))),
+            key=lambda each: each["updated"],
+        )
+        return 200, found[:3], {"ETag": tag}
+
+    with receiving(answer) as api:
+        source = opened(make(api, pagination=None, records=""))
+        assert sorted(each["id"] for each in polled(source, rounds=6)) == list(range(8))
+        assert "if-none-match" in api.asked[-1].headers, "a round that found nothing new is the same question"
 
 
 def test_a_server_that_asks_for_a_pause_is_left_alone(shop, opened):

@@ -35,7 +35,7 @@ class ByPage(Config):
     """The parameter that asks for `size` records."""
 
     size: PositiveInt | None = None
-    """Records of a full page."""
+    """Records of a full page: no more than the server gives at most, or its first page is taken for the last."""
 
 
 class ByOffset(Config):
@@ -49,7 +49,7 @@ class ByOffset(Config):
     """The parameter that asks for `size` records."""
 
     size: PositiveInt = 100
-    """Records of a full page."""
+    """Records of a full page: no more than the server gives at most, or its first page is taken for the last."""
 
 
 class ByLink(Config):
@@ -72,7 +72,7 @@ class Incremental(Config):
     """What is newer than the newest record so far."""
 
     path: str = "updated_at"
-    """The member of a record that grows: a number, or a text that sorts, such as a time in ISO 8601 and UTC."""
+    """The member of a record that grows: a number, also as text; a time in ISO 8601; or another text that sorts."""
 
     param: str = "since"
     """The parameter that asks for records from a value on. The API may give records of just that value again, or leave

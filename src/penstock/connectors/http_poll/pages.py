@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urljoin
 
@@ -17,6 +18,9 @@ from penstock.errors import NOT_READY, FatalError, RetryableError
 
 PAGE_TIMEOUTS = 10
 """So many times `timeout_secs`, and a page that is still coming is given up."""
+
+SETTLED_SECS = 60
+"""`Last-Modified` counts whole seconds, and is not made in the moment in which the records are read."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +141,7 @@ class Api:
         self._asked_for.add(canonical(at))
         if following is not None and canonical(following) in self._asked_for:
             raise RetryableError(f"{config.url} names the same page again and again", hint="look at `pagination`")
-        marks = Marks(answer.headers.get("ETag", ""), answer.headers.get("Last-Modified", ""))
-        return Page(records, following, marks)
+        return Page(records, following, Marks(answer.headers.get("ETag", ""), _settled(answer.headers)))
 
     def _next(self, answer: httpx.Response, body: Any, page: Any, count: int) -> Json:
         match self._config.pagination:
@@ -172,6 +175,16 @@ class Api:
                 hint="set `url` to the server that has the pages",
             )
         return str(url)
+
+
+def _settled(headers: httpx.Headers) -> str:
+    """`Last-Modified`, if it is so old that nothing else can have changed in the same second; else nothing."""
+    given = headers.get("Last-Modified", "")
+    try:
+        changed, now = map(parsedate_to_datetime, (given, headers.get("Date", "")))
+        return given if (now - changed).total_seconds() >= SETTLED_SECS else ""
+    except (ValueError, TypeError, OverflowError):  # one of them is missing, or is no date
+        return ""
 
 
 def member(value: Any, path: str) -> Any:

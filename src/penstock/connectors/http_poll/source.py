@@ -14,6 +14,7 @@ from penstock.config import Config
 from penstock.connectors.http_poll.config import HttpPollConfig, Incremental
 from penstock.connectors.http_poll.known import Known
 from penstock.connectors.http_poll.pages import Api, Marks, Page, member
+from penstock.connectors.http_poll.values import is_after, is_same
 from penstock.durable import Json, canonical
 from penstock.errors import FatalError, RetryableError
 from penstock.source import (
@@ -158,13 +159,13 @@ class HttpPoll(PollingSource[HttpPollConfig]):
             value, key = member(record, incremental.path), self._key(record)
             if isinstance(value, bool) or not isinstance(value, int | float | str):
                 raise self._wrong(f"a value at {incremental.path!r} that could grow", "`path` of `incremental`")
-            if newest is None or _after(value, newest):
+            if newest is None or is_after(value, newest):
                 newest, newest_keys = value, {}
-            if value == newest:
+            if is_same(value, newest):
                 newest_keys[key] = None
             mark = f"{key}\n{value}"
-            is_border = value == place.since and key in place.border
-            is_old = place.since is not None and _after(place.since, value)
+            is_border = key in place.border and is_same(value, place.since)
+            is_old = place.since is not None and is_after(place.since, value)
             if not (is_old or is_border or mark in seen or mark in place.last):
                 fresh.append(self._message(record, key))
             seen[mark] = None
@@ -177,10 +178,12 @@ class HttpPoll(PollingSource[HttpPollConfig]):
     def _finish(self, place: Place) -> None:
         """The round is over: the next one asks from its newest value on."""
         since, border = place.since, place.border
-        if place.newest is not None and (since is None or not _after(since, place.newest)):
-            border = tuple(sorted({*place.newest_keys, *(border if place.newest == since else ())}))
+        cleared: dict[str, Any] = {"page": None, "newest": None, "newest_keys": (), "last": ()}
+        if place.newest is not None and (since is None or not is_after(since, place.newest)):
+            if since is None or is_after(place.newest, since):  # the next round asks another question
+                border, cleared = (), cleared | {"etag": "", "modified": ""}
+            border = tuple(sorted({*place.newest_keys, *border}))
             since = place.newest
-        cleared = {"page": None, "newest": None, "newest_keys": (), "last": ()}
         self._place = place.model_copy(update={**cleared, "since": since, "border": border})
         self._due = time.monotonic() + self.config.interval_secs
 
@@ -257,10 +260,3 @@ class HttpPoll(PollingSource[HttpPollConfig]):
 def _envelope(op: str, before: Any, after: Any) -> dict[str, Any]:
     """A change as Debezium writes it."""
     return {"op": op, "before": before, "after": after, "ts_ms": time.time_ns() // 1_000_000}
-
-
-def _after(one: Any, other: Any) -> bool:
-    """True if `one` is the newer value: numbers by size, texts by their order."""
-    if isinstance(one, str) != isinstance(other, str):
-        return str(one) > str(other)
-    return bool(one > other)

@@ -6,6 +6,7 @@ import gzip
 import json
 import socket
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from connectors.webhooks import Answer, Running, answer, answers, config, request, serving
 from penstock.connectors.webhook import Webhook, bodies
 from penstock.connectors.webhook.bodies import cut
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, RetryableError
 from penstock.pipeline.options import Processing
 from penstock.runtime.ingest import Ingest
 from penstock.source import ENVELOPE_SCHEMA, ReadLimit, SourceContext
@@ -304,6 +305,24 @@ def test_validation_refuses_the_whole_request_before_anything_is_stored(tmp_path
         assert (found.status, found.body["rule"], found.body["event"]) == (422, "json_schema.required", 1)
         assert hook.post({"id": 3}).status == 200
         assert hook.events() == [b'{"id": 3}']
+
+
+@pytest.mark.parametrize("error", [RetryableError("the registry is away"), ValueError("a bug")], ids=["away", "bug"])
+def test_events_that_cannot_be_checked_are_answered_503_and_not_stored(tmp_path, error):
+    def refused(stream: str, payloads: Sequence[bytes]) -> Any:
+        if payloads and broken:
+            raise error
+        return {}
+
+    broken = [True]
+    context = SourceContext(refused=refused)
+    with serving(tmp_path, validate_on_receive=True, context=context) as hook:
+        answer = hook.post({"id": 1})
+        assert (answer.status, answer.error) == (503, "unavailable")
+        assert answer.headers["Retry-After"] == "5"
+        broken.clear()
+        assert hook.post({"id": 2}).status == 200
+        assert hook.events() == [b'{"id": 2}']
 
 
 def test_validation_without_a_schema_is_refused_at_the_start():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import resource
 import socket
 import ssl
@@ -29,6 +30,8 @@ from penstock.source import (
     SourceEnvelope,
     StreamingSource,
 )
+
+logger = logging.getLogger(__name__)
 
 LOOK_SECS = 0.1
 """How often the server looks if it has to stop."""
@@ -306,17 +309,25 @@ class Serving:
                 streams.setdefault(waiting.route.stream, []).append((waiting, number, event))
         bad: dict[Waiting, Refused] = {}
         for stream, events in streams.items():
-            for at, (rule, reason) in (self._refused(stream, [each[2] for each in events]) or {}).items():
+            try:
+                found = self._refused(stream, [each[2] for each in events]) or {}
+            except Exception as error:  # noqa: BLE001 - a registry that is away, or worse: each request has to be answered
+                logger.warning("events of %s cannot be checked: %r", stream, error)
+                bad |= dict.fromkeys((each[0] for each in events), self._unavailable("the events cannot be checked"))
+                continue
+            for at, (rule, reason) in found.items():
                 waiting, number, _ = events[at]
                 bad.setdefault(waiting, Refused(422, "invalid", reason, rule=rule, event=number))
         for waiting, refused in bad.items():
             waiting.exchange.refuse(refused)
         return [waiting for waiting in group if waiting not in bad]
 
-    def _unavailable(self) -> Refused:
+    def _unavailable(self, why: str = "") -> Refused:
         pause = {"Retry-After": str(self._config.retry_after_secs)}
         if self._sender.stopped:
             return Refused(503, "stopping", "the pipeline is stopping", pause)
+        if why:
+            return Refused(503, "unavailable", why, pause)
         return Refused(503, "full", "the journal takes no more now", pause)
 
 

@@ -22,7 +22,7 @@ from penstock.connectors.mqtt.sink import MqttSinkConfig
 from penstock.connectors.mqtt.source import MqttConfig
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError
 from penstock.sink import Task
-from penstock.source import SourceCheckpoint, SourceContext, SourceEnvelope
+from penstock.source import HealthState, SourceCheckpoint, SourceContext, SourceEnvelope
 from penstock.testing import SinkContract, SourceContract
 from penstock.testing.mosquitto import Mosquitto, Way, free_port, is_installed
 from penstock.testing.processes import wait_until
@@ -212,6 +212,24 @@ def test_each_filter_has_its_quality_of_service(broker: Mosquitto, topic: str) -
     for line in (f"{topic}/a (QoS 1)", f"{topic}/b/# (QoS 2)", f"{topic}/c (QoS 0)"):
         assert line in log
     running.source.close()
+
+
+@pytest.mark.parametrize("limit", ["QOS_0_MESSAGES", "QOS_0_BYTES"])
+def test_what_nobody_acknowledges_is_bounded_by_number_and_size_and_goes_on_once_there_is_room(
+    limit: str, monkeypatch: pytest.MonkeyPatch, subscribed: Callable[..., Running], sender: Peer, topic: str
+) -> None:
+    running = subscribed("5", topics=({"filter": f"{topic}/#", "qos": 0}, {"filter": f"kept/{topic}", "qos": 1}))
+    monkeypatch.setattr(f"penstock.connectors.mqtt.source.{limit}", 10 if limit == "QOS_0_MESSAGES" else 10_000)
+    source = running.source
+    sender.publish_all(f"{topic}/x", [b"x" * 1000] * 50, qos=0)
+    wait_until(lambda: source.metrics().custom["mqtt_qos_0_dropped_total"] == 40, "all but ten to be dropped")
+    assert source.health_check().state is HealthState.DEGRADED
+    sender.publish_all(f"kept/{topic}", [b"kept"])
+    assert running.until(11) == [b"x" * 1000] * 10 + [b"kept"]
+    assert source.health_check().state is HealthState.HEALTHY
+    sender.publish_all(f"{topic}/x", [b"again"], qos=0)
+    assert running.until(12)[-1] == b"again"
+    source.close()
 
 
 def test_a_shared_subscription_deals_the_messages_out(broker: Mosquitto, sender: Peer, topic: str) -> None:

@@ -33,7 +33,8 @@ from penstock.source import (
 )
 
 QOS_0_MESSAGES = 10_000
-"""So many messages may wait in memory before those that nobody acknowledges are dropped."""
+QOS_0_BYTES = 64 << 20
+"""So many messages, or so many bytes of those that nobody acknowledges, may wait in memory before more of these are dropped."""
 
 QoS = Literal[0, 1, 2]
 
@@ -105,11 +106,13 @@ class Mqtt(PollingSource[MqttConfig]):
         self._acked: list[Packet] = []  # under QoS 1; the broker may not have seen it
         self._is_asking = self._has_answered = False
         self._repeats = self._dropped = 0
+        self._put_bytes = self._taken_bytes = 0  # of QoS 0; each is written by one thread
         self._repeats_known = -1  # how many there were when nothing more came again; -1: not known on this connection
 
     def open(self, context: SourceContext = SourceContext()) -> None:
         self.close()
         super().open(context)
+        self._put_bytes = self._taken_bytes = 0
         self._bridge = BufferedBridge(1 << 20)  # of what is acknowledged, the protocol allows 65,535 at a time
         self._client_id = self._name()
         try:
@@ -133,10 +136,14 @@ class Mqtt(PollingSource[MqttConfig]):
     def _is_connected(self) -> bool:
         return self._link is not None and self._link.failure is None
 
+    @property
+    def _is_crowded(self) -> bool:
+        return len(self._bridge) >= QOS_0_MESSAGES or self._put_bytes - self._taken_bytes >= QOS_0_BYTES
+
     def health_check(self) -> HealthStatus:
         if not self._is_connected:
             return HealthStatus()
-        if len(self._bridge) >= QOS_0_MESSAGES:
+        if self._is_crowded:
             return HealthStatus.degraded(f"{len(self._bridge):,} messages wait, and those of QoS 0 are dropped")
         return HealthStatus.healthy()
 
@@ -207,6 +214,7 @@ class Mqtt(PollingSource[MqttConfig]):
 
     def _is_new(self, message: Arrived, connection: int, answers: _Answers) -> bool:
         if message.qos == 0:
+            self._taken_bytes += len(message.payload)
             return True
         is_new, packet = self._received.take(message, connection)
         self._repeats += not is_new
@@ -273,10 +281,12 @@ class Mqtt(PollingSource[MqttConfig]):
         bridge = self._bridge
 
         def put(event: Event) -> None:
-            if isinstance(event, Arrived) and event.qos == 0 and len(bridge) >= QOS_0_MESSAGES:
-                self._dropped += 1
-            else:
-                bridge.put((number, event))
+            if isinstance(event, Arrived) and event.qos == 0:
+                if self._is_crowded:
+                    self._dropped += 1
+                    return
+                self._put_bytes += len(event.payload)
+            bridge.put((number, event))
 
         link = Link(self.config, self._client_id, put, bridge.ready.set)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -49,8 +50,10 @@ class Receiver:
 
 
 @contextlib.contextmanager
-def receiving(answer: Callable[[Asked], Says | None] = lambda asked: (200, {})) -> Iterator[Receiver]:
-    """A server on a port of its own, until the block ends."""
+def receiving(
+    answer: Callable[[Asked], Says | None] = lambda asked: (200, {}), tls: ssl.SSLContext | None = None
+) -> Iterator[Receiver]:
+    """A server on a port of its own, until the block ends; with `tls` by HTTPS, as `localhost`."""
     receiver = Receiver(answer)
 
     class Handler(BaseHTTPRequestHandler):
@@ -83,6 +86,9 @@ def receiving(answer: Callable[[Asked], Says | None] = lambda asked: (200, {})) 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads, server.block_on_close = True, False  # type: ignore[misc]
     receiver.url = f"http://127.0.0.1:{server.server_address[1]}"
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+        receiver.url = f"https://localhost:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:

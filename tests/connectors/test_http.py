@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
 import pickle
+import socket
+import ssl
+import threading
+import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
+from brokers import Certificates
 from connectors.receiver import Asked, Receiver, receiving
 from connectors.webhooks import serving
 from penstock.connectors.http import HttpSink, HttpSinkConfig
+from penstock.connectors.http_poll import HttpPoll, HttpPollConfig
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError
 from penstock.pipeline import Pipeline
 from penstock.runtime import supervisor
@@ -186,6 +194,26 @@ def test_a_lost_answer_or_connection_is_tried_again_by_the_runtime(receiver):
         send(receiver, ROWS, url="http://127.0.0.1:9/in")
 
 
+@pytest.mark.parametrize("pause", [0.0, 0.05], ids=["long", "slow"])
+def test_an_answer_that_does_not_end_is_not_waited_for(pause):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            sock, _ = server.accept()
+            with sock, contextlib.suppress(OSError):
+                sock.recv(65536)
+                sock.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+                while True:
+                    sock.sendall(b"400\r\n" + b"x" * 1024 + b"\r\n")
+                    time.sleep(pause)
+
+        answering = threading.Thread(target=answer, daemon=True)
+        answering.start()
+        send(Receiver(url=f"http://127.0.0.1:{server.getsockname()[1]}"), ROWS.slice(0, 1), timeout_secs=0.5)
+        answering.join(60)
+        assert not answering.is_alive(), "the connection was closed"
+
+
 @pytest.mark.parametrize("status", [301, 401, 403, 404])
 def test_what_is_wrong_with_the_address_or_the_credentials_is_no_fault_of_rows(receiver, status):
     receiver.answer = lambda asked: (status, {})
@@ -222,6 +250,59 @@ SECRET = {"env": "API_SECRET"}
 def test_credentials_are_sent(receiver, auth, sent):
     found = send(receiver, ROWS.slice(0, 1), auth=auth)[0]
     assert sent.items() <= found.headers.items()
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture
+def secure(certificates: Certificates, request: pytest.FixtureRequest) -> Iterator[Receiver]:
+    """A receiver by HTTPS with the certificate of a name, which asks clients for theirs; or by TLS 1.2 alone."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=certificates["ca.pem"])
+    context.load_cert_chain(certificates[f"{request.param}.pem"], certificates[f"{request.param}.key"])
+    context.verify_mode = ssl.CERT_REQUIRED
+    with receiving(lambda asked: (200, [{"id": 1}]), tls=context) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("secure", "ca", "own", "is_taken"),
+    [
+        ("server", "ca.pem", "client", True),
+        ("server", "other.pem", "client", False),
+        ("server", None, "client", False),
+        ("misnamed", "ca.pem", "client", False),
+        ("server", "ca.pem", None, False),
+        ("server", "ca.pem", "stranger", False),
+    ],
+    ids=["right", "wrong authority", "those of the machine", "wrong host name", "no certificate", "wrong certificate"],
+    indirect=["secure"],
+)
+def test_certificates_of_both_sides_are_checked(secure, ca, own, is_taken, certificates, tmp_path):
+    options: dict[str, Any] = {} if ca is None else {"ca_file": certificates[ca]}
+    if own is not None:  # a file with both
+        both = certificates[f"{own}.key"].read_bytes() + certificates[f"{own}.pem"].read_bytes()
+        options["cert_file"] = tmp_path / "own.pem"
+        options["cert_file"].write_bytes(both)
+    source = HttpPoll(HttpPollConfig(url=secure.url, stream="s", **options))
+    source.open()
+    try:
+        for call in (lambda: send(secure, ROWS, **options), lambda: source.poll_batch(10)):
+            if is_taken:
+                assert call()
+            else:
+                with pytest.raises(RetryableError, match="PEN-2001"):
+                    call()
+    finally:
+        source.close()
+    assert bool(secure.asked) == is_taken
+
+
+def test_certificates_for_plain_text_are_refused(receiver, certificates):
+    with pytest.raises(ConfigError, match=r"PEN-1003.*ca_file"):
+        send(receiver, ROWS, ca_file=certificates["ca.pem"])
 
 
 def test_a_key_may_be_a_parameter_of_the_address(receiver):

@@ -16,7 +16,7 @@ import httpx
 import pyarrow as pa
 from pydantic import PositiveInt
 
-from penstock.connectors.http_client import PASSING, HttpConfig, client, failure, passing, pause_of
+from penstock.connectors.http_client import PASSING, HttpConfig, client, drain, failure, passing, pause_of
 from penstock.connectors.messages import Template, encode, text_column
 from penstock.errors import DataError
 from penstock.sink import Epoch, Receipt, SinkConnector, SinkContext, Task, Topic, WriteResult
@@ -193,7 +193,8 @@ class HttpSink(SinkConnector[HttpSinkConfig, Receipt]):
         headers = [("Content-Type", self._content_type()), *call.headers, (config.key_header, key)]
         for tried in range(1, config.max_tries + 1):
             try:
-                answer = own.request(config.method, call.url, content=self._body(call), headers=headers)
+                with own.stream(config.method, call.url, content=self._body(call), headers=headers) as answer:
+                    drain(answer, config.timeout_secs)
             except httpx.HTTPError as error:
                 raise passing(error, f"sending to {config.url}") from error
             except (httpx.InvalidURL, UnicodeEncodeError):

@@ -21,6 +21,7 @@ from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableEr
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Answers that may be others next time."""
 
+MOST_DRAINED = 1 << 20
 
 LONGEST_SECS = 86_400.0
 """A server that asks for a longer pause is asked again after this one."""
@@ -123,15 +124,30 @@ def client(config: HttpConfig, connections: int = 1) -> httpx.Client:
         auth=_auth(config.auth),
         headers=config.headers,
         timeout=config.timeout_secs,
-        verify=_tls(config) if config.url.startswith("https://") else True,
+        verify=_tls(config),
         limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
     )
+
+
+def drain(answer: httpx.Response, secs: float) -> None:
+    """
+    Read the body of an answer that says enough with its status, so that the connection can be used again.
+
+    One that is long, or does not end in time, is not waited for: its connection is closed instead.
+    """
+    until = time.monotonic() + secs
+    left = MOST_DRAINED
+    for piece in answer.iter_raw():
+        left -= len(piece)
+        if left < 0 or time.monotonic() > until:
+            return
 
 
 def passing(error: httpx.HTTPError, what: str) -> RetryableError:
     """An error of the connection, as what happens next."""
     code = "PEN-2003" if isinstance(error, httpx.TimeoutException) else "PEN-2001"
-    return RetryableError(f"{what}: {type(error).__name__}: {error}", code=code)
+    hint = "`ca_file` names those that may have signed the server's certificate" if "CERTIFICATE" in str(error) else ""
+    return RetryableError(f"{what}: {type(error).__name__}: {error}", code=code, hint=hint)
 
 
 def failure(response: httpx.Response, what: str) -> ConnectorError:
@@ -156,6 +172,12 @@ def pause_of(response: httpx.Response) -> float | None:
 
 
 def _tls(config: HttpConfig) -> ssl.SSLContext:
+    given = [name for name in ("ca_file", "cert_file") if getattr(config, name) is not None]
+    called = [config.url, config.auth.token_url if isinstance(config.auth, OAuth2) else ""]
+    if given and not any(url.startswith("https://") for url in called):
+        raise ConfigError(
+            f"`{given[0]}` is for TLS, and {config.url} says plain text", code="PEN-1003", hint="write https://"
+        )
     try:
         context = ssl.create_default_context(cafile=config.ca_file)
         if config.cert_file is not None:

@@ -14,7 +14,7 @@ from websockets.sync.server import serve
 
 from brokers import peer
 from connectors.pushed import free_port
-from connectors.test_http_examples import example, rows
+from connectors.test_http_examples import drained, example, rows
 from penstock.pipeline import Pipeline
 from penstock.runtime import supervisor
 from penstock.testing import ForkEngine
@@ -49,6 +49,21 @@ def test_the_mqtt_example_keeps_states_and_alarms(tmp_path: Path, need: Callable
             states = [{"id": 1, "value": 21.5}, {"id": 2, "value": 22.5}]
             wait_until(lambda: rows(lake / "sensors" / "a") == states, "the states")
             wait_until(lambda: rows(lake / "alarms") == [{"id": 3, "what": "smoke"}], "the alarm")
+
+
+def test_the_example_of_the_mqtt_sink_sends_the_rows_of_files(
+    tmp_path: Path, need: Callable[[bool, str], None]
+) -> None:
+    need(is_installed(), "mosquitto is not installed: `make servers` installs it")
+    with Mosquitto() as broker, peer(broker) as listener:
+        listener.listen("events/#")
+        file = example(tmp_path, "files_to_mqtt.toml", "mqtt://127.0.0.1:1883", broker.url)
+        assert drained(file).rows_out == 12
+        assert drained(file).rows_in == 0
+        wait_until(lambda: len(listener.heard) >= 12, "all messages")
+        rows = [(name, json.loads(payload), user) for name, payload, _, user in listener.heard]
+    assert sorted(row["id"] for _, row, _ in rows) == list(range(12))
+    assert all([("kind", name.removeprefix("events/"))] == user and "kind" not in row for name, row, user in rows)
 
 
 def test_the_tcp_example_says_what_is_on_disk(tmp_path: Path) -> None:

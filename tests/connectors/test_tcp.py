@@ -130,6 +130,36 @@ def test_a_sender_that_says_that_it_sends_no_more_hears_of_its_last_line(serve: 
     wait_until(lambda: not source._connections, "the connection to be gone")
 
 
+def test_a_sender_that_does_not_listen_is_told_the_newest_number_later() -> None:
+    """Each that it was not told would be kept in memory."""
+    told = bytearray()
+    room = 3
+
+    def send(raw: bytes) -> int:
+        nonlocal room
+        if not room:
+            raise BlockingIOError
+        taken = raw[:room]
+        told.extend(taken)
+        room -= len(taken)
+        return len(taken)
+
+    with socket.create_server(("127.0.0.1", 0)) as server, _Bell() as bell:
+        with socket.create_connection(server.getsockname()), server.accept()[0] as taken:
+            connection = _Connection(taken, bell, 1 << 20)
+        connection.sock = SimpleNamespace(send=send)  # type: ignore[assignment]
+        connection.number = 1000
+        for number in range(100, 1001):
+            connection.is_durable(number)
+            connection.acknowledge()
+            assert len(connection._to_tell) <= 4
+        assert not connection.knows_all
+        room = 100
+        while not connection.knows_all:
+            connection.acknowledge()
+    assert bytes(told) == b"100\n1000\n"
+
+
 def test_a_client_reads_from_a_server_and_says_when_it_hangs_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         source = Tcp(TcpConfig(url=f"tcp://127.0.0.1:{server.getsockname()[1]}", mode="client", stream="s"))

@@ -304,9 +304,9 @@ class _Connection:
         self._bell.ring()
 
     def acknowledge(self) -> None:
-        if self.durable > self._told:
+        if self.durable > self._told and not self._to_tell:  # one that does not listen hears the newest number later
             self._told = self.durable
-            self._to_tell += b"%d\n" % self._told
+            self._to_tell = b"%d\n" % self._told
         if self._to_tell:
             with contextlib.suppress(BlockingIOError):
                 self._to_tell = self._to_tell[self.sock.send(self._to_tell) :]

@@ -281,8 +281,7 @@ class Websocket(StreamingSource[WebsocketConfig]):
     async def _hand_over(self, connection: Any, sender: Sender) -> None:
         self._connections += 1
         peer = "{}:{}".format(*(connection.remote_address or ("?", self._connections))[:2])
-        loop, number = asyncio.get_running_loop(), 0
-        acknowledge = None
+        teller, number = _Teller(asyncio.get_running_loop(), connection), 0
         async for message in connection:
             while sender.full and not sender.stopped:
                 self._gate.room.clear()
@@ -290,8 +289,7 @@ class Websocket(StreamingSource[WebsocketConfig]):
             if sender.stopped:
                 return
             number += 1
-            if self.config.acknowledge:
-                acknowledge = _teller(loop, connection, number)
+            acknowledge = partial(teller.is_durable, number) if self.config.acknowledge else None
             text = isinstance(message, str)
             make = SourceRecord.from_string if text else SourceRecord.from_bytes
             record = make(self.config.stream, message).with_attribute("websocket.peer", peer)
@@ -390,15 +388,27 @@ class _Client(_Counted, ClientConnection):
         self.gate = gate
 
 
-def _teller(loop: asyncio.AbstractEventLoop, connection: Any, number: int) -> Any:
-    """What tells the other side, from the journal's thread, that so many messages are on disk."""
+class _Teller:
+    """Tells the other side how many messages are on disk; one that does not listen is told the newest number later."""
 
-    async def tell() -> None:
-        with contextlib.suppress(ConnectionClosed):
-            await connection.send(str(number))
+    def __init__(self, loop: asyncio.AbstractEventLoop, connection: Any) -> None:
+        self._loop = loop
+        self._connection = connection
+        self._durable = self._told = 0
+        self._task: asyncio.Task[None] | None = None
 
-    def call() -> None:
+    def is_durable(self, number: int) -> None:
+        """From the journal's thread."""
+        self._durable = number
         with contextlib.suppress(RuntimeError):  # the loop is over
-            asyncio.run_coroutine_threadsafe(tell(), loop)
+            self._loop.call_soon_threadsafe(self._wake)
 
-    return call
+    def _wake(self) -> None:
+        if self._task is None or self._task.done():
+            self._task = self._loop.create_task(self._tell())
+
+    async def _tell(self) -> None:
+        with contextlib.suppress(ConnectionClosed):
+            while self._told < self._durable:
+                self._told = self._durable
+                await self._connection.send(str(self._told))

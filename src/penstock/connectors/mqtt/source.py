@@ -106,13 +106,13 @@ class Mqtt(PollingSource[MqttConfig]):
         self._acked: list[Packet] = []  # under QoS 1; the broker may not have seen it
         self._is_asking = self._has_answered = False
         self._repeats = self._dropped = 0
-        self._put_bytes = self._taken_bytes = 0  # of QoS 0; each is written by one thread
+        self._unpromised = _Unpromised()
         self._repeats_known = -1  # how many there were when nothing more came again; -1: not known on this connection
 
     def open(self, context: SourceContext = SourceContext()) -> None:
         self.close()
         super().open(context)
-        self._put_bytes = self._taken_bytes = 0
+        self._unpromised = _Unpromised()
         self._bridge = BufferedBridge(1 << 20)  # of what is acknowledged, the protocol allows 65,535 at a time
         self._client_id = self._name()
         try:
@@ -136,14 +136,10 @@ class Mqtt(PollingSource[MqttConfig]):
     def _is_connected(self) -> bool:
         return self._link is not None and self._link.failure is None
 
-    @property
-    def _is_crowded(self) -> bool:
-        return len(self._bridge) >= QOS_0_MESSAGES or self._put_bytes - self._taken_bytes >= QOS_0_BYTES
-
     def health_check(self) -> HealthStatus:
         if not self._is_connected:
             return HealthStatus()
-        if self._is_crowded:
+        if self._unpromised.crowd(self._bridge):
             return HealthStatus.degraded(f"{len(self._bridge):,} messages wait, and those of QoS 0 are dropped")
         return HealthStatus.healthy()
 
@@ -214,7 +210,7 @@ class Mqtt(PollingSource[MqttConfig]):
 
     def _is_new(self, message: Arrived, connection: int, answers: _Answers) -> bool:
         if message.qos == 0:
-            self._taken_bytes += len(message.payload)
+            self._unpromised.taken += len(message.payload)
             return True
         is_new, packet = self._received.take(message, connection)
         self._repeats += not is_new
@@ -278,14 +274,14 @@ class Mqtt(PollingSource[MqttConfig]):
 
     def _connect(self) -> None:
         number = self._connection + 1
-        bridge = self._bridge
+        bridge, unpromised = self._bridge, self._unpromised
 
         def put(event: Event) -> None:
             if isinstance(event, Arrived) and event.qos == 0:
-                if self._is_crowded:
+                if unpromised.crowd(bridge):
                     self._dropped += 1
                     return
-                self._put_bytes += len(event.payload)
+                unpromised.put += len(event.payload)
             bridge.put((number, event))
 
         link = Link(self.config, self._client_id, put, bridge.ready.set)
@@ -330,6 +326,18 @@ class Mqtt(PollingSource[MqttConfig]):
             make_directory(kept.parent, private=True)
             write_atomic(kept, made.encode(), private=True)
         return kept.read_text()
+
+
+@dataclass
+class _Unpromised:
+    """Bytes of QoS 0 that have come and that were taken; each number is written by one thread."""
+
+    put: int = 0
+    taken: int = 0
+
+    def crowd(self, bridge: BufferedBridge[tuple[int, Event]]) -> bool:
+        """True if no more of them may wait."""
+        return len(bridge) >= QOS_0_MESSAGES or self.put - self.taken >= QOS_0_BYTES
 
 
 @dataclass

@@ -279,7 +279,7 @@ class _Connection:
 
     @property
     def knows_all(self) -> bool:
-        """True once the other side was told of all its lines."""
+        """True once the other side knows that all its lines are on disk."""
         return self._told == self.number and not self._to_tell
 
     def lines(self, raw: bytes) -> Iterator[bytes]:

@@ -389,7 +389,7 @@ class _Client(_Counted, ClientConnection):
 
 
 class _Teller:
-    """Tells the other side how many messages are on disk; one that does not listen is told the newest number later."""
+    """Tells the other side how many messages are on disk; one that does not listen hears the newest number later."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, connection: Any) -> None:
         self._loop = loop

@@ -28,7 +28,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def _place(text: str) -> tuple[int, str] | None:
-    """Where a text that is a time or a whole number stands; the digits of a second's fraction sort as text."""
+    """The place of a time, or of a whole number, among others; the digits of a second's fraction sort as text."""
     if text.isascii() and text.isdigit() and len(text) < MOST_DIGITS:
         return int(text), ""
     found = _TIME.fullmatch(text)

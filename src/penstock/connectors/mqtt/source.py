@@ -34,7 +34,7 @@ from penstock.source import (
 
 QOS_0_MESSAGES = 10_000
 QOS_0_BYTES = 64 << 20
-"""So many messages, or so many bytes of those that nobody acknowledges, may wait in memory before more of these are dropped."""
+"""So many messages, or so many bytes of QoS 0, may wait in memory before more of QoS 0 are dropped."""
 
 QoS = Literal[0, 1, 2]
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.manifest import DataFileContent
-from sink_protocol import END, SinkProtocol, epoch, stage
+from sink_protocol import END, ORDERS, SinkProtocol, epoch, stage
 
 from penstock.changes import CHANGE_FIELDS
 from penstock.connectors.iceberg import Iceberg, IcebergConfig, apply, upsert
@@ -189,6 +189,18 @@ def test_delete_files_become_one_and_files_with_many_deleted_rows_are_written_ag
     assert max(counts) == 3
     assert counts.count(1) >= 2
     assert max(file.record_count for file in files(table(), DataFileContent.DATA)) < 100  # the first file is gone
+
+
+def test_every_epoch_left_a_small_file_for_ever(make, table):
+    sink = make()
+    state, counts = {}, []
+    for number in range(1, 41):
+        new = {number * 10 + place: f"row {number}" for place in range(9)}
+        commit(sink, number, upserts(new))
+        state.update(new)
+        counts.append(len(files(table(), DataFileContent.DATA)))
+    assert names(table()) == state
+    assert max(counts) < 20
 
 
 def test_files_that_upserts_drop_go_with_the_last_snapshot_that_names_them(make, table, tmp_path):

@@ -30,12 +30,11 @@ from penstock.connectors.iceberg.upsert import (
     Known,
     TableFile,
     Upsert,
-    group_of,
     index_of,
     key_columns,
     own_rows,
-    worst_first,
 )
+from penstock.connectors.iceberg.worn import group_of, joined, worst_first
 from penstock.connectors.lake.changed import StagedChanges, as_stored, changes_of
 from penstock.connectors.lake.commit import Commit
 from penstock.connectors.lake.staging import Stage, StagedFile
@@ -173,14 +172,15 @@ class Applying:
         parts, files = self._parts(), self.contents.data
         count = sum(sum(part.sizes) for part in parts)
         purged = self._purged()
-        heavy = sum(file.rows for file in purged) + sum(len(file.dead) for file in self._merged())
+        heavy = sum(file.rows for group in purged for file in group) + sum(len(file.dead) for file in self._merged())
         if heavy + count + sum(file.rows for file in files) <= small_rows:
             return []
         empties = self.keys_only.truncated and not self.config.soft_delete
         files, purged, heavy = ([], [], 0) if empties else (files, purged, heavy)
         ready = [] if self.config.soft_delete else self._indexed(files)
+        known = {file.path for file in ready}
         pieces = shares(parts, self.changes.key, self._own, -(-count // SHARE_ROWS))
-        if pieces and heavy + count + sum(file.rows for file in files if file not in ready) <= small_rows:
+        if pieces and heavy + count + sum(file.rows for file in files if file.path not in known) <= small_rows:
             return []
         found = store.heads([part.path for part in parts])
         staged = sum(each.size for each in found if each is not None)
@@ -199,12 +199,13 @@ class Applying:
     def _work(self, size: int, **more: object) -> IcebergWork:
         return IcebergWork.model_validate({"topic": self.changes.topic, "bytes": size, "changes": self.changes, **more})
 
-    def _removals(self, purged: Sequence[TableFile], ready: Sequence[TableFile]) -> list[IcebergWork]:
+    def _removals(self, purged: Sequence[Sequence[TableFile]], ready: Sequence[TableFile]) -> list[IcebergWork]:
         """The work that removes old rows."""
         merging = self.contents.merging()
-        rest = [file for file in self.contents.data if file not in purged]
+        due = {file.path for group in purged for file in group}
+        rest = [file for file in self.contents.data if file.path not in due]
         merged = [file for file in rest if group_of(file.data) in merging]
-        plain = [file for file in rest if file not in merged]
+        plain = [file for file in rest if group_of(file.data) not in merging]
         known = {file.path for file in ready}
 
         def read(file: TableFile) -> int:
@@ -214,7 +215,7 @@ class Applying:
             return max(read(file) * PIECE_DEAD // PIECE_BYTES, len(file.dead))
 
         work = [
-            *(self._on(group, read, purges=True) for group in _groups(purged, lambda file: file.bytes, PIECE_BYTES)),
+            *(self._on(group, read, purges=True) for group in purged),
             *(self._on(group, read) for group in _groups(plain, read, PIECE_BYTES)),
         ]
         for place in sorted(merging, key=str):
@@ -233,10 +234,16 @@ class Applying:
         index = index_of(self.table, self.known, keys.schema, self.keys_only.equality)
         return [file for file in files if index.has(file)]
 
-    def _purged(self) -> list[TableFile]:
-        files = [(file, file.dead) for file in self.contents.data]
-        worst = worst_first(files, self.config.purge_percent, PURGE_ROWS)
-        return worst or worst_first(files, self.config.purge_percent, max((f.rows for f, _ in files), default=0))[:1]
+    def _purged(self) -> list[list[TableFile]]:
+        """The data files that are written again, those of each piece of work."""
+        data, percent = self.contents.data, self.config.purge_percent
+        files = [(file, file.dead) for file in data]
+        worst = worst_first(files, percent, PURGE_ROWS)
+        worst = worst or worst_first(files, percent, max((file.rows for file in data), default=0))[:1]
+        due = {file.path for file in worst}
+        room = PURGE_ROWS - sum(file.rows for file in worst)
+        small = joined([file for file in data if file.path not in due], room)
+        return [*_groups(worst, lambda file: file.bytes, PIECE_BYTES), *small]
 
     def _merged(self) -> list[TableFile]:
         merging = self.contents.merging()

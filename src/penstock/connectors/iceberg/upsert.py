@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,13 +24,13 @@ from pyiceberg.io.pyarrow import ArrowScan, _read_deletes
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 from pyiceberg.table import FileScanTask
 from pyiceberg.table.snapshots import Snapshot
-from pyiceberg.typedef import Record
 
 from penstock.changes import own_columns
 from penstock.changes.collapse import Collapsed
 from penstock.changes.keys import Equality, Ints
 from penstock.connectors.iceberg.columns import Columns, iceberg_schema
 from penstock.connectors.iceberg.config import IcebergConfig
+from penstock.connectors.iceberg.worn import Group, group_of, joined, worst_first
 from penstock.connectors.lake.index import Index, Part, Wanted
 from penstock.connectors.lake.staging import Stage
 from penstock.connectors.upsert import DELETED, refuse_own_mark
@@ -55,8 +54,6 @@ _DELETES = pa.schema(
         pa.field("pos", pa.int64(), False, {"PARQUET:field_id": str(_POS)}),
     ]
 )
-Group = tuple[int, Record]
-
 _NONE: Ints = np.empty(0, np.int64)
 
 
@@ -299,10 +296,14 @@ class Upsert:
         self._doomed = []
 
     def _purge(self, most: int) -> None:
-        """Write files again that have many deleted rows: the worst first. Larger ones wait for an epoch that plans it."""
-        due = worst_first(self._doomed, self.config.purge_percent, most)
-        rest = [each for each in self._doomed if each[0] not in due]
-        self._doomed = [each for each in self._doomed if each[0] in due]
+        """Write files again that are worn or small. Larger ones wait for an epoch that plans it."""
+        worst = worst_first(self._doomed, self.config.purge_percent, most)
+        due = {file.path for file in worst}
+        others = [file for file, _ in self._doomed if file.path not in due]
+        groups = joined(others, most - sum(file.rows for file in worst))
+        due.update(file.path for group in groups for file in group)
+        rest = [each for each in self._doomed if each[0].path not in due]
+        self._doomed = [each for each in self._doomed if each[0].path in due]
         self.rewrite()
         self._doomed = rest
 
@@ -399,21 +400,6 @@ def _read(table: Table, file: TableFile, names: Sequence[str] | None, wanted: pa
             for each in wanted
         ]
         yield pa.table(columns, schema=pa.schema([pa.field(each.name, each.type) for each in wanted]))
-
-
-def worst_first(files: Iterable[tuple[TableFile, Ints]], percent: float, most: int) -> list[TableFile]:
-    """Of files and their deleted rows those that have many of them, the worst first, and not too many rows in all."""
-    due = [
-        (len(dead) / file.rows, file) for file, dead in files if len(dead) and len(dead) * 100 >= percent * file.rows
-    ]
-    due.sort(key=lambda each: each[0], reverse=True)
-    sizes = accumulate(file.rows for _, file in due)
-    return [file for (_, file), size in zip(due, sizes, strict=True) if size <= most]
-
-
-def group_of(file: DataFile) -> Group:
-    """What one delete file may be about: one partition of one layout."""
-    return file.spec_id, file.partition
 
 
 def key_columns(changes: Collapsed, columns: Columns, topic: Topic) -> pa.Table:

@@ -14,7 +14,7 @@ from sink_protocol import END, ORDERS, epoch, rows, stage
 from penstock import store
 from penstock.config import Config
 from penstock.connectors.delta import Delta, DeltaConfig
-from penstock.connectors.iceberg import Iceberg, IcebergConfig
+from penstock.connectors.iceberg import Iceberg, IcebergConfig, io
 from penstock.connectors.iceberg.catalog import Catalog
 from penstock.connectors.iceberg.io import StoreIO, properties_for
 from penstock.errors import ConfigError, Fenced, RetryableError
@@ -106,7 +106,8 @@ def until_done(action):
         ("PUT", r"/data/", "applied, then 503"),
     ],
 )
-def test_spoiled_answers_of_the_store(make, read, s3, method, pattern, action):
+def test_spoiled_answers_of_the_store(make, read, s3, method, pattern, action, monkeypatch):
+    monkeypatch.setattr(io, "HELD_FILE_BYTES", 0)  # or few files are read
     with Spoiler(s3.port) as spoiler:
         sink = make(spoiler.endpoint)
         for number in (1, 2, 3):
@@ -116,6 +117,43 @@ def test_spoiled_answers_of_the_store(make, read, s3, method, pattern, action):
         assert rule.struck
     assert sorted(read().column("id").to_pylist()) == list(range(10, 40))
     assert make().committed_epoch("shop", ORDERS).number == 3
+
+
+@pytest.mark.parametrize("mode", ["append", "upsert"])
+def test_each_epoch_read_the_metadata_of_all_snapshots_again(make, read, s3, mode):
+    """The page on object stores says how many requests an epoch takes."""
+    key = {"key": ("id",)} if mode == "upsert" else {}
+    counts = []
+    with Spoiler(s3.port) as spoiler:
+        sink = make(spoiler.endpoint, mode=mode, keep_snapshots=5, **key)
+        for number in range(1, 15):
+            receipts, before = [stage(sink, epoch(number), rows(10 * number))], len(spoiler.requests)
+            assert not sink.plan_apply(epoch(number), ORDERS, receipts)
+            sink.commit_topic(epoch(number), ORDERS, receipts, END)
+            counts.append(len(spoiler.requests) - before)
+    assert max(counts) <= 50  # some epochs join small files
+    assert sorted(counts)[7] <= 20
+    assert sorted(read().column("id").to_pylist()) == list(range(10, 150))
+
+
+def test_metadata_is_kept_up_to_a_bound_and_only_under_names_that_never_come_again(place, monkeypatch):
+    monkeypatch.setattr(io, "HELD_BYTES", 10)
+    monkeypatch.setattr(io, "_held", io._Held())
+    files = StoreIO(properties_for(place))
+
+    def read(name):
+        with files.new_input(f"{place}/t/metadata/{name}").open() as stream:
+            return stream.read()
+
+    names = ["00001-0123abcd.metadata.json", "00002-0123abcd.metadata.json", "v1.metadata.json"]
+    for name in names:
+        with files.new_output(f"{place}/t/metadata/{name}").create() as stream:
+            stream.write(b"first ")
+        store.put(place / "t/metadata" / name, b"second")
+    assert [read(name) for name in reversed(names)] == [b"second", b"first ", b"second"]
+    files.delete(f"{place}/t/metadata/{names[0]}")
+    with pytest.raises(FileNotFoundError):
+        read(names[0])
 
 
 def test_a_refusal_that_follows_its_own_success_deletes_nothing_that_is_live(make, read, monkeypatch):
@@ -166,10 +204,10 @@ def test_a_bucket_is_known_by_its_whole_name_and_by_its_server():
     """Another bucket may have a name that begins alike, and another server a bucket of the same name."""
     one, two = (store.at("s3://lake/a", {"endpoint": f"http://127.0.0.1:{port}"}) for port in (1, 2))
     first, second = StoreIO(properties_for(one)), StoreIO(properties_for(two))
-    for io, server in ((first, one), (second, two)):
-        beside = io.new_input("s3://lake-two/a/b")._place
+    for each, server in ((first, one), (second, two)):
+        beside = each.new_input("s3://lake-two/a/b")._place
         assert (beside.store.url, beside.key) == ("s3://lake-two", "a/b")
-        own = io.new_input("s3://lake/a/b")._place
+        own = each.new_input("s3://lake/a/b")._place
         assert (own.store.options, own.key) == (server.store.options, "a/b")
 
 

@@ -116,12 +116,16 @@ class Entries:
     def publish(self, version: int, actions: Iterable[Action], info: Action) -> None:
         """Make the entry of a version, whole or not at all; raises `FileExistsError` if another writer was first."""
         said = {"commitInfo": {"timestamp": int(time.time() * 1000), "operationParameters": {}, **info}}
+        actions = list(actions)
         # Not as ASCII: readers that are built on Arrow take the escape of U+10FFFF, a bound of long texts, for another character.
         texts = [json.dumps(each, separators=(",", ":"), ensure_ascii=False) for each in (said, *actions)]
         lines = "".join(f"{text}\n" for text in texts)
         path = self.log / f"{version:020d}.json"
         if not store.create(path, lines.encode()):
             raise FileExistsError(f"{path} is there: another writer was first")
+        if self.version == version - 1:  # and so need not be read
+            self._take(actions)
+            self.version = version
 
     def _removed(self, path: str, now: int, data_change: bool) -> Action:
         add = self.adds[path]

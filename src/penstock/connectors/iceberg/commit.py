@@ -35,7 +35,7 @@ from penstock.connectors.iceberg.columns import (
 )
 from penstock.connectors.iceberg.layout import Layout
 from penstock.connectors.iceberg.second import SecondStage
-from penstock.connectors.iceberg.table import PROPERTIES, SEEDED, Table, fork, seeded_key
+from penstock.connectors.iceberg.table import PROPERTIES, SEEDED, Live, Table, fork, seeded_key
 from penstock.connectors.iceberg.upsert import head, own_rows
 from penstock.connectors.iceberg.vended import TableTargets, place_of
 from penstock.connectors.lake import commit as loop
@@ -70,6 +70,7 @@ class IcebergTarget(LakeTarget[Table]):
         self.branch = sink.config.branch
         self.identifier = sink.names.claim(topic)
         self._noted = ""
+        self._live = Live()
         self._unseen = SeededNote(self)
         self.second = SecondStage(self)
 
@@ -250,7 +251,7 @@ class IcebergTarget(LakeTarget[Table]):
 
     def live_files(self, pipeline: str) -> set[str]:
         table = self.load()
-        return table.live_files() if table else set()
+        return table.live_files(self._live) if table else set()
 
     def leave_note(self, columns: Columns) -> None:
         """Write the table's columns down for the tasks of the next epoch, so that they need not ask the catalog."""

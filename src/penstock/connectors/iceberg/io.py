@@ -1,7 +1,16 @@
-"""The client's files in an object store, through the same store as everything else: one request for a small file."""
+"""
+The client's files in an object store, through the same store as everything else: one request for a small file.
+
+Metadata, manifests and their lists have names that never come again. What was read or written of them is kept for a while:
+the commit of an epoch would read the same dozens of files as that of the one before.
+"""
 
 from __future__ import annotations
 
+import io
+import re
+import threading
+from collections import OrderedDict
 from typing import Any
 
 from pyiceberg.io import FileIO, InputFile, InputStream, OutputFile, OutputStream
@@ -11,6 +20,47 @@ from penstock.connectors.iceberg.vended import place_of
 from penstock.store import ObjectPath, Place
 
 _ROOT, _VENDED = "penstock.root", "penstock.vended"
+
+_UNIQUE = re.compile(r"/metadata/[^/]*[0-9a-f]{8}[^/]*\.(avro|metadata\.json)$")
+
+HELD_BYTES, HELD_FILE_BYTES = 32 << 20, 2 << 20
+"""Kept in all, and of one file at most."""
+
+
+class _Held:
+    """The contents of files that never change, those that were used last."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[Place, bytes] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, place: Place) -> bytes | None:
+        with self._lock:
+            found = self._files.get(place)
+            if found is not None:
+                self._files.move_to_end(place)
+            return found
+
+    def keep(self, place: Place, data: bytes) -> None:
+        with self._lock:
+            self._drop(place)
+            if len(data) > HELD_FILE_BYTES:
+                return
+            self._files[place] = data
+            self._bytes += len(data)
+            while self._bytes > HELD_BYTES:
+                self._drop(next(iter(self._files)))
+
+    def forget(self, place: Place) -> None:
+        with self._lock:
+            self._drop(place)
+
+    def _drop(self, place: Place) -> None:
+        self._bytes -= len(self._files.pop(place, b""))
+
+
+_held = _Held()
 
 _roots: dict[str, ObjectPath] = {}
 """The places that catalogs of this process are about, by address and options: a property of the client can only be text."""
@@ -41,7 +91,9 @@ class StoreIO(FileIO):
         return StoreFile(location, self._place(location))
 
     def delete(self, location: Any) -> None:
-        store.delete([self._place(location if isinstance(location, str) else location.location)])
+        place = self._place(location if isinstance(location, str) else location.location)
+        _held.forget(place)
+        store.delete([place])
 
     def _place(self, location: str) -> Place:
         """Another bucket is reached with the same options."""
@@ -56,8 +108,12 @@ class StoreFile(InputFile, OutputFile):
     def __init__(self, location: str, place: Place) -> None:
         super().__init__(location)
         self._place = place
+        self._is_unique = _UNIQUE.search(location) is not None
 
     def __len__(self) -> int:
+        held = _held.get(self._place)
+        if held is not None:
+            return len(held)
         found = store.head(self._place)
         if found is None:
             raise FileNotFoundError(self.location)
@@ -67,11 +123,17 @@ class StoreFile(InputFile, OutputFile):
         return store.head(self._place) is not None
 
     def open(self, seekable: bool = True) -> InputStream:
-        return store.reader(self._place)
+        if not self._is_unique:
+            return store.reader(self._place)
+        data = _held.get(self._place)
+        if data is None:
+            data = self._place.read_bytes()
+            _held.keep(self._place, data)
+        return io.BytesIO(data)
 
     def create(self, overwrite: bool = False) -> OutputStream:
         """Names of the client are unique, so that nothing is ever overwritten."""
-        return _Output(self._place)
+        return _Output(self._place, self._is_unique)
 
     def to_input_file(self) -> InputFile:
         return self
@@ -80,19 +142,25 @@ class StoreFile(InputFile, OutputFile):
 class _Output:
     """A file that appears when it is closed, and not if an error ended its block."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, is_held: bool) -> None:
+        self._place = place
         self._upload = store.writer(place)
+        self._written: list[bytes] | None = [] if is_held else None
         self._open = True
 
     def tell(self) -> int:
         return int(self._upload.file.tell())
 
     def write(self, b: bytes) -> int:
+        if self._written is not None:
+            self._written.append(bytes(b))
         return int(self._upload.file.write(b))
 
     def close(self) -> None:
         if self._open:
             self._upload.finish()
+            if self._written is not None:
+                _held.keep(self._place, b"".join(self._written))
         self._open = False
 
     def __enter__(self) -> OutputStream:

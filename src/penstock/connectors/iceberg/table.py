@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -20,6 +20,7 @@ from pyiceberg.io.pyarrow import ArrowScan, _read_all_delete_files
 from pyiceberg.manifest import (
     DataFile,
     ManifestEntryStatus,
+    ManifestFile,
 )
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table as IcebergTable
@@ -63,6 +64,16 @@ PROPERTIES = {
     "write.metadata.previous-versions-max": "20",
 }
 """Properties of tables that are created: every commit removes old metadata files."""
+
+
+@dataclass
+class Live:
+    """What was read of the snapshots before: none of it ever changes."""
+
+    lists: dict[str, dict[str, ManifestFile]] = field(default_factory=dict)
+    """By the list of a snapshot its manifests."""
+    files: dict[str, frozenset[str]] = field(default_factory=dict)
+    """By manifest the names of its files."""
 
 
 @dataclass
@@ -235,12 +246,20 @@ class Table:
                 hint="rewrite its data files with the engine that wrote to it, and start again",
             ) from error
 
-    def live_files(self) -> set[str]:
+    def live_files(self, known: Live) -> set[str]:
         """The names of all data files that a snapshot shows."""
-        found = [m for each in self.metadata.snapshots for m in each.manifests(self.iceberg.io)]
-        manifests = {manifest.manifest_path: manifest for manifest in found}
-        entries = (each for m in manifests.values() for each in m.fetch_manifest_entry(self.iceberg.io))
-        return {Path(entry.data_file.file_path).name for entry in entries}
+        io, snapshots = self.iceberg.io, self.metadata.snapshots
+        known.lists = {
+            each.manifest_list: known.lists.get(each.manifest_list) or {m.manifest_path: m for m in each.manifests(io)}
+            for each in snapshots
+        }
+        manifests = {path: manifest for each in known.lists.values() for path, manifest in each.items()}
+        known.files = {
+            path: known.files.get(path)
+            or frozenset(Path(e.data_file.file_path).name for e in manifest.fetch_manifest_entry(io))
+            for path, manifest in manifests.items()
+        }
+        return set().union(*known.files.values())
 
     def _unchanged(self) -> tuple[Any, ...]:
         """What must still hold at the commit: the marker was read in this very snapshot."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pyarrow as pa
@@ -15,10 +17,13 @@ from penstock.changes import own_columns
 from penstock.connectors.lake.staging import ParquetPart, Part
 from penstock.connectors.lake.targets import HIDDEN
 from penstock.errors import StagingLost
-from penstock.store import Place
+from penstock.store import ObjectPath, Place
 
 CHUNK_ROWS, CHUNK_BYTES = 1 << 17, 32 << 20
 """Rows of a file that are held at once, if its row groups are not larger."""
+
+SMALL_BYTES, SMALL_FILES = 1 << 20, 16
+"""Of a file in an object store that is read in one request, and how many such files are kept: plan and commit read each."""
 
 
 def changes_of(target: Place, pipeline: str) -> Place:
@@ -52,12 +57,12 @@ class StagedChanges:
     @cached_property
     def _metadata(self) -> pq.FileMetaData:
         try:
-            return pq.read_metadata(store.source(self.path))
+            return pq.read_metadata(_opened(self.path))
         except FileNotFoundError as error:
             raise StagingLost(f"{self.path} is gone") from error
 
     def read(self, columns: Sequence[str], pieces: Sequence[int] | None = None) -> Iterator[pa.Table]:
-        with pq.ParquetFile(store.source(self.path), metadata=self._metadata) as parquet:
+        with pq.ParquetFile(_opened(self.path), metadata=self._metadata) as parquet:
             there = [name for name in columns if name in parquet.schema_arrow.names]
             groups = list(runs(self._metadata))
             for place in range(len(groups)) if pieces is None else pieces:
@@ -65,6 +70,25 @@ class StagedChanges:
 
     def _names(self, names: Sequence[str]) -> list[str]:
         return [name for name in names if self.only is None or name in self.only]
+
+
+def _opened(path: Place) -> Any:
+    """What `pq.ParquetFile` takes. The name of a staged file never comes again."""
+    if isinstance(path, Path):
+        return path
+    try:
+        return pa.BufferReader(_small(path))
+    except OverflowError:
+        return store.reader(path)
+
+
+@lru_cache(SMALL_FILES)
+def _small(path: ObjectPath) -> bytes:
+    reader = store.reader(path)
+    data = reader.read(SMALL_BYTES + 1)
+    if len(data) > SMALL_BYTES:
+        raise OverflowError
+    return data
 
 
 def as_stored(rows: pa.Table, schema: pa.Schema, gone: Iterable[str]) -> pa.Table:

@@ -112,10 +112,17 @@ class DeltaApplied(Applied):
 
 @dataclass
 class Known:
-    """The index of a table and its deletion vectors, as far as they were read."""
+    """The index of a table, its deletion vectors and its files, as far as they were read."""
 
     dead: Dead = field(default_factory=Dead)
     _index: Index | None = None
+    _log: Log | None = None
+
+    def log_of(self, table: Table) -> Log:
+        """Plan and commit mostly see the same version."""
+        if self._log is None or not self._log.is_of(table):
+            self._log = Log(table)
+        return self._log
 
     def index(self, wanted: Index) -> Index:
         """The index of this table by this key; another one is forgotten."""

@@ -153,7 +153,7 @@ class DeltaTarget(LakeTarget[Table]):
             return []
         else:
             schema = delta_schema(self.topic, table.columns())
-        log = Log(table) if table is not None else None
+        log = self._known.log_of(table) if table is not None else None
         return self._applying(commit, table, schema).plan(log, self.sink.small_rows)
 
     def _applying(self, commit: Commit, table: Table | None, schema: pa.Schema) -> Applying:
@@ -163,7 +163,7 @@ class DeltaTarget(LakeTarget[Table]):
     def _upsert(self, commit: Commit, table: Table, renewed: pa.Schema | None) -> None:
         """Do all the work here, and commit; `renewed` are the new columns of a cleared table."""
         applying = self._applying(commit, table, renewed or delta_schema(self.topic, table.columns()))
-        changes, log, sent = applying.whole(), Log(table), sent_columns(self.config, commit, table)
+        changes, log, sent = applying.whole(), self._known.log_of(table), sent_columns(self.config, commit, table)
         if renewed and not changes.truncated:  # the part that clears has failed, and the source starts it again
             table.commit(commit.epoch, commit.end, [], columns=sent)
             return

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -133,26 +134,34 @@ class TableFile(BaseModel):
 
 
 class Log:
-    """The files of one version of the table."""
+    """The files of the version of the table that is loaded now."""
 
     def __init__(self, table: Table) -> None:
+        self._version = table, table.delta.version()
         self._actions = pa.table(table.delta.get_add_actions(flatten=True))
         self._partition_by = table.partition_by()
         self._entries = table.entries if table.has_vectors() else None
 
-    def files(self, rows: Iterable[int] | None = None) -> list[TableFile]:
-        """All files, or those in some rows of the log."""
-        actions = self._actions if rows is None else self._actions.take(pa.array(rows, pa.int64()))
-        partitions = [
-            partition_text(name, actions.column(f"partition.{name}").combine_chunks()) for name in self._partition_by
-        ]
+    def is_of(self, table: Table) -> bool:
+        """True if the table is still at that version."""
+        seen, version = self._version
+        return seen is table and version == table.delta.version()
+
+    def files(self) -> list[TableFile]:
+        """All files."""
+        return list(self._files)
+
+    @cached_property
+    def _files(self) -> list[TableFile]:
+        actions, names = self._actions, self._partition_by
+        partitions = [partition_text(name, actions.column(f"partition.{name}").combine_chunks()) for name in names]
         described = [actions.column(name).to_pylist() for name in ("path", "size_bytes", "num_records")]
         return [
             TableFile(
                 logged=path,
                 bytes=size,
                 records=records,
-                partition=dict(zip(self._partition_by, each, strict=True)),
+                partition=dict(zip(names, each, strict=True)),
                 vector=self._entries.vector(unquote(path)) if self._entries is not None else None,
             )
             for path, size, records, *each in zip(*described, *partitions, strict=True)
@@ -172,7 +181,7 @@ class Log:
             else:
                 continue
             may_hold &= _overlaps(keys.column(name), low, high)
-        return self.files(np.flatnonzero(may_hold))
+        return [self._files[row] for row in np.flatnonzero(may_hold)]
 
     def rows(self) -> int:
         """Rows of all files, as far as the log knows."""

@@ -14,6 +14,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,19 +57,37 @@ class Part:
 
     def find(self, keys: pa.Table, numbers: Words) -> tuple[Ints, Ints]:
         """The rows of the file that have one of the keys, and the place of that key among them. Keys are canonical."""
-        own = self.rows.column(_NUMBER).chunk(0).to_numpy() if self.rows.num_rows else np.empty(0, np.uint64)
-        first, last = np.searchsorted(own, numbers, "left"), np.searchsorted(own, numbers, "right")
-        hits = np.flatnonzero(last > first)
-        counts = (last - first)[hits]
+        own = self.numbers
+        first = np.searchsorted(own, numbers) if len(own) else np.empty(0, np.int64)
+        hits = np.flatnonzero(own[np.minimum(first, len(own) - 1)] == numbers) if len(own) else first
+        if not len(hits):
+            return hits, hits
+        first = first[hits]
+        counts = np.searchsorted(own, numbers[hits], "right") - first
         places = np.repeat(hits, counts)
-        at = np.repeat(first[hits], counts) + np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        at = np.repeat(first, counts) + np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         names = [name for name in self.rows.column_names if name not in (_NUMBER, _ROW)]
         if names and len(at):
             same = same_keys(self.rows.select(names).take(pa.array(at)), keys.take(pa.array(places)))
             at, places = at[same], places[same]
-        rows = self.rows.column(_ROW).chunk(0).to_numpy()[at] if len(at) else np.empty(0, np.int64)
+        rows = self.places[at].astype(np.int64)
         order = np.argsort(rows)
-        return rows[order].astype(np.int64), places[order]
+        return rows[order], places[order]
+
+    @cached_property
+    def numbers(self) -> Words:
+        """Of the keys, sorted."""
+        found: Words = self._column(_NUMBER, np.empty(0, np.uint64))
+        return found
+
+    @cached_property
+    def places(self) -> Ints:
+        """The row of each."""
+        found: Ints = self._column(_ROW, np.empty(0, np.int64))
+        return found
+
+    def _column(self, name: str, none: Any) -> Any:
+        return self.rows.column(name).chunk(0).to_numpy() if self.rows.num_rows else none
 
 
 @dataclass
@@ -84,6 +103,7 @@ class Index:
     """Gives the key columns of all rows of a file, in their order."""
     known: dict[str, Part] = field(default_factory=dict)
     _is_tidy: bool = False
+    _names: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def is_like(self, other: Index) -> bool:
         """True if both are of the same table and the same key."""
@@ -102,16 +122,19 @@ class Index:
     def part(self, file: File) -> Part:
         name = self._name(file)
         if name not in self.known:
-            self.known[name] = self._stored(name) or self._made(name, file)
+            self.known[name] = (self._stored(name) if file.rows >= STORED_ROWS else None) or self._made(name, file)
         return self.known[name]
 
     def keep_only(self, files: Iterable[File]) -> None:
         """Drop the parts of files that are not among these."""
+        files = list(files)
+        there = {(file.path, file.bytes) for file in files}
+        self._names = {file: name for file, name in self._names.items() if file in there}
         wanted = {self._name(file) for file in files}
-        if self._is_tidy and wanted.issuperset(self.known):
+        gone = [self.known.pop(name) for name in self.known.keys() - wanted]
+        if self._is_tidy and not any(part.rows.num_rows >= STORED_ROWS for part in gone):
             return
         self._is_tidy = True
-        self.known = {name: part for name, part in self.known.items() if name in wanted}
         with contextlib.suppress(FileNotFoundError):
             store.delete(self._directory / name for name in store.names(self._directory) if name not in wanted)
 
@@ -121,6 +144,9 @@ class Index:
 
     def _name(self, file: File) -> str:
         """Names all that a part depends on: a part of another table or another key is never taken for this one."""
+        known = self._names.get((file.path, file.bytes))
+        if known is not None:
+            return known
         said = [
             self.identity,
             file.path,
@@ -128,7 +154,9 @@ class Index:
             str(self.key.remove_metadata()),
             sorted(self.equality.texts.items()),
         ]
-        return hashlib.sha256(durable.canonical(said).encode()).hexdigest()[:32]
+        name = hashlib.sha256(durable.canonical(said).encode()).hexdigest()[:32]
+        self._names[file.path, file.bytes] = name
+        return name
 
     def _stored(self, name: str) -> Part | None:
         try:

@@ -351,6 +351,22 @@ def test_a_date_that_becomes_a_timestamp_is_refused(sink):
         sink.commit_epoch(e, receipts, END)
 
 
+def test_a_table_of_format_version_1_was_refused_by_the_client_once_its_rows_were_staged(make, table, tmp_path):
+    home = tmp_path / "out"
+    home.mkdir()
+    catalog = SqlCatalog("default", uri=f"sqlite:///{home}/catalog.db")
+    catalog.create_namespace("lake")
+    old = catalog.create_table("lake.orders", PLAIN, location=f"{home}/lake/orders", properties={"format-version": "1"})
+    with pytest.raises(SchemaError, match=r"PEN-4002 .*format version 1"):
+        make().committed_epoch("shop", ORDERS)
+    with old.transaction() as change:
+        change.upgrade_table_version(2)
+    sink = make()
+    commit(sink, 1, upserts({1: "one"}))
+    commit(sink, 2, upserts({1: "two"}))
+    assert names(table()) == {1: "two"}
+
+
 def test_delete_files_are_counted_by_partition(make, table, monkeypatch):
     """Each epoch leaves one in each of four partitions: all of them together would be merged in every epoch."""
     monkeypatch.setattr(upsert, "MERGED", 4)

@@ -35,7 +35,7 @@ from penstock.connectors.iceberg.columns import (
 )
 from penstock.connectors.iceberg.layout import Layout
 from penstock.connectors.iceberg.second import SecondStage
-from penstock.connectors.iceberg.table import PROPERTIES, SEEDED, Live, Table, fork, seeded_key
+from penstock.connectors.iceberg.table import PROPERTIES, SEEDED, Live, Table, fork, refuse_without_deletes, seeded_key
 from penstock.connectors.iceberg.upsert import head, own_rows
 from penstock.connectors.iceberg.vended import TableTargets, place_of
 from penstock.connectors.lake import commit as loop
@@ -99,6 +99,8 @@ class IcebergTarget(LakeTarget[Table]):
                 self.sink.targets.found(self.topic, self.path)
             table = Table(self.topic, found, self.catalog, self.path, self.branch)
         self.layout.refuse_another(self.topic, table.metadata.schema(), table.metadata.spec())
+        if self.sink.config.upserts:
+            refuse_without_deletes(table)
         return table
 
     def marker(self, loaded: Table, pipeline: str) -> CommittedEpoch | None:

@@ -386,6 +386,15 @@ def _line(metadata: TableMetadata) -> list[Snapshot]:
     return found
 
 
+def refuse_without_deletes(table: Table) -> None:
+    if table.metadata.format_version < 2:
+        raise SchemaError(
+            f"the Iceberg table {table.name} has format version 1, which has no deletes of single rows",
+            code="PEN-4002",
+            hint="set its property format-version to 2 with another engine, or write to another table",
+        )
+
+
 def scan(table: Table, **options: Any) -> Any:
     """All rows of the branch."""
     snapshot = head(table)

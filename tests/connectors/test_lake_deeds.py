@@ -1,18 +1,22 @@
-"""Each thing that can happen to a table with deletion vectors, as engines that are not ours read it afterwards."""
+"""Each thing that can happen to a table with deletion vectors or position deletes, as engines that are not ours read it."""
 
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
+from functools import partial
 
 import polars
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 from lake_readers import table_of
+from pyiceberg.catalog.sql import SqlCatalog
 from sink_protocol import END, ORDERS, epoch, stage
 
 from penstock.changes import CHANGE_FIELDS
 from penstock.connectors.delta import Delta, DeltaConfig, marking
+from penstock.connectors.iceberg import Iceberg, IcebergConfig
 from penstock.connectors.lake import index
 from penstock.schema import with_key
 from penstock.testing import spark_reader
@@ -35,9 +39,8 @@ class Orders:
     """A table of ten rows, one of them marked as deleted, and what is done to it."""
 
     def __init__(self, home, **options):
-        self.path = home / "lake/orders"
-        given = {"mode": "upsert", "key": ["id"], "apply": "vectors", "purge_percent": 100, **options}
-        self.sink = Delta(DeltaConfig(path=f"{home}/{{topic}}", **given))
+        self.home = home
+        self.sink = self.made({"mode": "upsert", "key": ["id"], "purge_percent": 100, **options})
         self.sink.open()
         self.number = 0
         self.apply(*written(**{f"r{id}": f"row {id}" for id in range(10)}))
@@ -50,7 +53,7 @@ class Orders:
         receipts = [stage(self.sink, e, changes(*events, columns=columns))]
         assert not self.sink.plan_apply(e, ORDERS, receipts)
         if before is not None:
-            before(DeltaTable(str(self.path)))
+            before()
         self.sink.commit_epoch(e, receipts, END)
         self.sink.sweep(e, receipts)
 
@@ -59,22 +62,80 @@ class Orders:
         return {id: (f"row {id}", f"doc of row {id}") for id in range(9)} | {9: ("new", "doc of new")}
 
 
-def unchanged(home):
-    it = Orders(home)
+class InDelta(Orders):
+    def made(self, options):
+        self.path = self.home / "lake/orders"
+        return Delta(DeltaConfig(path=f"{self.home}/{{topic}}", apply="vectors", **options))
+
+    @property
+    def table(self):
+        return DeltaTable(str(self.path))
+
+    def compact(self):
+        self.table.optimize.compact()
+
+    def append(self, rows):
+        write_deltalake(self.table, rows, mode="append")
+
+    def vacuum(self):
+        self.table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
+
+    def readers(self, duckdb):
+        yield table_of(self.path).to_pylist()
+        yield polars.scan_delta(str(self.path)).collect().to_dicts()
+        yield duckdb.rows(f"select * from delta_scan('{self.path}')")
+
+    @property
+    def in_spark(self):
+        return f"delta.`{self.path}`"
+
+
+class InIceberg(Orders):
+    def made(self, options):
+        self.name = self.home.name
+        where = {"path": f"{self.home}/{{topic}}", "catalog": "files", "table": f"{self.name}.orders"}
+        self.uri = f"sqlite:///{self.home.parent}/catalog.db"
+        return Iceberg(IcebergConfig(**where, catalog_uri=self.uri, **options))
+
+    @property
+    def table(self):
+        return SqlCatalog("files", uri=self.uri).load_table(f"{self.name}.orders")
+
+    def compact(self):
+        self.table.overwrite(self.table.scan().to_arrow())
+
+    def append(self, rows):
+        self.table.append(rows)
+
+    def vacuum(self):
+        self.table.maintenance.expire_snapshots().older_than(datetime.now(UTC)).commit()
+
+    def readers(self, duckdb):
+        yield self.table.scan().to_arrow().to_pylist()
+        yield polars.scan_iceberg(self.table).collect().to_dicts()
+        yield duckdb.rows(f"select * from iceberg_scan('{self.table.metadata_location}')")
+
+    @property
+    def in_spark(self):
+        return f"files.{self.name}.orders"
+
+
+def unchanged(make):
+    it = make()
     it.apply({"_op": "u", "id": 4, "name": "renamed", "_unchanged": ["doc"]})
     return it, it.rows | {4: ("renamed", "doc of row 4")}
 
 
-def moved(home):
-    it = Orders(home)
+def moved(make):
+    it = make()
     it.apply({"_op": "u", "id": 40, "name": "moved", "_old_key": json.dumps({"id": 4}), "_unchanged": ["doc"]})
     expected = it.rows | {40: ("moved", "doc of row 4")}
     del expected[4]
     return it, expected
 
 
-def deleted_and_again(home):
-    it = Orders(home)
+def deleted_and_again(make):
+    it = make()
     it.apply({"_op": "d", "id": 4}, {"_op": "d", "id": 5})
     it.apply(*written(r4="again"), {"_op": "d", "id": 6}, *written(r6="at once"))
     expected = it.rows | {4: ("again", "doc of again"), 6: ("at once", "doc of at once")}
@@ -82,22 +143,22 @@ def deleted_and_again(home):
     return it, expected
 
 
-def truncated(home):
-    it = Orders(home)
+def truncated(make):
+    it = make()
     it.apply({"_op": "t"}, *written(r4="after"))
     it.apply(*written(r5="later"))
     return it, {4: ("after", "doc of after"), 5: ("later", "doc of later")}
 
 
-def soft_deleted(home):
-    it = Orders(home, soft_delete=True)
+def soft_deleted(make):
+    it = make(soft_delete=True)
     it.apply({"_op": "d", "id": 4}, {"_op": "d", "id": 5})
     it.apply(*written(r5="back"))
     return it, {id: (*row, id == 4) for id, row in (it.rows | {5: ("back", "doc of back")}).items()}
 
 
-def widened(home):
-    it = Orders(home)
+def widened(make):
+    it = make()
     with_more = (*PLAIN, ("amount", pa.int32()))
     it.apply({**written(r4="four")[0], "amount": 4}, columns=with_more)
     it.apply({**written(r5="five")[0], "amount": 2**40}, columns=(*PLAIN, ("amount", pa.int64())))
@@ -106,30 +167,24 @@ def widened(home):
     return it, {id: (*row, amounts.get(id)) for id, row in state.items()}
 
 
-def compacted(home):
-    it = Orders(home)
-    it.apply(*written(r4="four"), before=lambda table: table.optimize.compact())
+def compacted(make):
+    it = make()
+    it.apply(*written(r4="four"), before=it.compact)
     return it, it.rows | {4: ("four", "doc of four")}
 
 
-def appended(home):
-    it = Orders(home)
+def appended(make):
+    it = make()
     theirs = pa.table({"id": [50, 51], "name": ["theirs"] * 2, "doc": ["their doc"] * 2})
-    it.apply(
-        *written(r4="four"), *written(r50="ours"), before=lambda table: write_deltalake(table, theirs, mode="append")
-    )
+    it.apply(*written(r4="four"), *written(r50="ours"), before=lambda: it.append(theirs))
     ours = {4: ("four", "doc of four"), 50: ("ours", "doc of ours")}
     return it, it.rows | ours | {51: ("theirs", "their doc")}
 
 
-def vacuumed(home):
-    it = Orders(home)
-
-    def vacuum(table):
-        table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
-
-    it.apply(*written(r4="four"), before=vacuum)
-    vacuum(DeltaTable(str(it.path)))
+def vacuumed(make):
+    it = make()
+    it.apply(*written(r4="four"), before=it.vacuum)
+    it.vacuum()
     return it, it.rows | {4: ("four", "doc of four")}
 
 
@@ -155,19 +210,23 @@ def same(found, expected):
     assert {id: tuple(rest) for id, *rest in rows} == expected
 
 
+@pytest.mark.parametrize("kind", [InDelta, InIceberg], ids=["delta", "iceberg"])
 @pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: deed.__name__)
-def test_other_engines_read_what_has_happened(tmp_path, duckdb, deed):
-    it, expected = deed(tmp_path)
-    same(table_of(it.path).to_pylist(), expected)
-    same(polars.scan_delta(str(it.path)).collect().to_dicts(), expected)
-    same(duckdb.rows(f"select * from delta_scan('{it.path}')"), expected)
+def test_other_engines_read_what_has_happened(tmp_path, duckdb, deed, kind):
+    it, expected = deed(partial(kind, tmp_path / "out"))
+    for found in it.readers(duckdb):
+        same(found, expected)
 
 
 @pytest.mark.soak
 def test_spark_reads_what_has_happened(tmp_path, need, java):
     need(spark_reader.is_installed(), "not installed: python -m penstock.testing.spark_reader")
-    done = [deed(tmp_path / deed.__name__) for deed in DEEDS]
-    found = spark_reader.rows([f"select * from delta.`{it.path}`" for it, _ in done], tmp_path)
-    for rows, (_, expected), deed in zip(found, done, DEEDS, strict=True):
-        assert rows, deed.__name__
+    done = [
+        deed(partial(kind, tmp_path / f"{kind.__name__}_{deed.__name__}"))
+        for deed in DEEDS
+        for kind in (InDelta, InIceberg)
+    ]
+    found = spark_reader.rows([f"select * from {it.in_spark}" for it, _ in done], tmp_path)
+    for rows, (it, expected) in zip(found, done, strict=True):
+        assert rows, it.home.name
         same(rows, expected)

@@ -7,6 +7,7 @@ best turn of each counts. `BENCH_ROWS` and `BENCH_TURNS` make a small run of it.
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import os
@@ -207,7 +208,84 @@ def protobuf_case() -> Case:
     return Case(format, payloads, spoiled_bytes(payloads), one_at_a_time, peer, 8)
 
 
-CASES: list[Callable[[], Case]] = [json_case, json_schema_case, avro_case, protobuf_case]
+CSV = {
+    "id": "int64",
+    "customer": "string",
+    "amount": "float64",
+    "paid": "bool",
+    "created_at": "timestamp[us, UTC]",
+    "city": "string",
+    "note": "string",
+    "status": "string",
+}
+
+
+def csv_row(at: int) -> bytes:
+    row = shop_row(at)
+    values = row | row["address"]
+    out = io.StringIO()
+    texts = [str(values[name]).lower() if name == "paid" else values[name] for name in CSV]
+    csv.writer(out, lineterminator="").writerow(["" if each is None else each for each in texts])
+    return out.getvalue().encode()
+
+
+def spoiled_csv(payloads: list[bytes]) -> list[bytes]:
+    """One payload in a hundred is cut short, no text, or has a word for a number, in turns."""
+    found = list(payloads)
+    for turn, at in enumerate(range(50, len(payloads), 100)):
+        found[at] = (payloads[at][:20], b"\xff\xff", b"x" + payloads[at])[turn % 3]
+    return found
+
+
+def csv_case() -> Case:
+    payloads = [csv_row(at) for at in range(ROWS)]
+    format = made("csv", columns=CSV)
+    columns = format.columns()
+    read: dict[str, Callable[[str], Any]] = {
+        "id": int,
+        "amount": float,
+        "paid": "true".__eq__,
+        "created_at": datetime.fromisoformat,
+    }
+
+    def row_of(payload: bytes) -> dict[str, Any]:
+        (texts,) = csv.reader([payload.decode()])
+        named = zip(CSV, texts, strict=True)
+        return {name: read.get(name, str)(text) if text else None for name, text in named}
+
+    def row_by_row(batch: pa.Array) -> object:
+        return pa.RecordBatch.from_pylist([row_of(payload) for payload in batch.to_pylist()], schema=columns)
+
+    return Case(format, payloads, spoiled_csv(payloads), row_by_row, "`csv`, row by row into Arrow", 1.5)
+
+
+def envelope(at: int) -> bytes:
+    """An insert, an update or a delete as Debezium writes it for PostgreSQL, without its schema part."""
+    row, op = shop_row(at), "cud"[at % 3]
+    times = {"ts_ms": 1_700_000_000_000 + at}
+    place = {"version": "3.0", "connector": "postgresql", "name": "shop", "schema": "public", "table": "orders"}
+    source = {**place, **times, "snapshot": "false", "txId": at // 10, "lsn": 1000 + at}
+    images = {"before": row if op == "d" else None, "after": None if op == "d" else row}
+    return json.dumps({**images, "source": source, "op": op, **times}, ensure_ascii=False).encode()
+
+
+def debezium_case() -> Case:
+    payloads = [envelope(at) for at in range(ROWS)]
+    format = made("debezium", key=["id"])
+
+    def row_of(payload: bytes) -> dict[str, Any]:
+        found = json.loads(payload)
+        source = found["source"]
+        row = found["before"] if found["op"] == "d" else found["after"]
+        return {**row, "_op": found["op"], "_position": f"{source['lsn']:020d}", "_txid": source["txId"]}
+
+    def row_by_row(batch: pa.Array) -> object:
+        return pa.RecordBatch.from_pylist([row_of(payload) for payload in batch.to_pylist()])
+
+    return Case(format, payloads, spoiled_json(payloads), row_by_row, "`json`, row by row into Arrow", 1.5)
+
+
+CASES: list[Callable[[], Case]] = [json_case, json_schema_case, avro_case, protobuf_case, csv_case, debezium_case]
 
 
 def made(name: str, schema: WireSchema | None = None, **options: Any) -> Format[Any]:

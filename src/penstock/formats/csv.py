@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 import numpy as np
@@ -13,14 +15,23 @@ from pydantic import Field, field_validator, model_validator
 
 from penstock.config import Config
 from penstock.errors import SchemaError
-from penstock.formats import Decoded, Failed, Format
+from penstock.formats import Decoded, Failed, Format, Positions
 from penstock.formats.exact import ROUNDED, beyond_years, has_times, infinite, rounded_texts
-from penstock.formats.inference import Misfit
-from penstock.formats.json_parse import failing, invalid_text
+from penstock.formats.framing import gathered
+from penstock.formats.json_parse import failing, invalid_text, spans
+from penstock.formats.json_text import text_bytes
 from penstock.schema.typenames import arrow_type
 
 _MAX_VALUES = 10_000
 _Character = Annotated[str, Field(pattern=r"^[\x01-\x09\x0b\x0c\x0e-\x7f]$")]
+
+
+_USUAL: list[tuple[Callable[[pa.DataType], bool], str]] = [
+    (types.is_integer, r"^-?[0-9]{1,18}$"),
+    (types.is_floating, r"^-?[0-9]+(\.[0-9]+)?$"),
+    (types.is_date, r"^[0-9]{4}-[01][0-9]-[0-3][0-9]$"),
+    (types.is_timestamp, r"^[0-9]{4}-[01][0-9]-[0-3][0-9][T ][0-2][0-9]:[0-5][0-9]"),
+]
 
 
 class CsvConfig(Config):
@@ -113,17 +124,50 @@ class Csv(Format[CsvConfig]):
         split = _with_nulls(split, self.options.null)
         if not len(hard):
             return split, {}
-        bad: Failed = {}
-        found: list[list[str | None]] = []
-        reader = _Quoted(self.options)
-        for at, line in zip(hard.tolist(), lines.take(pa.array(hard)).to_pylist(), strict=True):
-            try:
-                found.append(reader.values(line))
-            except Misfit as misfit:
-                found.append([])
-                bad[at] = misfit.rule, misfit.reason
-        both = pa.concat_arrays([split, pa.array(found, pa.list_(pa.string()))])
-        return both.take(pa.array(np.argsort(np.concatenate([easy, hard]), kind="stable"))), bad
+        chosen, bad = lines.take(pa.array(hard)), {}
+        is_whole = pc.match_substring_regex(chosen, self._whole()).to_numpy(zero_copy_only=False)
+        for at in np.flatnonzero(~is_whole).tolist():
+            bad[int(hard[at])] = self._why(chosen[at].as_py())
+        quoted = self._quoted(chosen.filter(pa.array(is_whole)))
+        nothing = pa.array([[]] * len(bad), quoted.type)
+        order = np.concatenate([easy, hard[is_whole], hard[~is_whole]])
+        return pa.concat_arrays([split, quoted, nothing]).take(pa.array(np.argsort(order, kind="stable"))), bad
+
+    def _whole(self) -> str:
+        """A record in which every quote has its partner, and stands where one may."""
+        quote, delimiter = _code(self.options.quote), _code(self.options.delimiter)
+        value = rf"(?:{quote}(?:[^{quote}]|{quote}{quote})*{quote}|[^{quote}{delimiter}\r\n]*)"
+        return rf"\A{value}(?:{delimiter}{value})*\z"
+
+    def _why(self, line: str) -> tuple[str, str]:
+        """What is wrong with a record that is not whole."""
+        quote, delimiter = map(_code, (self.options.quote, self.options.delimiter))
+        value = re.compile(rf"{quote}(?:[^{quote}]|{quote}{quote})*{quote}|[^{quote}{delimiter}\r\n]*")
+        at, number = 0, 1
+        while True:
+            match = value.match(line, at)
+            assert match is not None  # an empty value matches everywhere
+            at = match.end()
+            if at < len(line) and line[at] in "\r\n":
+                return "csv.records", "it holds more than one record"
+            if at == len(line) or line[at] != self.options.delimiter:
+                return "csv.quote", f"value {number} has a quote where none may be, or one is missing"
+            at, number = at + 1, number + 1
+
+    def _quoted(self, lines: pa.Array) -> pa.ListArray:
+        """The values of whole records. A delimiter is one after an even number of quotes; each record has an even number."""
+        edges, data = spans(lines.view(pa.binary()))
+        quote, delimiter = (ord(each) for each in (self.options.quote, self.options.delimiter))
+        is_inside = np.cumsum(data == quote) & 1
+        places = np.flatnonzero((data == delimiter) & (is_inside == 0))
+        counts = np.diff(np.searchsorted(places, edges)) + 1
+        starts, ends = np.sort(np.concatenate([edges[:-1], places + 1])), np.sort(np.concatenate([places, edges[1:]]))
+        opens = (starts < ends) & (data[np.minimum(starts, max(len(data) - 1, 0))] == quote)
+        values = gathered(data, starts + opens, ends - opens).view(pa.string())
+        values = pc.replace_substring(values, 2 * self.options.quote, self.options.quote)
+        is_null = pc.and_(pc.equal(values, self.options.null), pa.array(~opens))
+        values = pc.if_else(is_null, pa.scalar(None, pa.string()), values)
+        return pa.ListArray.from_arrays(pa.array(np.concatenate([[0], np.cumsum(counts)]), pa.int32()), values)
 
     def _text(self, name: str, column: pa.Array) -> pa.Array:
         quote, null = self.options.quote, self.options.null
@@ -139,41 +183,14 @@ class Csv(Format[CsvConfig]):
                 code="PEN-4002",
                 hint="cast it to text in the route's SQL, or use another format",
             ) from None
-        special = f"[{_code(quote)}{_code(self.options.delimiter)}\\r\\n]"
-        must = pc.or_(pc.match_substring_regex(text, special), pc.equal(text, null))
+        must = pc.equal(text, null)
+        special = quote + self.options.delimiter + "\r\n"
+        if np.bincount(np.frombuffer(text_bytes(text), np.uint8), minlength=256)[[*map(ord, special)]].any():
+            must = pc.or_(pc.match_substring_regex(text, f"[{''.join(map(_code, special))}]"), must)
         if pc.any(must).as_py():
             doubled = pc.binary_join_element_wise(quote, pc.replace_substring(text, quote, 2 * quote), quote, "")
             text = pc.if_else(must, doubled, text)
         return pc.fill_null(text, null)
-
-
-class _Quoted:
-    """Reads records with quotes in them, one at a time."""
-
-    def __init__(self, options: CsvConfig) -> None:
-        quote, delimiter = _code(options.quote), _code(options.delimiter)
-        self._value = re.compile(rf"{quote}((?:[^{quote}]|{quote}{quote})*){quote}|([^{quote}{delimiter}\r\n]*)")
-        self._options = options
-
-    def values(self, line: str) -> list[str | None]:
-        found: list[str | None] = []
-        at = 0
-        while True:
-            match = self._value.match(line, at)
-            assert match is not None  # an empty value matches everywhere
-            quoted, plain = match.groups()
-            if quoted is not None:
-                found.append(quoted.replace(2 * self._options.quote, self._options.quote))
-            else:
-                found.append(None if plain == self._options.null else plain)
-            at = match.end()
-            if at == len(line):
-                return found
-            if line[at] in "\r\n":
-                raise Misfit("csv.records", "it holds more than one record")
-            if line[at] != self._options.delimiter:
-                raise Misfit("csv.quote", f"value {len(found)} has a quote where none may be, or one is missing")
-            at += 1
 
 
 def _code(character: str) -> str:
@@ -200,6 +217,8 @@ def _typed(records: pa.ListArray, schema: pa.Schema, bad: Failed) -> tuple[pa.Re
     edges = records.offsets.to_numpy()
     values, sizes = records.values, np.diff(edges)
     for at, field in enumerate(schema):
+        if types.is_string(field.type):
+            continue
         places = pa.array(edges[:-1] + at, pa.int64(), mask=sizes <= at)
         texts = values.take(places)
         for row in _misfits(texts, field.type):
@@ -227,7 +246,13 @@ def _described(kind: pa.DataType) -> str:
 
 def _misfits(texts: pa.Array, kind: pa.DataType) -> list[int]:
     """Where texts cannot be cast."""
-    return [] if types.is_string(kind) else failing(texts, lambda some: some.cast(kind))
+    return failing(texts, lambda some: some.cast(kind), partial(_unusual, kind=kind))
+
+
+def _unusual(texts: pa.Array, kind: pa.DataType) -> Positions:
+    """The texts that are not written as values of their type mostly are."""
+    usual = next((pattern for is_of, pattern in _USUAL if is_of(kind)), "")
+    return np.flatnonzero(~pc.fill_null(pc.match_substring_regex(texts, usual), True).to_numpy(zero_copy_only=False))
 
 
 def _unlike(field: pa.Field, texts: pa.Array, values: pa.Array) -> Failed:

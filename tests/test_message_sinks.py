@@ -29,6 +29,7 @@ from penstock.formats.avro import Avro, AvroConfig
 from penstock.formats.plain import String, StringConfig
 from penstock.pipeline import Pipeline
 from penstock.runtime import supervisor
+from penstock.runtime.messages.box import Store
 from penstock.schema import is_envelope, with_key, with_ref
 from penstock.sink import Receipt, SinkConnector, TopicContext, WriteResult
 from penstock.source import ENVELOPE_SCHEMA
@@ -227,6 +228,44 @@ class Picky(SinkConnector[PickyConfig, Receipt]):
             error.rows, error.others_written = odd, True
             raise pickle.loads(pickle.dumps(error))
         return WriteResult(batch.num_rows)
+
+
+class Busy(SinkConnector[PickyConfig, Receipt]):
+    """Its service answers the first calls with 429."""
+
+    name = "busy"
+
+    def write_batch(self, topic: str, batch: pa.RecordBatch) -> WriteResult:
+        with open(self.config.path, "a+") as file:
+            file.seek(0)
+            if len(file.readlines()) < 3:
+                file.write("busy\n")
+                raise RetryableError("too many requests", code="PEN-2002")
+            file.write("".join(f"{each}\n" for each in batch.column("id").to_pylist()))
+        return WriteResult(batch.num_rows)
+
+
+def test_what_is_throttled_is_tried_again_and_makes_no_letter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "in.jsonl").write_text("".join(f'{{"id": {each}}}\n' for each in range(10)))
+    (tmp_path / "pipeline.toml").write_text(
+        """
+connector_name = "busy"
+[processing]
+on_error = "dead_letter"
+retry_backoff_ms = 1
+[source]
+connector = "files"
+path = "in.jsonl"
+[sink]
+connector = "test_message_sinks:Busy"
+path = "out"
+"""
+    )
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    pipeline = Pipeline.from_toml(tmp_path / "pipeline.toml")
+    supervisor.run(pipeline, ForkEngine(1), drain=True)
+    assert (tmp_path / "out").read_text().split() == ["busy"] * 3 + [str(each) for each in range(10)]
+    assert Store(pipeline).letters.num_rows == 0
 
 
 def test_rows_that_were_taken_are_not_sent_again_beside_those_that_were_refused(

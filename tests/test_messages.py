@@ -323,6 +323,36 @@ def test_a_bad_message_stops_the_run_unless_told_otherwise(home: Home) -> None:
     assert home.rows() == [{"id": 1}]
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "source", "route", "kept"),
+    [
+        ("stop", None, None, "stop"),
+        ("stop", "dead_letter", None, "dead_letter"),
+        ("dead_letter", "skip", None, "skip"),
+        ("dead_letter", "stop", None, "stop"),
+        ("stop", None, "dead_letter", "dead_letter"),
+        ("dead_letter", None, "skip", "skip"),
+        ("stop", "skip", "dead_letter", "dead_letter"),
+        ("dead_letter", "dead_letter", "stop", "stop"),
+        ("skip", "stop", "skip", "skip"),
+    ],
+)
+def test_the_word_of_a_route_wins_over_that_of_its_source_and_of_the_pipeline(
+    home: Home, monkeypatch: pytest.MonkeyPatch, pipeline: str, source: str | None, route: str | None, kept: str
+) -> None:
+    own = f'on_error = "{route}"\n' if route else ""
+    monkeypatch.setattr("test_messages.PIPELINE", PIPELINE.replace("[[routes]]\n", "[[routes]]\n" + own))
+    home.put({"id": 1}, "{", {"id": 2})
+    settings = {"on_error": pipeline, "source": f'on_error = "{source}"' if source else ""}
+    if kept == "stop":
+        with pytest.raises(DataError, match="PEN-3001"):
+            home.run(**settings)
+        return
+    summary = home.run(**settings)
+    assert [row["id"] for row in home.rows()] == [1, 2]
+    assert (len(home.letters()), summary.skipped) == ((1, 0) if kept == "dead_letter" else (0, 1))
+
+
 def test_metadata_becomes_columns(home: Home) -> None:
     home.put(("k", {"id": 1}))
     home.run(JSON + 'metadata = ["key", "timestamp", "attributes", "offset", "stream"]\n')

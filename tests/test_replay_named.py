@@ -14,6 +14,7 @@ from penstock import cli
 from penstock.errors import ConfigError
 from penstock.pipeline import Pipeline, checks
 from penstock.runtime import supervisor
+from penstock.runtime.commands import letters_asked
 from penstock.testing import ForkEngine
 
 pytestmark = pytest.mark.processes
@@ -95,6 +96,10 @@ class Named:
 def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Named:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     dsn = request.getfixturevalue("server").dsn if request.param == "postgres" else ""
+    if request.param == "default":
+        found = Named(tmp_path, STORES["delta"])
+        found.file.write_text(found.file.read_text().replace('dead_letter_sink = "letters"\n', ""))
+        return found
     return Named(tmp_path, STORES[request.param], dsn)
 
 
@@ -122,6 +127,26 @@ def test_letters_are_shown_replayed_once_and_dropped(named: Named, capsys: pytes
     named.put("4")
     named.run()
     assert named.rows() == [1.0, 2.5, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("named", [*STORES, "default"], indirect=True)
+def test_letters_of_a_key_come_back_in_the_order_in_which_they_came(named: Named) -> None:
+    schema = json.dumps({"type": "object", "properties": {"id": {"type": "integer"}, "v": {"type": "integer"}}})
+    strict = schema.replace('"v": {"type": "integer"', '"v": {"type": "integer", "maximum": 0')
+    text = named.file.read_text().replace('schema_type = "number"\ntype = "int64"', SCHEMA)
+    named.file.write_text(text.replace('path = "lake/{topic}"', 'path = "lake/{topic}"\nmode = "upsert"'))
+    (named.path / "s.json").write_text(strict)
+    for first in range(1, 12, 5):
+        named.put(*(json.dumps({"id": 1, "v": v}) for v in range(first, first + 5)))
+        named.run()
+    (named.path / "s.json").write_text(schema)
+    pipeline = Pipeline.from_toml(named.file)
+    letters_asked(pipeline, "replay", {}, "test")
+    named.run()
+    assert DeltaTable(named.path / "lake" / "a").to_pyarrow_table().to_pylist() == [{"id": 1, "v": 15}]
+
+
+SCHEMA = 'schema_type = "json_schema"\nschema_file = "s.json"\nkey = ["id"]'
 
 
 @pytest.mark.parametrize("named", ["delta"], indirect=True)

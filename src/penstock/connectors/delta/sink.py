@@ -187,7 +187,8 @@ class Delta(LakeSink[DeltaConfig]):
         if table is None:
             return None
         schema = delta_schema(topic, table.columns())
-        pieces = [rows for file in Log(table).files() for rows in file.read(table.path, schema)]
+        oldest_first = reversed(Log(table).files())  # the log names the newest first
+        pieces = [rows for file in oldest_first for rows in file.read(table.path, schema)]
         return pa.concat_tables([schema.empty_table(), *pieces])
 
     def first_rows(self, topic: Topic, rows: int) -> pa.Table | None:

@@ -186,14 +186,19 @@ def _asked(letters: pa.RecordBatch, done: Sequence[Step], steps: Sequence[Step])
 
 
 def read_sink(sink: SinkConnector[Any, Any]) -> pa.Table:
-    """The letters that a sink of the file holds; by a copy, since another one may be open."""
+    """
+    The letters that a sink of the file holds, the oldest first, so that the last of a key is the one that stays.
+
+    By a copy, since another one may be open.
+    """
     own = pickle.loads(pickle.dumps(sink))
     try:
         own.open()
         found = own.read_topic(TOPIC)
-        return LETTERS.empty_table() if found is None else stored(found)
     finally:
         own.close()
+    letters = LETTERS.empty_table() if found is None else stored(found)
+    return letters.take(pc.sort_indices(letters.column("epoch")))  # stable
 
 
 def files(path: Path) -> list[str]:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import pyarrow as pa
 import pytest
-from deltalake import DeltaTable
+from deltalake import DeltaTable, write_deltalake
 
 from penstock import cli
 from penstock.errors import ConfigError
 from penstock.pipeline import Pipeline, checks
 from penstock.runtime import supervisor
 from penstock.runtime.commands import letters_asked
+from penstock.runtime.messages import replay
+from penstock.runtime.messages.letters import LETTERS
+from penstock.runtime.messages.replay import Replay, ReplayConfig, Replayed, Step
 from penstock.testing import ForkEngine
 
 pytestmark = pytest.mark.processes
@@ -144,6 +150,47 @@ def test_letters_of_a_key_come_back_in_the_order_in_which_they_came(named: Named
     letters_asked(pipeline, "replay", {}, "test")
     named.run()
     assert DeltaTable(named.path / "lake" / "a").to_pyarrow_table().to_pylist() == [{"id": 1, "v": 15}]
+
+
+def letters_of(epochs: Sequence[int], reason: str) -> pa.Table:
+    same = {
+        "kind": "message",
+        "source": "s",
+        "stream": "s",
+        "topic": "/a",
+        "code": "PEN-3001",
+        "rule": "r",
+        "attempt": 1,
+    }
+    rows = [
+        {**same, "reason": f"{reason}{at}", "incarnation": "x", "epoch": epoch, "failed_at": datetime.now(UTC)}
+        for at, epoch in enumerate(epochs)
+    ]
+    return pa.Table.from_pylist(rows, schema=LETTERS)
+
+
+def test_letters_come_back_in_the_order_of_their_epochs_after_upkeep_has_joined_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "WINDOW_ROWS", 10)
+    for reason, epochs in (
+        ("joined", [9, 9, 8, 8, 7, 5, 4, 3, 3, 1]),
+        ("large", [6] * 25),
+        ("after", [10, 10]),
+        ("beside", [10]),
+        ("last", [11]),
+    ):
+        write_deltalake(tmp_path, letters_of(epochs, reason), mode="append")
+    source = Replay(ReplayConfig(path=tmp_path, incarnation="x"))
+    step = Step(verb="replay", incarnation="x", epoch=99)
+    splits = source.split(Replayed(), Replayed(steps=(step,)))
+    assert [len(each.files) for each in splits] == [2, 1, 1, 1]
+    batches = [batch.records for split in splits for batch in source.read(split)]
+    found = pa.Table.from_batches(batches)
+    assert found["epoch"].to_pylist() == [1, 3, 3, 4, 5, *[6] * 25, 7, 8, 8, 9, 9, 10, 10, 10, 11]
+    of_nine = [each for each in found["reason"].to_pylist() if each in ("joined0", "joined1")]
+    assert of_nine == ["joined0", "joined1"], "those of an epoch stay as they are"
+    assert len(batches) > 5, "not all of them are in memory at once"
 
 
 SCHEMA = 'schema_type = "json_schema"\nschema_file = "s.json"\nkey = ["id"]'

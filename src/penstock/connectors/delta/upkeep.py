@@ -139,7 +139,9 @@ def join_small_files(topic: Topic, table: Table, schema: pa.Schema, begin: Calla
             if time.monotonic() > deadline:
                 break
             stages.append(begin())
-            for file in group:
+            for file in sorted(
+                group, key=lambda each: each.path
+            ):  # names begin with the epoch: rows stay in their order
                 for rows in file.read(table.path, schema):
                     write(stages[-1], topic, rows)
             stages[-1].end(topic)

@@ -109,9 +109,9 @@ class ReplayConfig(Config):
 
 @dataclass(frozen=True)
 class Letters:
-    """Some letters of one file of the store."""
+    """Some letters of the store."""
 
-    file: str
+    files: tuple[str, ...]
     """Empty: those in `rows`."""
     done: tuple[Step, ...]
     """What these cover was dealt with before."""
@@ -150,14 +150,14 @@ class Replay(RangeSource[ReplayConfig, Replayed]):
         steps = end.steps[len(start.steps) :]
         if not any(step.verb == "replay" for step in steps):
             return []
-        splits = [Letters(file, start.steps, steps) for file in files(self.config.path)]
+        splits = [Letters(found, start.steps, steps) for found in _runs(files(self.config.path))]
         if self.config.sink is not None:
             found = [_asked(batch, start.steps, steps) for batch in read_sink(self.config.sink).to_batches(SPLIT_ROWS)]
-            splits += [Letters("", start.steps, steps, to_ipc(batch)) for batch in found if batch.num_rows]
+            splits += [Letters((), start.steps, steps, to_ipc(batch)) for batch in found if batch.num_rows]
         return splits
 
     def read(self, split: Letters) -> Iterator[SourceBatch]:
-        for batch in _opened(split.file).iter_batches() if split.file else [rows_of(split.rows)]:
+        for batch in _by_epoch(split.files) if split.files else [rows_of(split.rows)]:
             if (found := _asked(batch, split.done, split.steps)).num_rows:
                 yield SourceBatch(found, stream=TOPIC)
 
@@ -177,6 +177,9 @@ class Replay(RangeSource[ReplayConfig, Replayed]):
 
 SPLIT_ROWS = 10_000
 """Letters of a sink that one task gets."""
+
+WINDOW_ROWS = 20_000
+"""Letters of files that are put in order at once, give or take those of an epoch."""
 
 
 def _asked(letters: pa.RecordBatch, done: Sequence[Step], steps: Sequence[Step]) -> pa.RecordBatch:
@@ -232,6 +235,57 @@ def _numpy(mask: pa.Array | pa.ChunkedArray) -> npt.NDArray[np.bool_]:
     whole = mask.combine_chunks() if isinstance(mask, pa.ChunkedArray) else mask
     found: npt.NDArray[np.bool_] = whole.to_numpy(zero_copy_only=False).astype(bool)
     return found
+
+
+def _runs(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """
+    The files, the oldest letters first, and together those whose epochs lie between each other's.
+
+    Upkeep joins small files: what comes of it may hold letters that are older than those of a file beside it, and newer ones.
+    """
+    spans = sorted((*_span(name), name) for name in names)
+    run: list[str] = []
+    last = 0
+    for first, end, name in spans:
+        if run and first >= last:
+            yield tuple(run)
+            run = []
+        run.append(name)
+        last = max(last, end)
+    if run:
+        yield tuple(run)
+
+
+def _span(name: str) -> tuple[int, int]:
+    """The first and the last epoch of the letters of a file."""
+    epochs = _opened(name).read(columns=["epoch"])["epoch"]
+    return (pc.min(epochs).as_py(), pc.max(epochs).as_py()) if len(epochs) else (0, 0)
+
+
+def _by_epoch(names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """The letters of some files, those of earlier epochs first: of several of one key the last one is to stay."""
+    opened = [_opened(name) for name in names]
+    epochs = [file.read(columns=["epoch"])["epoch"].to_numpy() for file in opened]
+    if len(opened) == 1 and (np.diff(epochs[0]) >= 0).all():
+        yield from opened[0].iter_batches()
+        return
+    found, counts = np.unique(np.concatenate(epochs), return_counts=True)
+    windows = (np.cumsum(counts) - 1) // WINDOW_ROWS
+    for window in np.unique(windows):
+        first, last = found[windows == window][[0, -1]]
+        parts = [_within(file, own, first, last) for file, own in zip(opened, epochs, strict=True)]
+        letters = pa.concat_tables([each for each in parts if each is not None])
+        yield from letters.take(pc.sort_indices(letters["epoch"])).combine_chunks().to_batches()  # the sort is stable
+
+
+def _within(file: pq.ParquetFile, epochs: Fates, first: int, last: int) -> pa.Table | None:
+    """The letters of some epochs; only row groups that hold some are read."""
+    sizes = [file.metadata.row_group(at).num_rows for at in range(file.num_row_groups)]
+    is_in = np.split((epochs >= first) & (epochs <= last), np.cumsum(sizes)[:-1])
+    groups = [at for at, some in enumerate(is_in) if some.any()]
+    if not groups:
+        return None
+    return file.read_row_groups(groups).filter(pa.array(np.concatenate([is_in[at] for at in groups])))
 
 
 def _opened(file: str) -> pq.ParquetFile:

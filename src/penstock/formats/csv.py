@@ -134,7 +134,7 @@ class Csv(Format[CsvConfig]):
         return pa.concat_arrays([split, quoted, nothing]).take(pa.array(np.argsort(order, kind="stable"))), bad
 
     def _whole(self) -> str:
-        """A record in which every quote has its partner, and stands where one may."""
+        """A record in which every quote has its partner, and is where one may be."""
         quote, delimiter = _code(self.options.quote), _code(self.options.delimiter)
         value = rf"(?:{quote}(?:[^{quote}]|{quote}{quote})*{quote}|[^{quote}{delimiter}\r\n]*)"
         return rf"\A{value}(?:{delimiter}{value})*\z"

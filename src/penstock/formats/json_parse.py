@@ -282,7 +282,7 @@ def invalid_text(bodies: pa.Array) -> list[int]:
 
 
 def _with_foreign_bytes(texts: pa.Array) -> Positions:
-    """The texts with a byte that UTF-8 never has: most of those that are none."""
+    """The texts with a byte that UTF-8 never has, as most bad ones have."""
     edges, data = spans(texts)
     at = np.flatnonzero((data >= 0xF5) | ((data & 0xFE) == 0xC0))
     found: Positions = np.unique(np.searchsorted(edges, at, side="right") - 1)

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 import numpy as np
@@ -101,6 +102,7 @@ def delta_table(path: Path, count: int) -> Path:
 
 def iceberg_table(path: Path, count: int) -> Path:
     """The same, in the catalog that the sink looks for by itself."""
+    path.parent.mkdir(parents=True)
     catalog = SqlCatalog("default", uri=f"sqlite:///{path.parent}/catalog.db")
     catalog.create_namespace("default")
     found = None
@@ -278,8 +280,9 @@ class Seen:
         return np.concatenate(ages)
 
 
-def _count(end: dict[str, dict[str, int]]) -> int:
-    return next(iter(end.values()))["count"]
+def _count(end: dict[str, Any]) -> int:
+    found: int = end["updates"]["count"]
+    return found
 
 
 def sustained(bench: Bench, home: Path, kind: str) -> None:

@@ -24,6 +24,7 @@ from penstock.changes import CHANGE_FIELDS
 from penstock.cli.states import show
 from penstock.config import Config, Secret
 from penstock.connectors.delta import Delta, DeltaConfig
+from penstock.connectors.files import Files, FilesConfig
 from penstock.connectors.files.sink import FilesSink, FilesSinkConfig, read_published
 from penstock.connectors.generator import Generator, GeneratorConfig
 from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError
@@ -745,6 +746,24 @@ def test_only_its_user_can_read_a_state_directory(build: Any, tmp_path: Path) ->
     files = [path for path in state.rglob("*") if path.is_file()]
     assert {"status.json", "pipeline.json", "lock", "tail"} <= {path.name for path in files}
     assert {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in files} == {p.name: "0o600" for p in files}
+
+
+def test_dead_letters_are_their_users_alone_also_in_a_state_directory_that_others_may_read(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir(mode=0o755)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text('{"v": 1}\n{"v": "a secret"}\n')
+    pipeline = Pipeline(
+        "letters",
+        sources={"in": Files(FilesConfig(path=tmp_path / "in", settle_ms=0, columns={"v": "int64"}))},
+        sinks={"lake": FilesSink(FilesSinkConfig(path=str(tmp_path / "lake" / "{topic}")))},
+        router=Router((), ("lake",)),
+        processing=Processing(state_dir=tmp_path / "state", on_error="dead_letter"),
+    )
+    supervisor.run(pipeline, ForkEngine(1), drain=True)
+    assert list((tmp_path / "state" / "dead_letters").rglob("*.parquet"))
+    assert stat.S_IMODE((tmp_path / "state" / "dead_letters").stat().st_mode) == 0o700
+    others = [path for path in (tmp_path / "state").rglob("*") if "dead_letters" not in path.parts and path.is_file()]
+    assert [path for path in others if stat.S_IMODE(path.stat().st_mode) & 0o077] == []
 
 
 class Captured(Tap, TableSource[NoOptions, Next]):

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock.durable import make_directory
 from penstock.pipeline import Pipeline, registry
 from penstock.runtime.messages.letters import LETTERS, REPLAY, SINK
 from penstock.runtime.messages.replay import Replay, ReplayConfig, files, read_sink
@@ -106,7 +107,8 @@ def _rows(file: str, rows: Sequence[int]) -> pa.Table:
 
 
 def _default_store(state_dir: Path) -> SinkConnector[Any, Any]:
-    """The Delta table that is used when the file names no sink."""
+    """The Delta table that is used when the file names no sink. It holds whole payloads: only its user may look into it."""
+    make_directory(state_dir / FOLDER, private=True)
     kind = registry.load("sink", "delta")
     made = kind(registry.config_of(kind).model_validate({"path": str(state_dir / FOLDER)}))
     assert isinstance(made, SinkConnector)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,12 @@ import pytest
 from rich.console import Console
 
 from penstock.cli import main, running, show, states
-from penstock.cli.terminal import Terminal, json_text
+from penstock.cli.terminal import Terminal, json_text, listing
 from penstock.cli.view import closing, panel
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.errors import FatalError, RetryableError
 from penstock.runtime import supervisor
+from penstock.runtime.epochs import EpochReport
 from penstock.runtime.job import Bad
 from penstock.runtime.telemetry import Telemetry
 from penstock.sink import Epoch, Task, WriteResult
@@ -470,4 +472,28 @@ def test_tables_in_a_narrow_terminal_keep_their_names_and_reasons_whole(monkeypa
     states.show(None, [], Console(width=40, file=out), json=False)  # type: ignore[arg-type]
     assert "public.customers  failed" in out.getvalue()
     assert "…" not in out.getvalue()
+    assert max(map(len, out.getvalue().splitlines())) <= 40
+
+
+@pytest.mark.parametrize("width", [30, 60, 100])
+def test_lists_are_cut_in_no_terminal(width: int) -> None:
+    name, reason = "incoming_orders_of_the_shop_in_the_north", "why it failed, in some more words than fit into a line"
+    out = io.StringIO()
+    listing(Console(width=width, file=out), ("source", "code", "reason"), [(name, "PEN-3001", reason), ("b", "", "")])
+    shown = out.getvalue()
+    assert "…" not in shown
+    words = re.sub(r"\s+", "", shown)  # a column of a table may fold a name
+    assert name in words
+    assert "PEN-3001" in words
+    assert all(word in shown for word in reason.split())
+
+
+def test_the_reason_of_a_bad_record_is_whole_in_a_narrow_terminal() -> None:
+    telemetry = Telemetry("orders", sources=["incoming"], sinks=["lake"])
+    reason = "/data/of/the/shop/incoming/a.jsonl, line 7: column 'v' is a str, not int64"
+    bad = [Bad("incoming", "files", "", "PEN-3001", "source", reason)]
+    telemetry.epoch(EpochReport(3, skipped=1, bad=bad))
+    out = io.StringIO()
+    Console(width=40, file=out).print(panel(telemetry.status(), 40))
+    assert reason.replace(" ", "") in re.sub(r"[\s│]+", "", out.getvalue())
     assert max(map(len, out.getvalue().splitlines())) <= 40

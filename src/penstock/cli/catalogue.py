@@ -7,10 +7,10 @@ import inspect
 import sys
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from penstock import reference
+from penstock.cli.terminal import listing
 from penstock.config import type_text
 from penstock.errors import ConfigError, ConnectorError
 from penstock.pipeline import registry
@@ -19,20 +19,20 @@ from penstock.sink import SinkConnector
 
 def show_all(console: Console) -> None:
     """One line per connector."""
-    table = Table("connector", "kind", "installed", "what it is", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    rows: list[tuple[str | Text, ...]] = []
     for entry in sorted(registry.entries(), key=lambda entry: (entry.kind or "", entry.name)):
         missing = [module for module in entry.modules if importlib.util.find_spec(module) is None]
         if missing:
             how = Text(f"pip install 'penstock[{entry.extra}]'", style="yellow")
-            table.add_row(entry.name, entry.kind or "?", how, "")
+            rows.append((entry.name, entry.kind or "?", how, ""))
             continue
         try:
             connector = registry.load(entry.kind or "source", entry.name)
             what = Text(_first_line(sys.modules.get(entry.target.partition(":")[0], connector)))
-            table.add_row(entry.name, entry.kind or "?", Text("yes", style="green"), what)
+            rows.append((entry.name, entry.kind or "?", Text("yes", style="green"), what))
         except ConnectorError as error:
-            table.add_row(entry.name, entry.kind or "?", Text("no", style="red"), error.message)
-    console.print(table)
+            rows.append((entry.name, entry.kind or "?", Text("no", style="red"), error.message))
+    listing(console, ("connector", "kind", "installed", "what it is"), rows)
 
 
 def show(name: str, console: Console) -> None:
@@ -49,16 +49,12 @@ def show(name: str, console: Console) -> None:
             console.print(Text(" ".join(paragraph.split())))
         if issubclass(connector, SinkConnector):
             console.print(Text.assemble(("capabilities ", "dim"), str(connector.capabilities)))
-        table = Table("option", "type", "default", "", box=None, header_style="dim", padding=(0, 2, 0, 0))
+        rows: list[tuple[str | Text, ...]] = []
         for option, field in reference.options_of(registry.config_of(connector)).items():
             default = reference.default_of(field)
-            table.add_row(
-                option,
-                Text(type_text(field.annotation, field.metadata)),
-                Text(default, style="yellow" if default == "required" else ""),
-                Text(" ".join((field.description or "").split())),  # as it is: a type such as list[x] is no markup
-            )
-        console.print(table)
+            takes, about = type_text(field.annotation, field.metadata), " ".join((field.description or "").split())
+            rows.append((option, takes, Text(default, style="yellow" if default == "required" else ""), about))
+        listing(console, ("option", "type", "default", ""), rows)
 
 
 def _first_line(thing: object) -> str:

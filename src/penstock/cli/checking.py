@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.looking import Looks, targets
 from penstock.cli.schemas import checked, entries_of
-from penstock.cli.terminal import json_text
+from penstock.cli.terminal import json_text, listing
 from penstock.durable import Json
 from penstock.errors import CODES, ConfigError, ConnectorError, from_text, is_of_stream, printable
 from penstock.pipeline import Pipeline
@@ -133,12 +132,9 @@ class _Report:
         if not self.faults:
             self.console.print(Text("ready to run", style="bold green"))
             return
-        table = Table("where", "what is wrong", "what to do", box=None, header_style="dim", padding=(0, 2, 0, 0))
-        for each in self.found:
-            if not each["ok"]:
-                table.add_row(*(Text(printable(each[name])) for name in ("part", "what", "fix")))
+        rows = [[printable(each[name]) for name in ("part", "what", "fix")] for each in self.found if not each["ok"]]
         self.console.print(Text(f"{self.faults} to fix", style="bold red"))
-        self.console.print(table)
+        listing(self.console, ("where", "what is wrong", "what to do"), rows)
 
     def connector(self, kind: str, name: str, connector: Connector[Any] | None, findings: Sequence[Finding]) -> None:
         self.part = f"{kind} {name}"

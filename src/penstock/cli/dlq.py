@@ -10,10 +10,9 @@ from typing import Any
 
 import pyarrow as pa
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.terminal import json_text
+from penstock.cli.terminal import json_text, listing
 from penstock.errors import ConfigError, printable
 from penstock.pipeline import Pipeline
 from penstock.runtime.commands import letters_asked
@@ -53,7 +52,7 @@ def show(
             Text(f"{pipeline.name} has no {'' if every else 'open '}dead letters" + (" like that" if where else ""))
         )
     else:
-        console.print(_summary(letters, states, every))
+        _summarise(console, letters, states, every)
     for letter, _ in newest:
         console.print(_one(letter), soft_wrap=True)
     for request in ReplayRequests.of(store.directory).pending():
@@ -72,15 +71,15 @@ def command(pipeline: Pipeline, verb: Verb, where: Mapping[str, str], console: C
     return count
 
 
-def _summary(letters: pa.Table, states: Sequence[str], every: bool) -> Table:
+def _summarise(console: Console, letters: pa.Table, states: Sequence[str], every: bool) -> None:
     names = ("topic", "sink", "code", "rule", "attempt")
-    rows = zip(*(letters.column(name).to_pylist() for name in names), states, strict=True)
-    counts = Counter(rows)
-    table = Table("letters", *names, *(["state"] if every else []), box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for row, count in sorted(counts.items(), key=lambda each: (-each[1], repr(each[0]))):
-        shown = row if every else row[:-1]
-        table.add_row(f"{count:,}", *(Text("" if each is None else printable(str(each))) for each in shown))
-    return table
+    found = zip(*(letters.column(name).to_pylist() for name in names), states, strict=True)
+    counts = Counter(found)
+    rows = [
+        (f"{count:,}", *("" if each is None else printable(str(each)) for each in (row if every else row[:-1])))
+        for row, count in sorted(counts.items(), key=lambda each: (-each[1], repr(each[0])))
+    ]
+    listing(console, ("letters", *names, *(["state"] if every else [])), rows)
 
 
 def _one(letter: Mapping[str, Any]) -> Text:

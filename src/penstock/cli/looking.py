@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.terminal import listing
 from penstock.durable import Json
 from penstock.errors import ConfigError, ConnectorError, printable
 from penstock.pipeline import Pipeline
@@ -146,11 +147,11 @@ class Looks:
                 console.print(Text("  known with the first messages: their format finds the columns", style="dim"))
                 continue
             sinks = about["sinks"]
-            table = Table("column", "type", *(f"in {sink}" for sink in sinks), box=None, header_style="dim")
-            table.padding = (0, 2, 0, 0)
-            for name, types in about["columns"].items():
-                table.add_row(Text(printable(name)), types["type"], *(_there(types[sink]) for sink in sinks))
-            console.print(table)
+            rows = [
+                (printable(name), types["type"], *(_there(types[sink]) for sink in sinks))
+                for name, types in about["columns"].items()
+            ]
+            listing(console, ("column", "type", *(f"in {sink}" for sink in sinks)), rows)
 
 
 def _types(column: str, there: Mapping[str, pa.Schema | None]) -> dict[str, str | None]:

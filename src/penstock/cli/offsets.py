@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.groups import File, FileFirst
-from penstock.cli.terminal import json_text
+from penstock.cli.terminal import json_text, listing
 
 if TYPE_CHECKING:
     from penstock.durable import Json
@@ -82,12 +81,8 @@ def _move(pipeline: Pipeline, to: str, names: Sequence[str], yes: bool, dry_run:
     from penstock.runtime.moving import move, moves
 
     moved = moves(pipeline, to, names)
-    table = Table("source", "read up to", "would begin at", box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for each in moved:
-        table.add_row(
-            Text(each.source), Text(each.before.describe() if each.before else ""), Text(each.after.describe())
-        )
-    stdout().print(table)
+    rows = [(each.source, each.before.describe() if each.before else "", each.after.describe()) for each in moved]
+    listing(stdout(), ("source", "read up to", "would begin at"), rows)
     if dry_run:
         print("nothing was changed")
         return
@@ -128,21 +123,22 @@ def show(pipeline: Pipeline, state: State, console: Console, json: bool) -> None
         return
     console.print(Text.assemble(("epoch ", "dim"), f"{newest.number} {_STATES[newest.state]}"), soft_wrap=True)
     console.print(Text.assemble(("incarnation ", "dim"), newest.incarnation))
-    table = Table("source", "read up to", "the epoch begins at", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    rows = []
     for source, range in newest.ranges.items():
         end, start = (_words(pipeline, source, each) for each in (range.end, range.start))
-        table.add_row(Text(source), Text(end), Text("the same place" if end == start else start))
-    console.print(table)
+        rows.append((source, end, "the same place" if end == start else start))
+    listing(console, ("source", "read up to", "the epoch begins at"), rows)
     if newest.state == "prepared":
         _show_staged(newest, console)
 
 
 def _show_staged(newest: Manifest, console: Console) -> None:
-    staged = Table("sink", "topic", "rows staged", box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for sink, topics in sorted(newest.rows_out.items()):
-        for topic, (rows, _) in sorted(topics.items()):
-            staged.add_row(Text(sink), Text(topic), f"{rows:,}")
-    console.print(staged)
+    staged = [
+        (sink, topic, f"{rows:,}")
+        for sink, topics in sorted(newest.rows_out.items())
+        for topic, (rows, _) in sorted(topics.items())
+    ]
+    listing(console, ("sink", "topic", "rows staged"), staged)
 
 
 def restage(state: State, without: Sequence[str], yes: bool) -> None:

@@ -9,11 +9,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.groups import File, FileFirst, file_and_names
-from penstock.cli.terminal import json_text, visible
+from penstock.cli.terminal import json_text, listing, visible
 from penstock.errors import ConfigError, ConnectorError
 from penstock.formats import WireSchema
 from penstock.pipeline.schemas import TopicSchemas, read_schema_file
@@ -77,12 +76,8 @@ def list_subjects(registry: Registry, console: Console, json: bool = False) -> N
     if not rows:
         console.print("the registry has no subjects")
         return
-    table = Table(
-        "subject", "type", "version", "id", "compatibility", box=None, header_style="dim", padding=(0, 2, 0, 0)
-    )
-    for name, latest, mode in rows:
-        table.add_row(Text(name), latest.type, str(latest.version), str(latest.id), mode)
-    console.print(table)
+    shown = [(name, latest.type, str(latest.version), str(latest.id), mode) for name, latest, mode in rows]
+    listing(console, ("subject", "type", "version", "id", "compatibility"), shown)
 
 
 def show_subject(registry: Registry, subject: str, version: int | None, console: Console) -> None:

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.terminal import json_text
+from penstock.cli.terminal import NARROW, json_text
 from penstock.cli.view import duration
 from penstock.errors import printable
 from penstock.pipeline import Pipeline
@@ -27,9 +27,6 @@ _COLOURS = {
     "gone": "dim",
     "left_out": "yellow",
 }
-
-_NARROW = 80
-"""Terminals with fewer columns get lines below each other: in a table, names and reasons would be cut."""
 
 
 def show(pipeline: Pipeline, names: Sequence[str], console: Console, json: bool) -> None:
@@ -55,7 +52,7 @@ def show(pipeline: Pipeline, names: Sequence[str], console: Console, json: bool)
     parts = [
         ([known.name] if many else [], Text(printable(s)), _state(each, asked), each) for known, s, each, asked in shown
     ]
-    if console.width < _NARROW:
+    if console.width < NARROW:
         for source, name, state, each in parts:
             console.print(Text("  ").join([*map(Text, source), name, state]), soft_wrap=True)
             about = Text("\n").join(text for text in (_error(each), Text(_next(each))) if text)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
 
 _STEERING = (
     *range(9),
@@ -22,6 +24,10 @@ _STEERING = (
 """Control characters but tab and line break, and those that turn the direction of text."""
 _PICTURES = {code: chr(0x2400 + code) if code < 32 else "␡" if code == 127 else "�" for code in _STEERING}
 _ESCAPES = {code: f"\\u{code:04x}" for code in _STEERING}
+
+
+NARROW = 80
+"""Terminals with fewer columns get lines below each other: in a table, names and reasons would be cut."""
 
 
 def visible(text: str) -> str:
@@ -44,3 +50,24 @@ class Terminal(Console):
                 yield segment
             else:
                 yield Segment(visible(text), segment.style)
+
+
+def listing(console: Console, heads: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
+    """Print a table; in a narrow terminal a paragraph for each row, so that nothing of it is cut."""
+    if console.width >= NARROW:
+        table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+        for head in heads:
+            table.add_column(head, overflow="fold")
+        for row in rows:
+            table.add_row(*(_text(cell) for cell in row))
+        console.print(table)
+        return
+    for first, *rest in rows:
+        console.print(Text.assemble((f"{heads[0]} ", "dim"), _text(first)), soft_wrap=True)
+        for head, cell in zip(heads[1:], rest, strict=True):
+            if text := _text(cell):
+                console.print(Text.assemble((f"  {head} " if head else "  ", "dim"), text), soft_wrap=True)
+
+
+def _text(cell: str | Text) -> Text:
+    return Text(cell) if isinstance(cell, str) else cell

@@ -181,7 +181,7 @@ def _numbers(status: Status, width: int) -> Table:
     columns = 5 if width >= 72 else 4 if width >= 44 else 3
     grid = Table.grid(padding=(0, 2 if width >= 44 else 1), expand=False)
     grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(no_wrap=True, overflow="ellipsis", max_width=max(8, width - (62 if columns == 5 else 40)))
+    grid.add_column(no_wrap=True, overflow="ellipsis", max_width=max(8, width - {5: 62, 4: 40, 3: 29}[columns]))
     grid.add_column(justify="right", no_wrap=True)
     if columns > 3:
         grid.add_column(justify="right", no_wrap=True, min_width=10)
@@ -280,7 +280,8 @@ def _bad(bad: Status, width: int) -> Text:
     line = Text.assemble(
         (f"epoch {bad['epoch']} ", "dim"), (f"{bad['code']} ", "yellow"), " ".join(bad["reason"].split())
     )
-    line.truncate(max(20, width - 4), overflow="ellipsis")
+    line.truncate(_PROBLEM_LINES * max(20, width - 4), overflow="ellipsis")
+    line.overflow = "fold"
     return line
 
 

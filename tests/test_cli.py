@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pty
@@ -449,6 +450,39 @@ class TestCheck:
             assert f"✗ PEN-1000 cannot serve metrics on port {port}" in out
             assert f"cannot serve metrics on port {port}" in cli("run", file)[2]
         assert f"✓ port {port} of 127.0.0.1 is free" in cli("check", file)[1]
+
+    @pytest.mark.parametrize(
+        ("options", "part", "why"),
+        [
+            ('metrics_port = 0\nmetrics_host = "0.0.0.0"', "processing", "PEN-1009 the console is not served on 0.0.0.0"),
+            ('metrics_port = 0\nconsole_token = { env = "NOT_THERE" }', "processing", "NOT_THERE is not set"),
+            ('openlineage_url = "http://127.0.0.1:1/"\nopenlineage_token = { env = "NOT_THERE" }', "telemetry", "NOT_THERE"),
+            ('otlp_endpoint = "http://127.0.0.1:1/"\notlp_headers = { key = { env = "NOT_THERE" } }', "telemetry", "NOT_THERE"),
+        ],
+    )  # fmt: skip
+    def test_what_a_run_refuses_of_its_console_and_collectors_is_to_fix_for_check(self, cli, file, options, part, why):
+        file.write_text(
+            PIPELINE.replace("[processing]", f"[{part}]\n{options}\n" + "[processing]" * (part != "processing"))
+        )
+        code, out, _ = cli("check", file)
+        assert code == 1
+        assert "✗ PEN-" in out
+        assert why in out
+        code, _, err = cli("run", file)
+        assert code == 2
+        assert why in err
+        assert not (file.parent / "state").exists(), "nothing was started"
+
+    def test_dead_letters_that_could_not_be_kept_are_to_fix_for_check_and_run(self, cli, file, monkeypatch):
+        there = importlib.util.find_spec
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "deltalake" else there(name))
+        file.write_text(PIPELINE.replace("[processing]", '[processing]\non_error = "dead_letter"'))
+        code, out, _ = cli("check", file)
+        assert code == 1
+        assert "dead letters are kept in a Delta table" in out
+        assert "name a sink of the file in `dead_letter_sink`" in out
+        code, _, err = cli("run", file)
+        assert (code, "pip install 'penstock[delta]'" in err) == (2, True)
 
     def test_a_state_directory_that_cannot_be_used_is_to_fix_for_check_and_run(self, cli, file):
         (file.parent / "state").write_text("a file")

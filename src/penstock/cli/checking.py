@@ -31,11 +31,23 @@ from penstock.spark.java import find_java, java_problem
 from penstock.spark.master import check_master
 from penstock.spark.rehearsal import on_cluster
 from penstock.spark.versions import check_spark, spark_version
+from penstock.web.server import Access
+
+
+def _console(pipeline: Pipeline) -> str:
+    """The console may be served at its address, and its token can be read."""
+    processing = pipeline.processing
+    if processing.metrics_port is not None:
+        Access.of(processing.metrics_host, processing.console_token)
+    return ""
+
+
+_LOOKS: tuple[readiness.Look, ...] = (*readiness.LOOKS, _console)
 
 
 def require(pipeline: Pipeline, master: str | None) -> None:
     """Refuse to start a run for what `check` finds on this machine."""
-    for look in readiness.LOOKS:
+    for look in _LOOKS:
         look(pipeline)
     check_master(master)
     spark_version()
@@ -149,7 +161,7 @@ class _Report:
 def _machine(pipeline: Pipeline, master: str | None) -> Iterator[Finding]:
     """What a run needs besides its connectors: the list of `require`."""
     looks: list[Callable[[], str]] = [
-        *(partial(look, pipeline) for look in readiness.LOOKS),
+        *(partial(look, pipeline) for look in _LOOKS),
         partial(check_master, master),
         check_spark,
         _java,

@@ -17,7 +17,8 @@ from penstock.pipeline import Pipeline
 from penstock.pipeline.shape import compare_shapes
 from penstock.runtime.epochs import State
 from penstock.runtime.epochs.state import refuse_foreign
-from penstock.runtime.telemetry import ENDED, read_status
+from penstock.runtime.messages import store
+from penstock.runtime.telemetry import ENDED, export, read_status
 from penstock.source import RangeSource
 
 Look = Callable[[Pipeline], str]
@@ -85,7 +86,7 @@ def free_port(pipeline: Pipeline) -> str:
     return f"port {port} of {host} is free for the console and metrics"
 
 
-LOOKS: tuple[Look, ...] = (state_directory, safe_changes, free_port)
+LOOKS: tuple[Look, ...] = (state_directory, safe_changes, free_port, export.refuse, store.usable)
 
 
 def runs(pipeline: Pipeline) -> bool:

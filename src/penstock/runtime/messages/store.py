@@ -13,12 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.durable import make_directory
+from penstock.errors import ConfigError
 from penstock.pipeline import Pipeline, registry
 from penstock.runtime.messages.letters import LETTERS, REPLAY, SINK
 from penstock.runtime.messages.replay import Replay, ReplayConfig, files, read_sink
 from penstock.schema import Readable
 from penstock.sink import SinkConnector
-from penstock.source import RangeSource
+from penstock.source import Connector, RangeSource
 
 FOLDER = "dead_letters"
 
@@ -37,6 +38,13 @@ def letter_sink(pipeline: Pipeline) -> dict[str, SinkConnector[Any, Any]]:
     if wants_letters(pipeline) or has_letters(state_dir):
         return {SINK: _default_store(state_dir)}
     return {}
+
+
+def usable(pipeline: Pipeline) -> str:
+    """Raises if the run could not keep the letters that the file asks for; has nothing else to say."""
+    if wants_letters(pipeline) and pipeline.processing.dead_letter_sink is None:
+        _default_kind()
+    return ""
 
 
 def replay_source(pipeline: Pipeline, incarnation: str) -> dict[str, RangeSource[Any, Any]]:
@@ -109,7 +117,18 @@ def _rows(file: str, rows: Sequence[int]) -> pa.Table:
 def _default_store(state_dir: Path) -> SinkConnector[Any, Any]:
     """The Delta table that is used when the file names no sink. It holds whole payloads: only its user may look into it."""
     make_directory(state_dir / FOLDER, private=True)
-    kind = registry.load("sink", "delta")
+    kind = _default_kind()
     made = kind(registry.config_of(kind).model_validate({"path": str(state_dir / FOLDER)}))
     assert isinstance(made, SinkConnector)
     return made
+
+
+def _default_kind() -> type[Connector[Any]]:
+    try:
+        return registry.load("sink", "delta")
+    except ConfigError as error:
+        raise ConfigError(
+            f"dead letters are kept in a Delta table, unless a sink is named for them: {error.message}",
+            code=error.code,
+            hint=f"{error.hint}; or name a sink of the file in `dead_letter_sink` under [processing]",
+        ) from error

@@ -8,11 +8,23 @@ import time
 from penstock.durable import Json
 from penstock.pipeline import Pipeline
 from penstock.runtime.telemetry.export.openlineage import OpenLineage
-from penstock.runtime.telemetry.export.otlp import Otlp
+from penstock.runtime.telemetry.export.otlp import Otlp, require_package
 from penstock.runtime.telemetry.export.outbox import CLOSE_SECS
 from penstock.runtime.telemetry.telemetry import Telemetry
 
 log = logging.getLogger("penstock")
+
+
+def refuse(pipeline: Pipeline) -> str:
+    """Raise what `Exporters` would raise; connects to nothing. Says nothing if all is well."""
+    options = pipeline.telemetry
+    if options.otlp_endpoint is not None:
+        require_package()
+        for value in options.otlp_headers.values():
+            value.reveal()
+    if options.openlineage_url is not None and options.openlineage_token is not None:
+        options.openlineage_token.reveal()
+    return ""
 
 
 class Exporters:

@@ -29,7 +29,7 @@ class Otlp:
     """Sends what a pipeline tells about itself to an OpenTelemetry collector."""
 
     def __init__(self, telemetry: Telemetry, options: TelemetryOptions) -> None:
-        _require()
+        require_package()
         self._telemetry = telemetry
         self._started = time.time_ns()
         endpoint = str(options.otlp_endpoint).rstrip("/")
@@ -185,7 +185,8 @@ def _unit(name: str) -> str:
     return "s" if plain.endswith("_seconds") else "By" if plain.endswith("_bytes") else "1"
 
 
-def _require() -> None:
+def require_package() -> None:
+    """Refuse to start without what encodes the messages."""
     try:
         import opentelemetry.proto.trace.v1.trace_pb2  # noqa: F401
     except ImportError as error:

@@ -310,8 +310,19 @@ class TestStartingServers:
 
     @pytest.fixture
     def pipeline(self, database, tmp_path):
-        def make(port, retries=20):
+        def make(port, retries=20, part="postgres_cdc"):
             dsn = re.sub(r":\d+/", f":{port}/", database.dsn)
+            tls = '\nsslmode = "disable"'
+            log = f'dsn = "{dsn}"{tls}\ntables = ["public.orders"]\nslot = "{database.name}"'
+            sources = {
+                "postgres_cdc": f'connector = "postgres_cdc"\n{log}',
+                "postgres_capture": f'connector = "postgres_capture"\n{log}',
+                "sql_poll": f'connector = "sql_poll"\ndsn = "{dsn}?sslmode=disable"\ntables = ["public.orders"]\n'
+                'key = ["id"]\ncursor = "id"\nsettle_ms = 0',
+            }
+            sinks = {"postgres": f'connector = "postgres"\ndsn = "{dsn}"{tls}\ntable = "mirror.{{table}}"'}
+            source = sources.get(part, 'connector = "generator"\nrows = 2')
+            sink = sinks.get(part, f'connector = "files"\npath = "{tmp_path / "lake"}"')
             file = tmp_path / "pipeline.toml"
             file.write_text(f'''
 connector_name = "late"
@@ -321,23 +332,19 @@ retry_backoff_ms = 1
 max_backoff_ms = 20
 max_retries = {retries}
 [source]
-connector = "postgres_cdc"
-dsn = "{dsn}"
-sslmode = "disable"
-tables = ["public.orders"]
-slot = "{database.name}"
+{source}
 [sink]
-connector = "files"
-path = "{tmp_path / "lake"}"
+{sink}
 ''')
             return Pipeline.from_toml(file)
 
         return make
 
+    @pytest.mark.parametrize("part", ["postgres_cdc", "postgres_capture", "sql_poll", "postgres"])
     @pytest.mark.parametrize("refusals", [6, 7])  # it may become ready between a failure and the question about it
-    def test_it_is_waited_for_and_the_pipeline_runs(self, server, pipeline, refusals):
+    def test_it_is_waited_for_and_the_pipeline_runs(self, server, pipeline, refusals, part):
         with contextlib.closing(Starting(server, refusals)) as starting:
-            summary = supervisor.run(pipeline(starting.port), ForkEngine(1), drain=True)
+            summary = supervisor.run(pipeline(starting.port, part=part), ForkEngine(1), drain=True)
             assert starting.refused == refusals
         assert summary.rows_in == 2
 

@@ -11,7 +11,7 @@ from pydantic import NonNegativeInt, PositiveInt, field_validator
 
 from penstock.config import Config, Secret
 
-_NOTICED = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3, "tcp_user_timeout": 60_000}
+NOTICED = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3, "tcp_user_timeout": 60_000}
 """Keepalives, so that a peer that vanished is noticed within a minute and not after the system's two hours."""
 
 
@@ -63,7 +63,7 @@ class PostgresConfig(Config):
             "sslkey": self.sslkey,
         }
         given = conninfo_to_dict(self.dsn)
-        options |= {name: value for name, value in _NOTICED.items() if name not in given}
+        options |= {name: value for name, value in NOTICED.items() if name not in given}
         return make_conninfo(self.dsn, **{name: value for name, value in options.items() if value is not None})
 
     def dataset(self, name: str) -> tuple[str, str]:

@@ -23,7 +23,7 @@ from penstock.errors import NOT_READY, RetryableError
 T = TypeVar("T")
 
 PINGED_SECS = 1.0
-"""A connection that failed within this time is followed by a ping, see `_made`."""
+"""A connection that failed within this time is followed by a ping, see `make`."""
 
 IDLE_SECS = 10.0
 """How long a task's connection is kept for the next task; to make one takes longer than to read a small range."""
@@ -36,7 +36,7 @@ _idle_arrows: dict[tuple[int, bytes], tuple[Any, int, float]] = {}
 def connect(config: PostgresConfig) -> psycopg.Connection[Any]:
     """A connection for statements, in autocommit; not for rows."""
     with errors("cannot connect to PostgreSQL"):
-        connection = _made(config, lambda conninfo: psycopg.connect(conninfo, autocommit=True))
+        connection = make(config.conninfo(), lambda conninfo: psycopg.connect(conninfo, autocommit=True))
         with _closing_on_error(connection):
             connection.execute(_settings(config))
     return connection
@@ -97,7 +97,7 @@ def _whose(config: PostgresConfig) -> tuple[int, bytes]:
 def connect_arrow(config: PostgresConfig, **settings: str) -> Any:
     """A connection that answers in Arrow, in autocommit; for rows."""
     with errors("cannot connect to PostgreSQL"):
-        connection = _made(config, lambda conninfo: adbc.connect(conninfo, autocommit=True))
+        connection = make(config.conninfo(), lambda conninfo: adbc.connect(conninfo, autocommit=True))
         with _closing_on_error(connection):
             run(connection, _settings(config, settings))
     return connection
@@ -110,7 +110,7 @@ def run(connection: Any, query: str) -> pa.Table:
         return cursor.fetch_arrow_table()
 
 
-def _made(config: PostgresConfig, connecting: Callable[[str], T]) -> T:
+def make(conninfo: str, connecting: Callable[[str], T]) -> T:
     """
     A new connection. A server that accepts none yet (SQLSTATE 57P03: starting up, recovering) is not one that is down.
 
@@ -120,12 +120,12 @@ def _made(config: PostgresConfig, connecting: Callable[[str], T]) -> T:
     for last in (False, True):
         began = time.monotonic()
         try:
-            return connecting(config.conninfo())
+            return connecting(conninfo)
         except (psycopg.OperationalError, adbc_dbapi.Error) as error:
             text = str(error).strip().partition("\n")[0]
             if is_refusal(text) or time.monotonic() - began > PINGED_SECS:
                 raise
-            answer = PGconn.ping(config.conninfo().encode())
+            answer = PGconn.ping(conninfo.encode())
             if answer == Ping.REJECT:
                 raise RetryableError(
                     f"PostgreSQL does not accept connections yet: {text}",

@@ -11,7 +11,8 @@ import pyarrow as pa
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from penstock.config import Secret
-from penstock.connectors.postgresql import failures
+from penstock.connectors.postgresql import connections, failures
+from penstock.connectors.postgresql.config import NOTICED
 from penstock.connectors.postgresql.types import SESSION, Column, TypeCatalog, parse_text, select_text, table_schema
 from penstock.connectors.sql_poll.database import Found, Table, quoted, sql_name
 from penstock.durable import Json
@@ -27,14 +28,18 @@ class Postgres:
 
     def __init__(self, dsn: str, password: Secret | None) -> None:
         with _errors("cannot connect to PostgreSQL"):
-            if conninfo_to_dict(dsn).get("password"):
+            given = conninfo_to_dict(dsn)
+            if given.get("password"):
                 raise ConfigError(
                     "the dsn holds a password", code="PEN-1016", hint="give it as `password = { env = … }`"
                 )
             secret = {"password": password.reveal()} if password else {}
-            known = make_conninfo(dsn, application_name="penstock", **secret)
+            noticed = {name: value for name, value in NOTICED.items() if name not in given}
+            known = make_conninfo(dsn, application_name="penstock", **noticed, **secret)
             # Raw: a name may hold what other cursors take for the place of a value.
-            self._connection = psycopg.connect(known, autocommit=True, cursor_factory=psycopg.RawCursor)
+            self._connection = connections.make(
+                known, lambda info: psycopg.connect(info, autocommit=True, cursor_factory=psycopg.RawCursor)
+            )
             for name, value in SESSION.items():
                 self._connection.execute("SELECT set_config($1, $2, false)", [name, value])
             self._catalog = TypeCatalog.from_rows(self._connection.execute(TypeCatalog.SQL).fetchall())

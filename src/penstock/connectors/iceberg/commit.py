@@ -50,6 +50,8 @@ from penstock.sink import CommittedEpoch, Epoch, Task, Topic
 from penstock.store import Place
 
 if TYPE_CHECKING:
+    from pyiceberg.table import Table as IcebergTable
+
     from penstock.connectors.iceberg.sink import Iceberg
 
 REWRITER = Task(99_999)
@@ -86,9 +88,8 @@ class IcebergTarget(LakeTarget[Table]):
 
     def load(self) -> Table | None:
         with self.sink.catalog_errors(self.topic):
-            try:
-                found = self.catalog.load_table(self.identifier)
-            except NoSuchTableError:
+            found = _found(self.catalog, self.identifier, self.name)
+            if found is None:
                 return None
             if self.sink.is_vended:
                 # It may be reached with other keys than at the last look.
@@ -265,6 +266,25 @@ class IcebergTarget(LakeTarget[Table]):
             store.make_directory(path.parent)
             store.put(path, text.encode())
             self._noted = text
+
+
+def _found(catalog: AnyCatalog, identifier: tuple[str, ...], name: str) -> IcebergTable | None:
+    """The table that the catalog names; its newest metadata file must be there."""
+    for last in (False, True):
+        try:
+            return catalog.load_table(identifier)
+        except NoSuchTableError:
+            break
+        except FileNotFoundError as error:
+            if last:  # at first another writer may have removed the file since the catalog was asked
+                raise FatalError(
+                    f"the catalog names a metadata file of {name} that is gone: the table's files were dropped, or restored "
+                    "from a copy that is older than the catalog",
+                    code="PEN-5010",
+                    hint="restore the newest backup of both, files and catalog; or drop the table from the catalog, and read "
+                    "everything again with `penstock offsets reset FILE`",
+                ) from error
+    return None
 
 
 def _not_followed(topic: Topic, names: Sequence[str]) -> SchemaError:

@@ -275,6 +275,21 @@ def test_an_error_says_what_is_wrong_with_a_value_and_not_the_value(make, connec
     assert "secret" not in f"{error.value} {error.value.hint}"
 
 
+@pytest.mark.parametrize("raises", ["", " USING ERRCODE = 'check_violation'", " USING ERRCODE = 'AB123'"])
+def test_a_trigger_that_refuses_a_row_is_named_and_not_the_values_that_it_speaks_of(make, connection, raises):
+    connection.execute(
+        "CREATE SCHEMA lake; CREATE TABLE lake.orders (id int8, note text); CREATE FUNCTION lake.refuses() RETURNS trigger "
+        f"LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'not %', NEW.note{raises}; END $$; "
+        "CREATE TRIGGER t BEFORE INSERT ON lake.orders FOR EACH ROW EXECUTE FUNCTION lake.refuses()"
+    )
+    with pytest.raises(ConnectorError, match=r"in PL/pgSQL function (lake\.)?refuses\(\) line 1 at RAISE") as error:
+        commit(make(), 1, batch(id=[1], note=["secret"]))
+    assert "secret" not in f"{error.value} {error.value.hint}"
+    if "AB" not in raises:
+        assert error.value.code == "PEN-4002"
+        assert "nothing of the epoch is visible" in error.value.hint
+
+
 def test_a_constraint_that_rows_break_stops_the_epoch_and_shows_nothing(make, connection):
     sink = make()
     connection.execute("CREATE SCHEMA lake; CREATE TABLE lake.orders (id int8 CHECK (id < 5))")

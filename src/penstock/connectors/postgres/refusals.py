@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import psycopg
 
-from penstock.connectors.postgresql.failures import said
+from penstock.connectors.postgresql.failures import OF_FUNCTIONS, said
 from penstock.errors import DataError, SchemaError, StagingLost
 from penstock.sink import Epoch, Topic
 
@@ -29,6 +29,13 @@ def refusals(topic: Topic, column: str = "") -> Iterator[None]:
                 f"the table of {topic} refuses rows: {said(error)}",
                 code="PEN-4002",
                 hint="nothing of the epoch is visible: drop the constraint or repair the table, and start again",
+            ) from error
+        if state[:2] in OF_FUNCTIONS:
+            raise SchemaError(
+                f"a trigger or function of the table of {topic} refuses rows: {said(error)}",
+                code="PEN-4002",
+                hint="the server's log holds its message; nothing of the epoch is visible: change the trigger or repair the "
+                "table, and start again",
             ) from error
         raise
 

@@ -25,6 +25,10 @@ _TOO_LARGE = (
 )
 
 
+OF_FUNCTIONS = ("P0", "38", "39")
+"""Classes of errors that functions of the database raise, such as those of triggers."""
+
+
 class SlotLost(FatalError):
     """The slot does not hold the log that comes next; only a new copy of everything helps."""
 
@@ -91,9 +95,13 @@ def said(error: BaseException) -> str:
     """
     The first line that the server said, without row values, as errors end up in logs and manifests.
 
-    The server quotes values in errors of class 22, which are about data: of these only the name is given.
+    The server quotes values in errors of class 22, which are about data, and functions may put any into the errors that they
+    raise: of these only the name and the function are given.
     """
     state = str(getattr(error, "sqlstate", None) or "")
-    if state.startswith("22"):
-        return f"{re.sub('(?<=[a-z])(?=[A-Z])', ' ', type(error).__name__).lower()} ({state})"
-    return str(error).strip().partition("\n")[0]
+    context = getattr(getattr(error, "diag", None), "context", None) or ""
+    raised = context.partition("\n")[0]
+    if state[:2] not in ("22", *OF_FUNCTIONS) and not raised.endswith(" at RAISE"):
+        return str(error).strip().partition("\n")[0]
+    name = re.sub("(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).lower()
+    return f"{name} ({state})" + (f" in {raised}" if raised.endswith(" at RAISE") else "")

@@ -167,6 +167,17 @@ class TestStatus:
                 telemetry.state("source:orders", HealthStatus.degraded("broker away"))
         assert len(caplog.records) == 1
 
+    def test_a_state_whose_reason_counts_on_is_logged_once(self, telemetry, caplog):
+        with caplog.at_level(logging.INFO, "penstock"):
+            for secs in (4, 34, 64):
+                telemetry.state("source:orders", HealthStatus.degraded(f"waits for pid 7, {secs} s old"))
+            assert telemetry.status()["sources"]["orders"]["reason"].endswith("64 s old")
+            telemetry.state("source:orders", HealthStatus.degraded("waits for a lock"))
+        assert [record.getMessage() for record in caplog.records] == [
+            "source:orders is degraded: waits for pid 7, 4 s old",
+            "source:orders is degraded: waits for a lock",
+        ]
+
     def test_a_failure_that_is_tried_again_is_one_log_line(self, telemetry, caplog):
         with caplog.at_level(logging.INFO):
             telemetry.retry("source:orders", RetryableError("refused", hint="wait"), 0.1)

@@ -79,7 +79,9 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
         self.close()
         super().open(context)
         self.session = Session(self.config, in_task=context.in_task)
+        said = self._planner.slot_waits_for
         self._planner = Planner(self.session, self.config, context)
+        self._planner.slot_waits_for = said
         if context.in_task:
             return
         try:

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import platform
+import re
 import socket
 import threading
 import time
@@ -141,9 +142,11 @@ class Telemetry:
             health = self._parts.health
             if status.state is HealthState.HEALTHY:
                 self._parts.failing.pop(component, None)
-            if health.get(component, HealthStatus()) == status:
+            before = health.get(component, HealthStatus())
+            if before == status:
                 return
             health[component] = status
+            is_said = _but_for_numbers(before) == _but_for_numbers(status)  # such as how long it waits already
             if component == "pipeline":
                 self._progress = self._clock()
             retrying = component in self._retrying and status.state is not HealthState.UNHEALTHY
@@ -153,8 +156,8 @@ class Telemetry:
                     some = ", ".join([*list(failed)[:3], *(["…"] if len(failed) > 3 else [])])
                     status = HealthStatus.degraded(f"{len(failed)} of its tables failed: {some}")
         level = logging.WARNING if status.state in (HealthState.DEGRADED, HealthState.UNHEALTHY) else logging.INFO
-        # The line of the retry has said it all.
-        log.log(logging.DEBUG if retrying else level, "%s is %s", component, one_line(str(status)))
+        # The line of the retry, or of the state before, has said it all.
+        log.log(logging.DEBUG if retrying or is_said else level, "%s is %s", component, one_line(str(status)))
         self._file.changed()
 
     def unreachable(self, component: str, reason: str) -> None:
@@ -421,3 +424,7 @@ def _versions() -> dict[str, str]:
 
 def _iso(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+def _but_for_numbers(status: HealthStatus) -> str:
+    return re.sub(r"\d+", "…", str(status))

@@ -95,6 +95,9 @@ CODES: dict[str, str] = {
 }
 """What each code means, for people; `docs/errors.md` is generated from it. The first digit names the class."""
 
+ENGINE_GONE = "PEN-5014"
+"""The code of an error that says that what runs tasks has ended."""
+
 NOT_READY = "PEN-2007"
 """The code of a system that answers but takes no work yet (it is starting up): also a first `open` is tried again."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -82,11 +83,18 @@ def test_a_jvm_that_is_killed_ends_the_run_with_a_clear_word_and_a_killed_driver
     assert sorted(read_published(tmp_path / "lake" / "rows")["id"].to_pylist()) == list(range(9000))
 
 
-def test_a_signal_to_the_whole_process_group_ends_the_run_like_any_stop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("to_all", [False, True], ids=["its group", "all of its processes"])
+def test_a_signal_to_the_whole_process_group_ends_the_run_like_any_stop(tmp_path: Path, to_all: bool) -> None:
+    """Schedulers signal the group; systemd, unless it is told otherwise, signals Spark's JVM and its workers as well."""
     command = [word for word in command_for(tmp_path) if word != "--drain"]
     run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0)
     reach(tmp_path, 2, run)
-    os.killpg(run.pid, signal.SIGTERM)
+    if to_all:
+        for process in (psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
+    else:
+        os.killpg(run.pid, signal.SIGTERM)
     _, told = run.communicate(timeout=60)
     assert run.returncode == 0, told[-3000:]
     assert "PEN-" not in told

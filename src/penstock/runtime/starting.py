@@ -43,6 +43,8 @@ class Starting:
             self._thread.join(0.05)
             if stop.is_set():
                 return False
+        if self._error is not None and stop.is_set():  # it may have had the same signal
+            return False
         if self._error is not None:
             raise self._error
         return True

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from penstock.capture import ChangeCapture, SnapshotTable
 from penstock.durable import Json
-from penstock.errors import NOT_READY, Action, ConnectorError, FatalError, RetryableError, action
+from penstock.errors import ENGINE_GONE, NOT_READY, Action, ConnectorError, FatalError, RetryableError, action
 from penstock.pipeline import Pipeline, compare_shapes
 from penstock.pipeline.checks import stream_notices
 from penstock.pipeline.routing import Router, Target
@@ -450,6 +450,10 @@ class _Supervisor:
     def _failed(self, error: ConnectorError, retry: Backoff) -> None:
         """Wait and go on if the error may pass; raise it if not."""
         while True:
+            if error.code == ENGINE_GONE and self.stop.is_set():
+                what = "the signal that asks for the end has ended Spark too: the next run finishes the epoch in hand"
+                self.telemetry.message("warning", what)
+                return
             if action(error) not in (Action.RETRY, Action.RESTAGE):
                 raise error
             pause = retry.next(error)

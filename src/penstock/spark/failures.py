@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from penstock.errors import (
+    ENGINE_GONE,
     ConnectorError,
     FatalError,
     RetryableError,
@@ -57,7 +58,7 @@ def driver_errors() -> Iterator[None]:
         if _is_gone(error):
             raise FatalError(
                 "the JVM that runs Spark is gone",
-                code="PEN-5014",
+                code=ENGINE_GONE,
                 hint="start again, nothing is lost; if it happens again: did memory run out, and what does Spark's log say?",
             ) from error
         text = str(error)
@@ -77,12 +78,12 @@ def first_line(error: Exception) -> str:
 
 
 def _is_gone(error: Exception) -> bool:
-    """Whether the JVM did not answer; an answer that tells of an error has a trace."""
+    """Whether the JVM did not answer, which tells of other errors with a trace, or is about to end."""
     from py4j.protocol import Py4JError, Py4JNetworkError
 
-    return isinstance(error, Py4JNetworkError | ConnectionError) or (
-        type(error) is Py4JError and "Trace:" not in str(error)
-    )
+    if isinstance(error, Py4JNetworkError | ConnectionError) or "SparkContext was shut down" in str(error):
+        return True
+    return type(error) is Py4JError and "Trace:" not in str(error)
 
 
 def last_line(text: str) -> str:

@@ -120,12 +120,6 @@ def fingerprints(found: Cells) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.b
     return np.where(framed, words[np.where(framed, found.starts + 2, 0)], 0).astype(np.uint64), framed
 
 
-def strip_single_object(payloads: pa.Array) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_], pa.Array]:
-    """Fingerprints, where there is a whole header, and the bytes after it: null where there is none."""
-    found, framed = fingerprints(cells(payloads))
-    return found, framed, _without(payloads, SINGLE_OBJECT, framed)
-
-
 def add_single_object(payloads: pa.Array, fingerprint: int) -> pa.Array:
     """Each payload after the header of Avro's single-object encoding; a null stays null."""
     return _prefixed(payloads, b"\xc3\x01" + fingerprint.to_bytes(8, "little"))

@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import tarfile
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 VERSION = "2.6.13.Final"
@@ -52,7 +55,15 @@ def install() -> None:
 
 
 class ApicurioServer:
-    """One server; empty at each start."""
+    """One server; empty at each start. With a certificate and its key it speaks TLS; `settings` are its own, `name=value`."""
+
+    def __init__(self, certificate: tuple[Path, Path] | None = None, settings: Sequence[str] = ()) -> None:
+        self._settings = [f"-D{each}" for each in settings]
+        self._is_secure = certificate is not None
+        if certificate is not None:
+            files = zip(("files", "key-files"), certificate, strict=True)
+            self._settings += [f"-Dquarkus.http.ssl.certificate.{name}={file}" for name, file in files]
+            self._settings.append("-Dquarkus.http.insecure-requests=disabled")
 
     def __enter__(self) -> ApicurioServer:
         java = _java()
@@ -63,7 +74,8 @@ class ApicurioServer:
         self._home = Path(tempfile.mkdtemp(prefix="penstock-apicurio-"))
         jars = [*home().glob("*.jar"), home() / "lib" / "*"]
         options = ["-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", f"-Djava.io.tmpdir={self._home}"]
-        address = ["-Dquarkus.http.host=127.0.0.1", f"-Dquarkus.http.port={self._port}"]
+        port = f"-Dquarkus.http.{'ssl-' if self._is_secure else ''}port={self._port}"
+        address = ["-Dquarkus.http.host=127.0.0.1", port, *self._settings]
         with open(self._home / "log", "ab") as log:
             self._process = subprocess.Popen(
                 [java, *options, *address, "-cp", os.pathsep.join(map(str, jars)), "io.quarkus.runner.GeneratedMain"],
@@ -86,14 +98,18 @@ class ApicurioServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}/apis/ccompat/v7"
+        return f"http{'s' if self._is_secure else ''}://127.0.0.1:{self._port}/apis/ccompat/v7"
 
     def _wait_ready(self) -> bool:
         deadline, pause = time.monotonic() + 180, threading.Event()
+        anyone = ssl.create_default_context()
+        anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE
         while self._process.poll() is None and time.monotonic() < deadline:
             try:
-                with urllib.request.urlopen(f"{self.url}/subjects", timeout=10):
+                with urllib.request.urlopen(f"{self.url}/subjects", timeout=10, context=anyone):
                     return True
+            except urllib.error.HTTPError:  # it asks who we are
+                return True
             except OSError:
                 pause.wait(0.1)
         return False

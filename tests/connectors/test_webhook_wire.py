@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from connectors.webhooks import Running, answer, answers, request, serving
+from penstock.connectors.webhook.server import Exchange
 from penstock.testing.processes import wait_until
 
 HEAD = b"POST /events HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -141,6 +142,41 @@ def test_a_body_that_grows_beyond_its_limit_is_refused_while_it_comes(hook):
             client.sendall(CHUNKED + frames)
         assert [each.status for each in answers(client)] == [413]
     still_serves(hook)
+
+
+def test_bodies_that_come_in_at_a_time_are_bounded_together_and_small_requests_are_served(tmp_path):
+    """Signatures are checked when the body is whole: until then anybody could fill the memory."""
+    head = HEAD + b"Content-Length: 60000\r\n\r\n"
+    whole = b'"' + b"x" * 59_998 + b'"'
+    with serving(tmp_path, max_body_bytes=60_000, max_held_bytes=100_000) as hook:
+        still_serves(hook)
+        held = lambda: hook.source._serving._server.held  # noqa: E731
+        with hook.connect() as gone, hook.connect() as first:
+            gone.sendall(head + whole[:55_000])
+            wait_until(lambda: held() == 55_000, "the first piece")
+            with hook.connect() as second:
+                second.sendall(head + whole[:55_000])
+                refused = answer(second)
+                assert (refused.status, refused.error, refused.headers["Retry-After"]) == (503, "unavailable", "1")
+            still_serves(hook)
+            gone.close()
+            wait_until(lambda: held() == 0, "its bytes to be forgotten")
+            first.sendall(head + whole[:55_000])
+            wait_until(lambda: held() == 55_000, "the piece of another")
+            first.sendall(whole[55_000:])
+            assert answer(first).status == 200
+        assert held() == 0
+        assert hook.events()[-1] == whole
+
+
+def test_a_body_in_tiny_pieces_costs_no_more_than_its_bytes():
+    exchange = Exchange(None)
+    for at in range(1_000_000):
+        exchange.add(b"%d" % (at % 10))
+    exchange.add(b"x" * 10_000)
+    exchange.add(b"end")
+    assert exchange.body == b"0123456789" * 100_000 + b"x" * 10_000 + b"end"
+    assert len(exchange.chunks) < 20, "a million objects would be fifty times as large"
 
 
 # -- slow and silent clients ---------------------------------------------------------------------------------------------

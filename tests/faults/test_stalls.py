@@ -9,6 +9,8 @@ import select
 import socket
 import socketserver
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from websockets.exceptions import WebSocketException
 from websockets.sync.client import connect
 from websockets.sync.server import serve
 
+from connectors.receiver import Asked, Says, receiving
 from penstock.testing.mosquitto import free_port
 from penstock.testing.processes import wait_until
 from push_runs import Pushed
@@ -145,10 +148,19 @@ def _serves(send: Callable[[int, list[int]], int], port: int) -> bool:
     return False
 
 
+STALLS = [
+    pytest.param(60, 1.5, id="sat-out"),
+    pytest.param(0.5, 0, id="given-up"),
+    pytest.param(60, 30, id="half a minute sat-out", marks=pytest.mark.soak),
+    pytest.param(10, 30, id="half a minute given-up", marks=pytest.mark.soak),
+]
+"""The patience of a source, and for how long the network stands still at least."""
+
+
 @pytest.mark.parametrize("name", SOURCES)
-@pytest.mark.parametrize("secs", [60, 0.5], ids=["sat-out", "given-up"])
+@pytest.mark.parametrize(("secs", "stall"), STALLS)
 def test_a_stalled_sender_loses_nothing_that_was_acknowledged_and_keeps_no_other_waiting(
-    name: str, secs: float, tmp_path: Path
+    name: str, secs: float, stall: float, tmp_path: Path
 ) -> None:
     port, send, ids, others = free_port(), SENDERS[name], list(range(200)), list(range(1000, 1010))
     pushed, durable = Pushed(tmp_path, SOURCES[name].format(port=port, secs=secs)), list[int]()
@@ -158,21 +170,48 @@ def test_a_stalled_sender_loses_nothing_that_was_acknowledged_and_keeps_no_other
         stalled = threading.Thread(target=lambda: durable.append(send(line.port, ids)), daemon=True)
         stalled.start()
         assert line.stalled.wait(PATIENCE_SECS)
+        over = time.monotonic() + stall
         assert send(port, others) == len(others)
-        if secs < 1:
+        if secs < 60:
             assert line.ended.wait(PATIENCE_SECS), "the source did not give the connection up"
+            time.sleep(max(0, over - time.monotonic()))
         else:
-            assert not line.ended.wait(1.5)
+            assert not line.ended.wait(stall)
         line.go.set()
         stalled.join(PATIENCE_SECS)
     known = durable[0]
-    assert (known == len(ids)) == (secs > 1)
+    assert (known == len(ids)) == (secs == 60)
     assert send(port, ids[known:]) == len(ids[known:]), "the rest is sent again"
     pushed.await_ids(1 + len(ids) + len(others))
     run.kill()
     found = pushed.ids()
     assert set(found) == {FIRST, *ids, *others}
     assert all(found[each] == 1 for each in (*ids[:known], *others))
+
+
+@pytest.mark.parametrize(("secs", "stall"), STALLS)
+def test_a_web_api_that_stalls_is_waited_for_or_asked_again(secs: float, stall: float, tmp_path: Path) -> None:
+    def answer(asked: Asked) -> Says:
+        at = int(asked.query["offset"])
+        return 200, [{"id": id} for id in range(at, min(at + 10, 200))]
+
+    with receiving(answer) as api, Line(int(api.url.rpartition(":")[2]), quota=1500) as line:
+        pushed = Pushed(
+            tmp_path,
+            f'connector = "http_poll"\nurl = "http://127.0.0.1:{line.port}/"\nstream = "x"\nkey = ["id"]\n'
+            f'timeout_secs = {secs}\ninterval_secs = 0.05\npagination = {{ type = "offset", size = 10 }}\n',
+        )
+        run = pushed.start()
+        assert line.stalled.wait(PATIENCE_SECS)
+        time.sleep(stall)
+        if secs < 60:
+            wait_until(lambda: line.connections >= 3, "the source to ask again")
+        else:
+            assert line.connections == 1
+        line.go.set()
+        pushed.await_ids(200)
+        run.kill()
+    assert pushed.ids() == Counter(range(200))
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,10 @@ class WebhookConfig(Config):
     max_body_bytes: PositiveInt = 10 << 20
     """Largest body, as sent and after gzip."""
 
+    max_held_bytes: PositiveInt = 256 << 20
+    """Bodies that are not whole yet, of all requests together; a request that would make it more is answered 503. It is never
+    less than `max_body_bytes`."""
+
     max_header_bytes: PositiveInt = 16 << 10
     """Largest request line and headers together."""
 

@@ -24,6 +24,8 @@ from penstock.connectors.webhook.config import WebhookConfig
 MOST_WAITING = 256
 """Requests that one connection may send ahead of their answers."""
 MOST_HEADERS = 128
+SMALL_BYTES = 4096
+JOINED_BYTES = 1 << 16
 LINGER_SECS = 2.0
 """How long the rest of a refused request is thrown away: to close at once could destroy the answer on its way."""
 
@@ -60,7 +62,7 @@ class Exchange:
         self.connection = connection
         self.headers: dict[bytes, bytes] = {}
         self.method = self.path = b""
-        self.chunks: list[bytes] = []
+        self.chunks: list[bytes | bytearray] = []
         self.size = 0
         self.keep_alive = True
         self.refused: Refused | None = None
@@ -70,7 +72,17 @@ class Exchange:
 
     @property
     def body(self) -> bytes:
-        return self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
+        return bytes(self.chunks[0]) if len(self.chunks) == 1 else b"".join(self.chunks)  # `bytes` copies no bytes
+
+    def add(self, data: bytes) -> None:
+        """More of the body; small pieces are put together, since each of its own would cost far more than its bytes."""
+        chunks = self.chunks
+        if not chunks or len(data) >= SMALL_BYTES:
+            chunks.append(data)
+        elif isinstance(last := chunks[-1], bytearray) and len(last) < JOINED_BYTES:
+            last += data
+        else:
+            chunks.append(bytearray(data))
 
     def accept(self, reply: bytes) -> None:
         """Answer 200 with a reply that is ready to send."""
@@ -108,6 +120,9 @@ class Server:
         self.connections: dict[Connection, None] = {}
         self.idle: dict[Connection, None] = {}
         """Those between two requests, idle longest first."""
+        self.held = 0
+        """Bytes of bodies that are not whole yet."""
+        self.most_held = max(config.max_held_bytes, config.max_body_bytes)
         self.stopping = False
         self.sockets: list[socket.socket] = []
         """Those that listen."""
@@ -152,6 +167,7 @@ class Connection(asyncio.Protocol):
         self._since = server.loop.time()  # the current request, or the idle time, began then
         self._blocked: float | None = None  # the client takes no answers since then
         self._paused = False  # it has sent too many requests ahead
+        self._held = 0  # bytes of a body that is not whole yet
         self.ended = False
 
     # -- the connection ------------------------------------------------------------------------------------------
@@ -169,6 +185,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.ended = True
+        self._hold(0)
         self.server.connections.pop(self, None)
         self.server.idle.pop(self, None)
 
@@ -238,6 +255,15 @@ class Connection(asyncio.Protocol):
             self.server.idle.pop(self, None)
             self._since = self.server.loop.time()
         self._requests.feed(data)
+        if (held := self._requests.held) != self._held:
+            self._hold(held)
+
+    def _hold(self, held: int) -> None:
+        """Count what waits for the rest of its request: of all connections together it is bounded."""
+        self.server.held += held - self._held
+        self._held = held
+        if held and self.server.held > self.server.most_held:
+            self.fail(503, "unavailable", "too many large requests are coming in", {"Retry-After": "1"})
 
     def received(self, exchange: Exchange) -> None:
         """A request is whole."""
@@ -286,6 +312,7 @@ class Connection(asyncio.Protocol):
         if self.ended:
             return
         exchange = self._requests.take() or Exchange(self)
+        self._hold(0)
         self.ended = True
         self._since = self.server.loop.time()
         self.server.idle.pop(self, None)
@@ -305,6 +332,12 @@ class Requests:
         self._server = connection.server
         self._parser = httptools.HttpRequestParser(self)
         self._raw_bytes = 0  # of the current request, as they came
+
+    @property
+    def held(self) -> int:
+        """Bytes of the body that is coming in and will be taken."""
+        exchange = self.current
+        return exchange.size if exchange is not None and exchange.refused is None else 0
 
     def take(self) -> Exchange | None:
         """The request that is coming in; the rest of it is not wanted."""
@@ -402,7 +435,7 @@ class Requests:
         if exchange.size > self._server.config.max_body_bytes:
             self._too_large()
         elif exchange.refused is None:
-            exchange.chunks.append(data)
+            exchange.add(data)
 
     def on_message_complete(self) -> None:
         exchange = self.take()

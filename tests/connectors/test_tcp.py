@@ -204,6 +204,23 @@ def test_slow_and_silent_and_endless_clients_keep_nobody_else_waiting(serve: Cal
         sock.close()
 
 
+def test_lines_that_are_begun_and_never_ended_are_bounded_together(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.connectors.tcp._BEGUN_BYTES", 100_000)
+    source, sender = serve()
+    with dial(source) as one, dial(source) as other, dial(source) as good:
+        one.sendall(b"x" * 60_000)
+        wait_until(lambda: source._begun == 60_000, "the first one's beginning")
+        other.sendall(b"x" * 60_000)
+        assert other.recv(1) == b""
+        good.sendall(b"good\n")
+        one.sendall(b"\n")
+        wait_until(lambda: len(sender.kept) == 2, "the lines of both that are left")
+        assert source._begun == 0
+    assert sorted(map(len, sender.payloads)) == [4, 60_000]
+
+
 def test_a_line_that_is_too_long_within_a_piece_keeps_those_before_it(serve: Callable[..., Any]) -> None:
     source, sender = serve(max_line_bytes=10)
     with dial(source) as sock:

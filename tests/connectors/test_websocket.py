@@ -188,6 +188,33 @@ def test_broken_frames_huge_messages_and_slow_clients_keep_nobody_else_waiting(r
         sock.close()
 
 
+@pytest.mark.parametrize("how", ["a frame", "fragments"])
+def test_messages_that_are_begun_and_never_ended_are_bounded_together(
+    how: str, running: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(websocket, "_BEGUN_BYTES", 100_000)
+    source, sender, url = running()
+
+    def begin(client: Any) -> None:
+        if how == "a frame":  # of which the end is missing
+            client.socket.sendall(b"\x82\xff" + (60_001).to_bytes(8, "big") + bytes(4) + b"x" * 60_000)
+        else:
+            client.socket.sendall(b"\x02\xff" + (60_000).to_bytes(8, "big") + bytes(4) + b"x" * 60_000)
+
+    with connect(url) as one, connect(url) as other, connect(url) as good:
+        begin(one)
+        wait_until(lambda: source._gate.begun >= 60_000, "the first one's beginning")
+        begin(other)
+        with pytest.raises(ConnectionClosed):
+            other.recv(timeout=60)
+        good.send("good")
+        one.socket.sendall(b"x" if how == "a frame" else b"\x80\x80" + bytes(4))
+        wait_until(lambda: sender.count == 2, "the messages of both that are left")
+    wait_until(lambda: source._gate.begun == 0, "nothing to be left")
+    assert source.metrics().errors_total == 1
+    assert sorted(map(len, sender.rows["messages"])) in ([4, 60_000], [4, 60_001])
+
+
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return Certificates(tmp_path_factory.mktemp("certificates"))

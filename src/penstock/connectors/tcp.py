@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 _READ_BYTES = 1 << 18
 _LOOK_SECS = 0.5
 """How long a stop may go unnoticed."""
+_BEGUN_BYTES = 256 << 20
+"""What all connections together may have sent of lines that are not whole yet; then the one that sends more is ended."""
 _NO_FILES_SECS = 0.05
 """The listener stays ready for a connection that cannot be taken: it is not looked at all the time."""
 
@@ -95,6 +97,7 @@ class Tcp(StreamingSource[TcpConfig]):
         self._connections: dict[int, _Connection] = {}
         self._ended = threading.Event()
         self._refused = self._cut = 0
+        self._begun = 0  # bytes of lines that are not whole yet, of all connections
 
     def open(self, context: SourceContext = SourceContext()) -> None:
         self.close()
@@ -114,7 +117,7 @@ class Tcp(StreamingSource[TcpConfig]):
     def close(self) -> None:
         for connection in list(self._connections.values()):
             connection.sock.close()
-        self._connections = {}
+        self._connections, self._begun = {}, 0
         if self._listener is not None:
             self._listener.close()
         self._listener = None
@@ -206,7 +209,9 @@ class Tcp(StreamingSource[TcpConfig]):
             return
         except OSError:
             raw = b""
+        before = len(connection.rest)
         lines = list(connection.lines(raw))
+        self._begun += len(connection.rest) - before
         if lines:
             connection.number = number = connection.number + len(lines)
             rows = SourceBatch.of_messages(self.config.stream, lines, {"tcp.peer": connection.peer}).records
@@ -216,14 +221,15 @@ class Tcp(StreamingSource[TcpConfig]):
             sender.send(batch, lambda: connection.is_durable(number))
             for each in self._connections.values():  # while the journal was full, it was we who did not listen
                 each.heard_at += time.monotonic() - began
-        if not raw or connection.is_too_long:
+        is_too_much = bool(connection.rest) and self._begun > _BEGUN_BYTES
+        if not raw or connection.is_too_long or is_too_much:
             if connection.rest:
                 self._cut += 1
-                why = (
-                    f"sent a line of over {self.config.max_line_bytes:,} bytes"
-                    if raw
-                    else "ended in the middle of a line"
-                )
+                why = "ended in the middle of a line"
+                if connection.is_too_long:
+                    why = f"sent a line of over {self.config.max_line_bytes:,} bytes"
+                elif raw:
+                    why = f"began a line while {_BEGUN_BYTES:,} bytes of others wait for their ends"
                 logger.warning("%s: %s %s; that line is dropped", self.config.url, connection.peer, why)
             connection.sends_no_more = not raw
             if raw or not self.config.acknowledge:
@@ -247,6 +253,7 @@ class Tcp(StreamingSource[TcpConfig]):
 
     def _end(self, selector: selectors.BaseSelector, connection: _Connection) -> None:
         if self._connections.pop(connection.fileno, None) is not None:
+            self._begun -= len(connection.rest)
             with contextlib.suppress(KeyError):
                 selector.unregister(connection.sock)
             connection.sock.close()

@@ -39,6 +39,8 @@ _CLOSE_SECS = 10.0
 """A connection that is ended waits for the other side, which may have vanished, for at most this long."""
 _HELD_BYTES = 16 << 20
 """What all connections together may send while the journal is full; after that nothing is read until there is room."""
+_BEGUN_BYTES = 256 << 20
+"""What all connections together may have sent of messages that are not whole yet; then the one that sends more is ended."""
 
 
 class WebsocketConfig(Config):
@@ -140,7 +142,7 @@ class Websocket(StreamingSource[WebsocketConfig]):
             "websocket_connections_refused_total": self._refused,
             "websocket_held_bytes": self._gate.held,
         }
-        return ConnectorMetrics(errors_total=self._refused, custom=custom)
+        return ConnectorMetrics(errors_total=self._refused + self._gate.ended, custom=custom)
 
     def start_streaming(self, sender: Sender) -> None:
         try:
@@ -328,6 +330,10 @@ class _Gate:
         self.opened_at = 0.0
         """When connections were last read again."""
         self.is_shut = False
+        self.begun = 0
+        """Bytes of messages that are not whole yet, of all connections."""
+        self.ended = 0
+        """Connections that were ended for what they had begun."""
         self._sender = sender
 
     def enter(self, connection: _Counted) -> None:
@@ -352,6 +358,14 @@ class _Gate:
             for each in self.open:
                 each.transport.pause_reading()
 
+    def begin(self, connection: _Counted, size: int) -> None:
+        """So much of a message has come, and its rest has not."""
+        self.begun += size - connection.begun
+        connection.begun = size
+        if size and self.begun > _BEGUN_BYTES:
+            self.ended += 1
+            connection.transport.abort()
+
     def look(self) -> None:
         """Go on if there is room again: first what is held, then what comes."""
         if self._sender is None or self._sender.full:
@@ -368,12 +382,23 @@ class _Counted(Connection):
     """A connection that says what it holds. The library bounds messages, and each connection for itself."""
 
     gate: _Gate
-    held = 0
+    held = begun = 0
+    fragments = 0
+    """Bytes of the frames of a message whose last one has not come."""
 
     def process_event(self, event: Any) -> None:
         super().process_event(event)
         if isinstance(event, Frame) and event.opcode in DATA_OPCODES:
             self.gate.count(self, len(event.data))
+            self.fragments = 0 if event.fin else self.fragments + len(event.data)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.gate.begin(self, len(self.protocol.reader.buffer) + self.fragments)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.gate.begin(self, 0)
 
 
 class _Served(_Counted, ServerConnection):

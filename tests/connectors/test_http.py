@@ -17,6 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from pydantic import ValidationError
 
 from brokers import Certificates
 from connectors.receiver import Asked, Receiver, receiving
@@ -119,6 +120,12 @@ def test_attributes_travel_as_headers_and_cannot_break_out_of_them(receiver):
 
 
 # -- idempotency keys ----------------------------------------------------------------------------------------------------
+
+
+def test_attributes_of_rows_that_share_a_request_are_refused():
+    """They have left the body and would be in no header."""
+    with pytest.raises(ValidationError, match="batch_rows"):
+        HttpSinkConfig(url="http://localhost/", attributes=("name",), batch_rows=2)
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_rows": 2}])

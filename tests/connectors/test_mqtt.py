@@ -627,6 +627,60 @@ def test_rows_that_have_no_topic_are_named_before_any_is_sent(broker: Mosquitto,
     assert not sender.heard
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", ["a\0b", "a\x01b", "a\x85b", "a\ufdd0b", "a\U0001ffffb", "$SYS/x", "x" * 65_536])
+def test_a_name_that_would_end_the_connection_is_a_fault_of_its_row(
+    version: str, name: str, broker: Mosquitto, sender: Peer, topic: str
+) -> None:
+    sink = MqttSink(MqttSinkConfig(url=broker.url, topic="{t}", version=version))
+    with pytest.raises(DataError) as caught:
+        sent(sink, pa.record_batch({"t": [topic, name, topic]}))
+    assert caught.value.rows == [1]
+    sent(
+        MqttSink(MqttSinkConfig(url=broker.url, topic=f"{topic}/{{t}}", version=version)),
+        pa.record_batch({"t": ["ä😀"]}),
+    )
+
+
+@pytest.mark.parametrize("value", ["a\0b", "a\nb", "\ufffe", "x" * 65_536])
+def test_an_attribute_that_no_property_can_hold_is_a_fault_of_its_row(
+    value: str, broker: Mosquitto, topic: str
+) -> None:
+    sink = MqttSink(MqttSinkConfig(url=broker.url, topic=topic, attributes=("site",)))
+    with pytest.raises(DataError) as caught:
+        sent(sink, pa.record_batch({"site": ["north", value, "ä😀"], "v": [1, 2, 3]}))
+    assert caught.value.rows == [1]
+    assert "attributes" in caught.value.hint
+
+
+def test_a_message_that_is_larger_than_the_broker_takes_is_a_fault_of_its_row(
+    topic: str, need: Callable[[bool, str], None]
+) -> None:
+    need(is_installed(), "mosquitto is not installed: `make servers` installs it")
+
+    def write(version: str, attributes: tuple[str, ...], *sizes: int, **options: Any) -> None:
+        config = MqttSinkConfig(url=broker.url, topic=topic, version=version, attributes=attributes, **options)
+        rows = pa.record_batch({"site": ["ä" * 100] * len(sizes), "v": ["x" * size for size in sizes]})
+        sent(MqttSink(config), rows)
+
+    def largest(version: str, attributes: tuple[str, ...], **options: Any) -> int:
+        for size in range(1000, 0, -1):
+            try:
+                write(version, attributes, size, **options)
+            except DataError:
+                continue
+            return size
+        raise AssertionError("nothing was taken")
+
+    with Mosquitto("max_packet_size 1000") as broker:
+        for attributes in ((), ("site",)):
+            most = largest("5", attributes)
+            with pytest.raises(DataError) as caught:
+                write("5", attributes, 1, most + 1, most)
+            assert caught.value.rows == [1]
+        assert largest("3.1.1", (), max_packet_bytes=1000) >= 700, "the broker has taken it"
+
+
 def test_a_broker_that_goes_away_is_a_failure_that_passes(broker: Mosquitto, topic: str) -> None:
     with Way(broker.port) as way:
         sink = MqttSink(MqttSinkConfig(url=way.url, topic=topic, timeout_secs=60))

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Literal
+from typing import Literal, Self
 from urllib.parse import quote
 
 import httpx
 import pyarrow as pa
-from pydantic import PositiveInt
+from pydantic import PositiveInt, model_validator
 
 from penstock.connectors.http_client import PASSING, HttpConfig, client, drain, failure, passing, pause_of
 from penstock.connectors.messages import Template, encode, text_column
@@ -54,6 +54,12 @@ class HttpSinkConfig(HttpConfig):
     max_tries: PositiveInt = 5
     """How often a request is tried that is answered 429 or 5xx, after the pause that `Retry-After` asks for; then the epoch
     waits and is sent again."""
+
+    @model_validator(mode="after")
+    def _has_place_for_attributes(self) -> Self:
+        if self.attributes and self.batch_rows > 1:
+            raise ValueError("attributes are headers of a row's own request: leave them out, or batch_rows")
+        return self
 
 
 @dataclass(frozen=True)

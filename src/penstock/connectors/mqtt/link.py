@@ -160,6 +160,8 @@ class Link(Strict):
         self.suppress_exceptions = False
         self.failure: ConnectorError | None = None
         """Why the connection ended."""
+        self.most_bytes: int | None = None
+        """The largest packet that the broker takes; None: it has not said."""
         self._tell = on_event
         self.on_end = on_end
         self._config = config
@@ -301,6 +303,7 @@ class Link(Strict):
             code = "PEN-1016" if kind is ConfigError else "PEN-2001"
             self.failure = kind(f"{self._config.url} refused the connection: {reason}", code=code, hint=hint)
         else:
+            self.most_bytes = getattr(properties, "MaximumPacketSize", None)
             self._tell(Joined(flags.session_present))
         self._connected.set()
 

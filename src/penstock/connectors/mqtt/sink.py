@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import uuid
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
+from pydantic import Field, PositiveInt
 
-from penstock.connectors.messages import Messages, Template, Window, encode, refuse_rows
+from penstock.connectors.messages import Template, Window, encode, refuse_rows
 from penstock.connectors.mqtt.config import BrokerConfig
 from penstock.connectors.mqtt.link import Link
 from penstock.errors import ConfigError, DataError, FatalError, RetryableError
 from penstock.sink import Receipt, SinkConnector, SinkContext, Topic, WriteResult
 
-MAX_BYTES = 268_000_000
-"""A packet of MQTT holds 268,435,455 bytes, names and properties included."""
+MOST_BYTES = 268_435_460
+"""Of a packet of MQTT, names and properties included; a broker may take less."""
+MOST_TEXT_BYTES = 65_535
+
+_NO_TEXT = "\\x00-\\x1f\\x7f-\\x{9f}\\x{fdd0}-\\x{fdef}" + "".join(
+    f"\\x{{{plane:x}fffe}}\\x{{{plane:x}ffff}}" for plane in range(17)
+)
+"""Control characters, and code points that are none: a broker that meets one ends the connection."""
 
 _OF_THE_MESSAGE = {144, 149, 153}
 """Refusals that are about a single message: its topic's name, its size, its format."""
@@ -37,6 +45,10 @@ class MqttSinkConfig(BrokerConfig):
 
     attributes: tuple[str, ...] = ()
     """Columns that travel as user properties instead of in the payload; needs version 5."""
+
+    max_packet_bytes: Annotated[PositiveInt, Field(le=MOST_BYTES)] = MOST_BYTES
+    """Larger messages, with topic and user properties, are bad data. A broker of MQTT 5 says itself if it takes less; with
+    3.1.1 it ends the connection, each time."""
 
 
 class MqttSink(SinkConnector[MqttSinkConfig, Receipt]):
@@ -75,8 +87,10 @@ class MqttSink(SinkConnector[MqttSinkConfig, Receipt]):
         """Publish the rows, and wait until the broker has answered for each."""
         names = self._names(topic, batch)
         messages = encode(batch, self.context.topic(topic), attributes=self.config.attributes)
-        refuse_rows(pc.greater(pc.binary_length(messages.payloads), MAX_BYTES), "a payload is too large for MQTT")
-        refused = self._publish(names, messages)
+        ready = [(payload, self._sent(pairs)) for _, payload, pairs in messages.triples()]
+        self._refuse_properties(ready)
+        self._refuse_sizes(names, ready)
+        refused = self._publish(names, ready)
         if refused:
             error = DataError(f"{self.config.url} refused {len(refused)} messages: {next(iter(refused.values()))}")
             error.rows, error.count, error.others_written = sorted(refused), len(refused), True
@@ -86,13 +100,44 @@ class MqttSink(SinkConnector[MqttSinkConfig, Receipt]):
     def _names(self, topic: Topic, batch: pa.RecordBatch) -> pa.Array:
         names = self._template.names(topic, batch)
         size = pc.binary_length(names)
-        bad = pc.or_(pc.match_substring_regex(names, r"[+#\x00]"), pc.or_(pc.equal(size, 0), pc.greater(size, 65_535)))
+        bad = pc.or_(pc.equal(size, 0), pc.greater(size, MOST_TEXT_BYTES))
+        bad = pc.or_(bad, pc.match_substring_regex(names, f"[+#{_NO_TEXT}]"))
+        if not self.config.topic.startswith("$"):  # those are the broker's own
+            bad = pc.or_(bad, pc.starts_with(names, "$"))
         refuse_rows(
-            bad, f"a row makes `topic` = {self.config.topic!r} no name: empty, too long, or with +, # or NUL in it"
+            bad,
+            f"a row makes `topic` = {self.config.topic!r} no name: empty, too long, beginning with $, or with +, # or a "
+            "control character in it",
         )
         return names
 
-    def _publish(self, names: pa.Array, messages: Messages) -> dict[int, str]:
+    def _sent(self, attributes: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """The attributes of a message that go with it."""
+        return [pair for pair in attributes if not pair[0].startswith("mqtt.")] if self.config.version == "5" else []
+
+    def _refuse_properties(self, ready: Sequence[Ready]) -> None:
+        texts = [(row, text) for row, (_, pairs) in enumerate(ready) for pair in pairs for text in pair]
+        if not texts:
+            return
+        found = pa.array([text for _, text in texts], pa.string())
+        wrong = pc.greater(pc.binary_length(found), MOST_TEXT_BYTES)
+        wrong = pc.or_(wrong, pc.match_substring_regex(found, f"[{_NO_TEXT}]")).to_pylist()
+        rows = {row for (row, _), is_wrong in zip(texts, wrong, strict=True) if is_wrong}
+        refuse_rows(
+            pa.array([row in rows for row in range(len(ready))]),
+            "a row has an attribute that no user property can hold: too long, or with a control character in it",
+            hint="leave its column in the payload: take it out of `attributes`",
+        )
+
+    def _refuse_sizes(self, names: pa.Array, ready: Sequence[Ready]) -> None:
+        assert self._link is not None
+        most = min(self.config.max_packet_bytes, self._link.most_bytes or MOST_BYTES)
+        sizes = zip(pc.binary_length(names).to_pylist(), ready, strict=True)
+        is_v5 = self.config.version == "5"
+        bad = pa.array([_packet_bytes(name, each, is_v5) > most for name, each in sizes])
+        refuse_rows(bad, f"a message is larger than the {most:,} bytes that {self.config.url} takes")
+
+    def _publish(self, names: pa.Array, ready: Sequence[Ready]) -> dict[int, str]:
         """Send all; returns why the broker refused single messages, by row."""
         link, config = self._link, self.config
         assert link is not None
@@ -109,19 +154,11 @@ class MqttSink(SinkConnector[MqttSinkConfig, Receipt]):
         if link.failure is not None:
             raise link.failure
         rows: dict[int, int] = {}
-        pairs = zip(names.to_pylist(), messages.triples(), strict=True)
-        for row, (name, (_, payload, attributes)) in enumerate(pairs):
+        for row, (name, (payload, pairs)) in enumerate(zip(names.to_pylist(), ready, strict=True)):
             window.enter()
-            rows[link.publish(name, payload, config.qos, config.retain, self._properties(attributes)).mid] = row
+            rows[link.publish(name, payload, config.qos, config.retain, _properties(pairs)).mid] = row
         window.settle()
         return {rows[mid]: self._judged(reason) for mid, reason in answers.items()}
-
-    def _properties(self, attributes: list[tuple[str, str]]) -> Properties | None:
-        if not attributes or self.config.version != "5":
-            return None
-        properties = Properties(PacketTypes.PUBLISH)  # type: ignore[no-untyped-call]
-        properties.UserProperty = [pair for pair in attributes if not pair[0].startswith("mqtt.")]
-        return properties
 
     def _judged(self, reason: ReasonCode) -> str:
         if reason.value in _OF_THE_MESSAGE:
@@ -130,3 +167,30 @@ class MqttSink(SinkConnector[MqttSinkConfig, Receipt]):
         if reason.value in _PASSING:
             raise RetryableError(what, code="PEN-2002")
         raise FatalError(what, code="PEN-5010", hint="let the user write there in the broker's access list")
+
+
+Ready = tuple[bytes | None, list[tuple[str, str]]]
+"""A message: payload and user properties."""
+
+
+def _properties(pairs: list[tuple[str, str]]) -> Properties | None:
+    if not pairs:
+        return None
+    properties = Properties(PacketTypes.PUBLISH)  # type: ignore[no-untyped-call]
+    properties.UserProperty = pairs
+    return properties
+
+
+def _packet_bytes(name_bytes: int, message: Ready, is_v5: bool) -> int:
+    """The size of a message on its way, under QoS 1 or 2."""
+    payload, pairs = message
+    size = 2 + name_bytes + 2 + len(payload or b"")
+    if is_v5:
+        own = sum(5 + len(name.encode()) + len(value.encode()) for name, value in pairs)
+        size += own + _number_bytes(own)
+    return 1 + size + _number_bytes(size)
+
+
+def _number_bytes(number: int) -> int:
+    """Bytes of a number that MQTT writes seven bits at a time."""
+    return max(1, -(-number.bit_length() // 7))

@@ -331,7 +331,7 @@ def test_a_token_is_fetched_once_and_again_when_it_is_refused():
             assert asked.headers["authorization"] == "Basic bWU6Y29ycmVjdCBob3JzZQ=="
             assert asked.body == b"grant_type=client_credentials&scope=write"
             given.append(f"token-{len(given)}")
-            return 200, {"access_token": given[-1], "expires_in": 3600}
+            return 200, {"access_token": given[-1], "expires_in": 3600 if len(given) == 1 else None}
         return (200 if asked.headers["authorization"] == f"Bearer {given[-1]}" else 401), {}
 
     with receiving(answer) as receiver:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import socket
@@ -15,6 +16,8 @@ import pytest
 from connectors.webhooks import Answer, Running, answer, answers, config, request, serving
 from penstock.connectors.webhook import Webhook, bodies
 from penstock.connectors.webhook.bodies import cut
+from penstock.connectors.webhook.limits import Rates
+from penstock.connectors.webhook.server import Refused
 from penstock.errors import ConfigError, RetryableError
 from penstock.pipeline.options import Processing
 from penstock.runtime.ingest import Ingest
@@ -217,6 +220,26 @@ def test_rates_are_kept_over_connections_and_count_each_client_for_itself(tmp_pa
         statuses = [hook.post({}).status for _ in range(20)]
         assert statuses[:2] == [200, 200]
         assert 429 in statuses
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "are_one"),
+    [
+        ("2001:db8::1", "2001:db8::ffff:1", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("fe80::1%eth0", "fe80::2%eth0", True),
+        ("::ffff:192.0.2.1", "192.0.2.1", True),
+        ("::ffff:192.0.2.1", "::ffff:192.0.2.2", False),
+        ("192.0.2.1", "192.0.2.2", False),
+        ("unknown:1", "unknown:2", False),
+    ],
+)
+def test_a_client_of_ipv6_is_its_network(one, other, are_one):
+    """It has as many addresses as it likes."""
+    rates = Rates(None, 1)
+    rates.take_of(one)
+    with pytest.raises(Refused) if are_one else contextlib.nullcontext():
+        rates.take_of(other)
 
 
 def test_a_full_journal_is_answered_503_until_there_is_room(tmp_path):

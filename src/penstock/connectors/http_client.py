@@ -276,7 +276,7 @@ class _Tokens(httpx.Auth):
             raise failure(response, f"the question for a token at {self._auth.token_url}")
         try:
             answer = response.json()
-            token, lasts = str(answer["access_token"]), float(answer.get("expires_in", 300))
+            token, lasts = str(answer["access_token"]), float(answer.get("expires_in") or 300)
         except (ValueError, KeyError, TypeError, AttributeError):
             raise FatalError(
                 f"{self._auth.token_url} gave no token", code="PEN-5001", hint="correct `token_url` of `auth`"

@@ -216,7 +216,8 @@ class WebhookConfig(Config):
     credentials are refused does not count."""
 
     client_rate_limit_per_sec: PositiveFloat | None = None
-    """Requests a second that are taken from one client address; those that are refused count too."""
+    """Requests a second that are taken from one client address, of IPv6 from one network of 64 bits; those that are refused
+    count too."""
 
     max_body_bytes: PositiveInt = 10 << 20
     """Largest body, as sent and after gzip."""

@@ -47,7 +47,7 @@ class Rates:
         """Count a request of this client, before it is known who sends; `Refused` if there are too many."""
         if self._each is None:
             return
-        now = time.monotonic()
+        now, client = time.monotonic(), _counted(client)
         bucket = self._clients.pop(client, None) or Bucket(max(1.0, self._each), now)
         self._clients[client] = bucket  # at the end: it sent last
         if len(self._clients) > MOST_CLIENTS:
@@ -59,6 +59,18 @@ class Rates:
         """Count a request whose credentials are good: without them nobody uses up this rate."""
         if self._overall is not None and (pause := self._all.take(self._overall, time.monotonic())):
             raise _too_many("there are too many requests", pause)
+
+
+@lru_cache(4096)
+def _counted(client: str) -> str:
+    """What counts as one client: of IPv6, whose clients have as many addresses as they like, the network (/64)."""
+    if ":" not in client:
+        return client
+    try:
+        address = ipaddress.IPv6Address(client.partition("%")[0])
+    except ValueError:
+        return client
+    return str(address.ipv4_mapped or ipaddress.ip_network((address, 64), strict=False))
 
 
 def _too_many(reason: str, pause: float) -> Refused:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import polars
 import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyiceberg.catalog.sql import SqlCatalog
-from pyiceberg.manifest import DataFileContent
+from pyiceberg.manifest import DataFile, DataFileContent
 from sink_protocol import END, ORDERS, SinkProtocol, epoch, stage
 
 from penstock.changes import CHANGE_FIELDS
-from penstock.connectors.iceberg import Iceberg, IcebergConfig, apply, upsert
+from penstock.connectors.iceberg import Iceberg, IcebergConfig, apply, upsert, worn
 from penstock.connectors.lake import index
 from penstock.errors import SchemaError
 from penstock.schema import with_key
@@ -189,6 +190,28 @@ def test_delete_files_become_one_and_files_with_many_deleted_rows_are_written_ag
     assert max(counts) == 3
     assert counts.count(1) >= 2
     assert max(file.record_count for file in files(table(), DataFileContent.DATA)) < 100  # the first file is gone
+
+
+def aged(dead):
+    """Files of a thousand rows, each with so many deleted ones."""
+    return [
+        (upsert.TableFile(DataFile.from_args(file_path=str(place), record_count=1_000)), np.arange(count))
+        for place, count in enumerate(dead)
+    ]
+
+
+def test_files_of_one_age_came_due_all_at_once():
+    assert worn.worst_first(aged([9] * 10), 2, 10_000) == []
+    files = aged([10] * 9 + [12])  # 1 % of the table and a little
+    assert [file.path for file in worn.worst_first(files, 2, 10_000)] == ["9"]
+    dead, written = [0] * 10, []
+    for _ in range(1_000):  # epochs that each delete one row of every file
+        dead = [each + 1 for each in dead]
+        due = [int(file.path) for file in worn.worst_first(aged(dead), 2, 10_000)]
+        written.append(len(due))
+        dead = [0 if place in due else each for place, each in enumerate(dead)]
+    assert max(written) <= 3
+    assert len(worn.worst_first(aged([500] * 10), 2, 3_000)) == 3  # an epoch writes so many rows again
 
 
 def test_every_epoch_left_a_small_file_for_ever(make, table):

@@ -46,7 +46,8 @@ class IcebergConfig(LakeConfig):
     truncate marks, and so rewrites, the whole table."""
 
     purge_percent: float = Field(default=10.0, gt=0, le=100)
-    """For `upsert`: a data file is written again without its deleted rows once they are this share of it."""
+    """For `upsert`: a data file is written again without its deleted rows once they are this share of it; and the worst file
+    of a table is, once half this share of the whole table is deleted."""
 
     catalog_type: Literal["auto", "sql", "rest", "glue", "hive"] = "auto"
     """The kind of catalog. `auto` goes by `catalog_uri`: `http://` and `https://` are REST, `thrift://` is Hive, all else is

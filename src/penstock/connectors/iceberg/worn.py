@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from pyiceberg.manifest import DataFile
@@ -30,13 +29,22 @@ def group_of(file: DataFile) -> Group:
 
 
 def worst_first(files: Iterable[tuple[TableFile, Ints]], percent: float, most: int) -> list[TableFile]:
-    """Of files and their deleted rows those that have many of them, the worst first, and not too many rows in all."""
-    due = [
-        (len(dead) / file.rows, file) for file, dead in files if len(dead) and len(dead) * 100 >= percent * file.rows
-    ]
-    due.sort(key=lambda each: each[0], reverse=True)
-    sizes = accumulate(file.rows for _, file in due)
-    return [file for (_, file), size in zip(due, sizes, strict=True) if size <= most]
+    """
+    Of files and their deleted rows those that have many of them, the worst first, and not too many rows in all.
+
+    A file has, once that share of its rows is deleted; and the worst ones have, as long as half that share of the whole
+    table is. So files of one age do not come due all at once.
+    """
+    counted = [(len(dead), file) for file, dead in files]
+    rows, dead = sum(file.rows for _, file in counted), sum(count for count, _ in counted)
+    due: list[TableFile] = []
+    for count, file in sorted(counted, key=lambda each: each[0] / max(each[1].rows, 1), reverse=True):
+        is_worn = count * 100 >= file.rows * percent or dead * 200 > rows * percent
+        if not count or not is_worn or file.rows > most:
+            break
+        due.append(file)
+        most, rows, dead = most - file.rows, rows - count, dead - count
+    return due
 
 
 def joined(files: Iterable[TableFile], most: int) -> Iterator[list[TableFile]]:

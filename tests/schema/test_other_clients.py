@@ -3,8 +3,8 @@ Messages with the frame of a registry that other clients made, and that are read
 
 They were made once, against Apicurio 2.6.13:
 - Avro and JSON Schema by Java, with `AvroKafkaSerializer` and `JsonSchemaKafkaSerializer` of
-  `io.apicurio:apicurio-registry-serdes-*-serde:2.6.13.Final` (`apicurio.registry.as-confluent = true`, headers off). What our
-  encoders write was read there by their deserialisers.
+  `io.apicurio:apicurio-registry-serdes-*-serde:2.6.13.Final` (`apicurio.registry.as-confluent = true`, headers off).
+  `test_java_serialisers.py` runs them, in both directions.
 - Protobuf by `ProtobufSerializer` of `confluent-kafka` 2.x for Python, whose deserialiser read ours. Java's from Apicurio has a
   frame of its own there, and Confluent's is not on Maven Central. The client registers the descriptor of one file, not its text.
 """

@@ -246,9 +246,13 @@ def one_process(bench: Bench, address: str, scratch: Path) -> None:
     assert sorted(one) == sorted(two), "the two ways read other records"
     for what, (cpu, wall) in best.items():
         bench.row(what, f"{ROWS / wall / 1e6:.2f} M/s", f"{ROWS / cpu / 1e6:.2f} M/CPU s; best of {TURNS}")
-    ours, peer = best["source → Parquet, one process"], best["kcat → nowhere"]
+    ours, peer, into = (
+        best[each] for each in ("source → Parquet, one process", "kcat → nowhere", "source → Arrow, one process")
+    )
+    by_cpu = f"{peer[0] / ours[0]:.2f} ×, into Arrow {peer[0] / into[0]:.2f} ×"
+    bench.row("kcat's CPU beside the source's", by_cpu, "kcat writes no files and keeps no record")
     # Beside Parquet's own work, which both ways share, there is less of a difference: 1.3 to 1.5 times.
-    into, loop = best["source → Arrow, one process"], best["consume() → Arrow, one process"]
+    loop = best["consume() → Arrow, one process"]
     bench.claim("kafka_arrow_vs_consume_cpu", loop[0] / into[0], ">=", 1.5)
     bench.claim("kafka_source_vs_kcat", peer[1] / ours[1], ">=", 0.6)
     ours, peer = best["sink, exactly once"], best["plain idempotent producer"]

@@ -40,8 +40,9 @@ RESULT = RESULTS / "soak-kafka.json"
 STUCK_SECS = 600
 
 POINTS = ("plan.after", "stage.middle", "stage.after", "prepare.after", "commit.before", "commit.after", "ack.after")
+OF_SHARDS = ("plan_apply.after", "apply.after")
 UNDER_SPARK = min(4, KILLS // 12)
-"""So many of the kills of the first part are of a run under Spark; the others of a run whose tasks are forked."""
+"""So many of the kills of each part are of a run under Spark; the others of a run whose tasks are forked."""
 
 FORKED = """
 import signal, sys, threading
@@ -273,14 +274,16 @@ def wait(reached: Callable[[], bool], what: str, *runs: Run) -> None:
         time.sleep(0.1)
 
 
-def killed(runs: list[Run], chance: random.Random, kills: int, under_spark: int) -> Counter[str]:
+def killed(
+    runs: list[Run], chance: random.Random, kills: int, under_spark: int, points: tuple[str, ...] = POINTS
+) -> Counter[str]:
     """Kill the pipelines at named steps and at random moments; none before it has committed something since the last time."""
     kinds: Counter[str] = Counter()
     for number in range(kills):
         run = runs[number % len(runs)]
         run.stop()
         spark = number % max(1, kills // max(1, under_spark)) == 0 and kinds["under Spark"] < under_spark
-        point = chance.choice(POINTS) if number % 2 else None
+        point = chance.choice(points) if number // len(runs) % 2 else None
         before = run.epoch
         run.start(point and f"{point}=kill@{1 if 'stage' in point else chance.randrange(1, 12)}", spark)
         others = [each for each in runs if each is not run]
@@ -381,9 +384,9 @@ def mirror() -> dict[str, Any]:
             session.execute(ORDERS)
         with psycopg.connect(target.dsn, autocommit=True) as session:
             session.execute("CREATE SCHEMA mirror")
-        into = {"dsn": source.dsn, "bootstrap": cluster.bootstrap, "in_tasks": 0 if SEED % 2 else 128 << 20}
+        into = {"dsn": source.dsn, "bootstrap": cluster.bootstrap}
         runs = [
-            Run(Path(name, "in"), TO_KAFKA.format(**into)),
+            Run(Path(name, "in"), TO_KAFKA.format(**into, in_tasks=128 << 20)),
             Run(Path(name, "out"), FROM_KAFKA.format(dsn=target.dsn, bootstrap=cluster.bootstrap)),
         ]
         runs[0].start()
@@ -391,7 +394,12 @@ def mirror() -> dict[str, Any]:
         worker = threading.Thread(target=work, args=(source.dsn,), daemon=True)
         worker.start()
         crashes = Crashes(cluster, chance, CRASHES - CRASHES // 2)
-        kinds = killed(runs, chance, KILLS - KILLS * 2 // 5, 0)
+        kills = KILLS - KILLS * 2 // 5
+        kinds = killed(runs, chance, kills // 2, UNDER_SPARK // 2)
+        runs[0].file.write_text(
+            TO_KAFKA.format(**into, in_tasks=0)
+        )  # from its next start on, each epoch in eight transactions
+        kinds += killed(runs, chance, kills - kills // 2, UNDER_SPARK - UNDER_SPARK // 2, (*POINTS, *OF_SHARDS))
         wait(lambda: crashes.over, "the last crash", *runs)
         stopped.set()
         worker.join()
@@ -415,7 +423,7 @@ def mirror() -> dict[str, Any]:
             "messages": sum(changes.values()),
             "rows": len(expected),
             "epochs": [run.epoch for run in runs],
-            "published in tasks": into["in_tasks"] == 0,
+            "kills while epochs were published in shards": kills - kills // 2,
             "ended by itself": sum(sum(run.ended.values()) for run in runs),
             "lost": len(changes.keys() - published.keys()) + len(expected.keys() - found.keys()),
             "doubled": sum(max(0, published[key] - changes[key]) for key in changes)

@@ -248,6 +248,25 @@ def test_markers_that_somebody_deleted_stop_the_sink(kafka: KafkaServer) -> None
             driver.committed_epoch("kit", TOPIC)
 
 
+def test_markers_of_shards_that_somebody_deleted_stop_the_sink(kafka: KafkaServer) -> None:
+    """Without them a shard that is there would be published again."""
+    stem = fresh("parts")
+    sink = make_sink(kafka, stem, publish_in_tasks_bytes=0, key=("id",), marker_topic=(name := f"_{stem}"))
+    epoch = epoch_of(1)
+    receipts = [stage(sink, epoch, rows(0, 100))]
+    with opened_sink(sink) as driver, opened_sink(sink) as task:
+        task.apply(epoch, driver.plan_epoch(epoch, receipts)[0], Task(0))
+    before = len(seen(kafka, stem))
+    delete_topic(kafka.bootstrap, f"{name}.shards")
+    with opened_sink(sink) as driver:
+        for attempt in (driver.plan_epoch, lambda *args: driver.commit_epoch(*args, END)):
+            with pytest.raises(FatalError, match=r"PEN-5020 .*\.shards"):
+                attempt(epoch, receipts)
+        assert 0 < before == len(seen(kafka, stem))
+        again = epoch_of(1, "two")  # after `offsets reset`
+        driver.commit_epoch(again, [stage(sink, again, rows(200))], END)
+
+
 def test_a_sink_says_how_its_cluster_is(kafka: KafkaServer) -> None:
     stem = fresh("health")
     with opened_sink(make_sink(kafka, stem, marker_topic=f"_{stem}")) as driver:

@@ -13,7 +13,7 @@ all shards are in Kafka, and a run that finds some of them there publishes the o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from uuid import uuid4
 from penstock.connectors.kafka.client import Cluster
 from penstock.connectors.kafka.publish import Publisher
 from penstock.connectors.kafka.staging import OWN, SHARDS, Chunk, KafkaReceipt, located, of_shard, staged
-from penstock.errors import RetryableError
+from penstock.errors import FatalError, RetryableError
 from penstock.sink import ABOUT, CommittedEpoch, Epoch, Work, is_committed
 
 CLAIM = "@claim"
@@ -84,11 +84,32 @@ class Shards:
         self._main.fence()
         if self._none_seen_by == self._main.made:
             return None
-        if not self._claim and topic_of(self._main.name) not in self._cluster.describe([topic_of(self._main.name)]):
+        if not self._claim and not self._were_begun(epoch):
             self._none_seen_by = self._main.made
             return None
         self._take(epoch)
         return [shard for shard, each in enumerate(self._publishers) if is_done(each, epoch)]
+
+    def make_topic(self, epoch: Epoch, settings: Mapping[str, str]) -> None:
+        """The topic for their markers, with the first large epoch."""
+        if not self._were_begun(epoch):
+            self._cluster.require(topic_of(self._main.name), SHARDS, settings)
+
+    def _were_begun(self, epoch: Epoch) -> bool:
+        """Whether some may be in Kafka: nobody publishes one without a claim. Then their markers must be there."""
+        claim = self._main.seen().get((epoch.pipeline, CLAIM))
+        if claim is None or claim.end.get("incarnation", epoch.incarnation) != epoch.incarnation:
+            return False
+        topic = topic_of(self._main.name)
+        if topic in self._cluster.describe([topic]):
+            return True
+        raise FatalError(
+            f"the topic {topic!r} is gone, and it says which parts of a large epoch are in Kafka",
+            code="PEN-5020",
+            hint=f"if no run ended while it published a large epoch, make it again with {SHARDS} partitions and "
+            "`cleanup.policy` = compact; else some of its rows may be there already: start over with "
+            "`penstock offsets reset FILE`",
+        )
 
     def work(self, epoch: Epoch, receipts: Sequence[KafkaReceipt]) -> list[ShardWork]:
         """What is left to publish of an epoch."""
@@ -130,7 +151,8 @@ class Shards:
             return
         claim = uuid4().hex
         with self._main.transaction(epoch):
-            self._main.mark(epoch.pipeline, CLAIM, CommittedEpoch(incarnation=claim, number=0))
+            made_for = {"incarnation": epoch.incarnation}
+            self._main.mark(epoch.pipeline, CLAIM, CommittedEpoch(incarnation=claim, number=0, end=made_for))
         with ThreadPoolExecutor(SHARDS, "penstock-kafka") as pool:
             for each in [pool.submit(publisher.fence) for publisher in self._publishers]:
                 each.result()

@@ -20,9 +20,8 @@ from penstock.connectors.kafka.publish import Publisher
 from penstock.connectors.kafka.read import peek
 from penstock.connectors.kafka.rows import as_messages
 from penstock.connectors.kafka.send import epoch_header
-from penstock.connectors.kafka.shards import Shards, ShardWork, publish_shard, publisher_of, topic_of
+from penstock.connectors.kafka.shards import Shards, ShardWork, publish_shard, publisher_of
 from penstock.connectors.kafka.staging import (
-    SHARDS,
     STAGING_PARTITIONS,
     FileStage,
     KafkaReceipt,
@@ -323,7 +322,7 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
         if not _left(publisher, epoch, topics):
             return ()
         assert self._shards is not None
-        self._asked.require(topic_of(publisher.name), SHARDS, MARKER_SETTINGS)
+        self._shards.make_topic(epoch, MARKER_SETTINGS)
         return self._shards.work(epoch, receipts)
 
     def apply(self, epoch: Epoch, work: Work, task: Task) -> Applied:

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import gc
+import json
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from confluent_kafka import KafkaException, TopicCollection
 from confluent_kafka.admin import (
+    AclBinding,
+    AclOperation,
+    AclPermissionType,
     AdminClient,
+    ResourcePatternType,
+    ResourceType,
     ScramCredentialInfo,
     ScramMechanism,
     UserScramCredentialUpsertion,
 )
 
-from kafka_topics import batches, fresh, make_topic, records, send
+from kafka_topics import batches, finish, fresh, make_topic, records, send
 from penstock.connectors.kafka.client import Cluster
 from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
-from penstock.connectors.kafka.source import Kafka, KafkaConfig
-from penstock.errors import ConfigError, RetryableError
+from penstock.connectors.kafka.source import Kafka, KafkaConfig, StartAt
+from penstock.errors import ConfigError, FatalError, RetryableError
 from penstock.source import ReadLimit
 from penstock.testing.kafka import KafkaServer
-from penstock.testing.processes import elsewhere
+from penstock.testing.processes import elsewhere, wait_until
 from penstock.testing.sinks.steps import commit, epoch_of, rows, stage
 from penstock.testing.sources.steps import opened_source
 
@@ -78,26 +87,63 @@ def secured(kafka_installed: None, keys: Path) -> Iterator[KafkaServer]:
             ("truststore.location", str(keys / "ca.pem")),
         )
     }
-    plain = f'{MODULES}.plain.PlainLoginModule required user_app="{PASSWORD}";'
+    plain = f'{MODULES}.plain.PlainLoginModule required user_app="{PASSWORD}" user_little="{PASSWORD}";'
     settings = {
         **stores,
+        "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+        "super.users": "User:ANONYMOUS;User:app;User:CN=client",  # but not `little`
         "listener.name.ssl.ssl.client.auth": "required",
         "listener.name.sasl_ssl.sasl.enabled.mechanisms": "PLAIN",
         "listener.name.sasl_ssl.plain.sasl.jaas.config": plain,
-        "listener.name.sasl_plaintext.sasl.enabled.mechanisms": "PLAIN,SCRAM-SHA-256,OAUTHBEARER",
+        "listener.name.sasl_plaintext.sasl.enabled.mechanisms": "PLAIN,SCRAM-SHA-256,SCRAM-SHA-512,OAUTHBEARER",
         "listener.name.sasl_plaintext.plain.sasl.jaas.config": plain,
         "listener.name.sasl_plaintext.scram-sha-256.sasl.jaas.config": f"{MODULES}.scram.ScramLoginModule required;",
+        "listener.name.sasl_plaintext.scram-sha-512.sasl.jaas.config": f"{MODULES}.scram.ScramLoginModule required;",
         "listener.name.sasl_plaintext.oauthbearer.sasl.jaas.config": f"{MODULES}.oauthbearer.OAuthBearerLoginModule "
         'required unsecuredLoginStringClaim_sub="broker";',
     }
     with KafkaServer(listeners=("SSL", "SASL_SSL", "SASL_PLAINTEXT", "OTHER:SSL"), settings=settings) as running:
         admin = AdminClient({"bootstrap.servers": running.bootstrap})
-        user = UserScramCredentialUpsertion(
-            "app", ScramCredentialInfo(ScramMechanism.SCRAM_SHA_256, 4096), PASSWORD.encode()
-        )
-        for future in admin.alter_user_scram_credentials([user]).values():
-            future.result(60)
+        for kind in (ScramMechanism.SCRAM_SHA_256, ScramMechanism.SCRAM_SHA_512):
+            user = UserScramCredentialUpsertion("app", ScramCredentialInfo(kind, 4096), PASSWORD.encode())
+            for future in admin.alter_user_scram_credentials([user]).values():
+                future.result(60)
         yield running
+
+
+class Tokens(BaseHTTPRequestHandler):
+    """An identity provider that knows one client, and whose tokens live as long as `lives_secs`."""
+
+    lives_secs = 300
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        given = base64.b64decode(self.headers["Authorization"].removeprefix("Basic ")).decode()
+        now = int(time.time())
+        head, body = {"alg": "none"}, {"sub": "app", "iat": now, "exp": now + self.lives_secs}
+        token = "".join(
+            base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") + "." for part in (head, body)
+        )
+        known = given == f"app:{PASSWORD}"
+        answer = json.dumps({"access_token": token, "token_type": "Bearer"} if known else {"error": "invalid_client"})
+        self.send_response(200 if known else 401)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer.encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Iterator[str]:
+    """The address where tokens are given out."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Tokens)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/token"
+    server.shutdown()
+    server.server_close()
 
 
 @pytest.fixture(autouse=True)
@@ -115,13 +161,26 @@ def login(mechanism: str, secret: str = "KAFKA_RIGHT", protocol: str = "SASL_PLA
     }
 
 
-def ways(keys: Path) -> dict[str, tuple[str, dict[str, Any]]]:
+def by_endpoint(tokens: str, secret: str = "KAFKA_RIGHT") -> dict[str, Any]:
+    return {
+        "security.protocol": "SASL_PLAINTEXT",
+        "sasl.mechanism": "OAUTHBEARER",
+        "sasl.oauthbearer.method": "oidc",
+        "sasl.oauthbearer.client.id": "app",
+        "sasl.oauthbearer.client.secret": {"env": secret},
+        "sasl.oauthbearer.token.endpoint.url": tokens,
+    }
+
+
+def ways(keys: Path, tokens: str) -> dict[str, tuple[str, dict[str, Any]]]:
     ca = {"ssl.ca.location": str(keys / "ca.pem")}
     token = {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": "OAUTHBEARER"}
     own = {"ssl.certificate.location": str(keys / "client.pem"), "ssl.key.location": str(keys / "client.key")}
     return {
         "SASL PLAIN": ("SASL_PLAINTEXT", login("PLAIN")),
         "SASL SCRAM": ("SASL_PLAINTEXT", login("SCRAM-SHA-256")),
+        "SASL SCRAM 512": ("SASL_PLAINTEXT", login("SCRAM-SHA-512")),
+        "OAUTHBEARER by an endpoint": ("SASL_PLAINTEXT", by_endpoint(tokens)),
         "OAUTHBEARER": (
             "SASL_PLAINTEXT",
             {**token, "enable.sasl.oauthbearer.unsecure.jwt": True, "sasl.oauthbearer.config": "principal=app"},
@@ -131,9 +190,20 @@ def ways(keys: Path) -> dict[str, tuple[str, dict[str, Any]]]:
     }
 
 
-@pytest.mark.parametrize("way", ["SASL PLAIN", "SASL SCRAM", "OAUTHBEARER", "TLS with SASL PLAIN", "mutual TLS"])
-def test_rows_go_in_and_out_over(secured: KafkaServer, keys: Path, way: str) -> None:
-    listener, options = ways(keys)[way]
+WAYS = [
+    "SASL PLAIN",
+    "SASL SCRAM",
+    "SASL SCRAM 512",
+    "OAUTHBEARER",
+    "OAUTHBEARER by an endpoint",
+    "TLS with SASL PLAIN",
+    "mutual TLS",
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_go_in_and_out_over(secured: KafkaServer, keys: Path, tokens: str, way: str) -> None:
+    listener, options = ways(keys, tokens)[way]
     address, topic = secured.address(listener), make_topic(secured.bootstrap, fresh("secured"))
     send(secured.bootstrap, topic, [b"1", b"2"])
     with opened_source(Kafka(KafkaConfig(bootstrap_servers=address, topics=(topic,), options=options))) as source:
@@ -153,6 +223,7 @@ def test_rows_go_in_and_out_over(secured: KafkaServer, keys: Path, way: str) -> 
         ("password", "refused the credentials"),
         ("SCRAM password", "refused the credentials"),
         ("token", "refused the credentials"),
+        ("client secret", "refused the credentials"),
         ("mechanism", "refused the credentials"),
         ("CA", "TLS connection failed"),
         ("host name", "TLS connection failed"),
@@ -162,14 +233,15 @@ def test_rows_go_in_and_out_over(secured: KafkaServer, keys: Path, way: str) -> 
     ],
 )
 def test_what_is_wrong_is_said_at_once(
-    secured: KafkaServer, keys: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, message: str
+    secured: KafkaServer, keys: Path, tokens: str, monkeypatch: pytest.MonkeyPatch, wrong: str, message: str
 ) -> None:
     monkeypatch.setattr("penstock.connectors.kafka.client.ANSWER_SECS", 5.0)
     ca, tls = {"ssl.ca.location": str(keys / "ca.pem")}, {"security.protocol": "SSL"}
     own = {"ssl.certificate.location": str(keys / "other.pem"), "ssl.key.location": str(keys / "other.key")}
-    _, token = ways(keys)["OAUTHBEARER"]
+    _, token = ways(keys, tokens)["OAUTHBEARER"]
     listener, options = {
         "token": ("SASL_PLAINTEXT", {**token, "sasl.oauthbearer.config": "principalClaimName=azp principal=app"}),
+        "client secret": ("SASL_PLAINTEXT", by_endpoint(tokens, "KAFKA_WRONG")),
         "certificate": ("SSL", {**tls, **ca, **own}),
         "password": ("SASL_PLAINTEXT", login("PLAIN", "KAFKA_WRONG")),
         "SCRAM password": ("SASL_PLAINTEXT", login("SCRAM-SHA-256", "KAFKA_WRONG")),
@@ -187,6 +259,56 @@ def test_what_is_wrong_is_said_at_once(
         assert PASSWORD not in str(refused.value)
         assert "wrong-password" not in str(refused.value)
         assert refused.value.hint
+
+
+def allow(secured: KafkaServer, kind: ResourceType, name: str, *operations: AclOperation) -> None:
+    """Give the user `little` rights for all names that begin so."""
+    admin = AdminClient({"bootstrap.servers": secured.bootstrap})
+    user, granted = ("User:little", "*"), AclPermissionType.ALLOW
+    finish(
+        admin.create_acls(
+            [AclBinding(kind, name, ResourcePatternType.PREFIXED, *user, each, granted) for each in operations]
+        )
+    )
+
+
+def readable(source: Kafka) -> int:
+    start = source.initial()
+    end = source.latest(start, ReadLimit())
+    found = sum(batch.records.num_rows for split in source.split(start, end) for batch in batches(source, split))
+    source.ack(end)
+    return found
+
+
+def of_little(secured: KafkaServer) -> dict[str, Any]:
+    return {
+        "bootstrap_servers": secured.address("SASL_PLAINTEXT"),
+        "options": {**login("PLAIN"), "sasl.username": "little"},
+    }
+
+
+def test_a_source_needs_no_more_rights_than_the_page_says(secured: KafkaServer) -> None:
+    topic, group = make_topic(secured.bootstrap, fresh("in")), fresh("group")
+    send(secured.bootstrap, topic, [b"1", b"2"])
+    config = KafkaConfig(topics=(topic,), group_id=group, **of_little(secured))
+    with pytest.raises(FatalError, match="may not do this"):
+        Kafka(config).open()
+    allow(secured, ResourceType.TOPIC, topic, AclOperation.READ)
+
+    def began() -> bool:  # rights reach the broker a moment later
+        with contextlib.suppress(FatalError), opened_source(Kafka(config)) as source:
+            return readable(source) == 2 and "may not do this" in source.health_check().reason
+        return False
+
+    wait_until(began, "the source to read, and to say that the group refuses it")
+    with (
+        opened_source(Kafka(config.model_copy(update={"start": StartAt(group=group)}))) as source,
+        pytest.raises(FatalError, match="may not do this"),
+    ):
+        source.initial()
+    allow(secured, ResourceType.GROUP, group, AclOperation.READ)
+    with opened_source(Kafka(config)) as source:
+        wait_until(lambda: readable(source) == 2 and not source.health_check().reason, "the group to take offsets")
 
 
 def test_a_secret_that_is_not_set_is_named(secured: KafkaServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,25 @@ def test_a_broker_that_is_killed_while_a_range_is_read_delays_it_only(broker: Ka
         assert until_done(lambda: opened.latest(end, ReadLimit())) == end
 
 
+def test_a_group_whose_coordinator_is_away_holds_no_epoch_up(broker: KafkaServer) -> None:
+    """A consumer's commit waited for it for most of a minute, and with it every epoch."""
+    topic = make_topic(broker.bootstrap, fresh("acked"))
+    send(broker.bootstrap, topic, [b"1"])
+    source = Kafka(KafkaConfig(bootstrap_servers=broker.bootstrap, topics=(topic,), group_id=fresh("group")))
+    with opened_source(source) as opened:
+        end = opened.latest(opened.initial(), ReadLimit())
+        until_done(lambda: opened.ack(end))
+        broker.kill()
+        try:
+            began = time.monotonic()
+            with pytest.raises(RetryableError, match="cannot commit offsets to the group"):
+                opened.ack(end)
+            assert time.monotonic() - began < 20
+        finally:
+            broker.start()
+        until_done(lambda: opened.ack(end))
+
+
 # -- the sink ----------------------------------------------------------------------------------------------------------
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from penstock.connectors.kafka.client import Cluster, ClusterConfig, Place, consumer, failure
+from penstock.connectors.kafka.client import Cluster, ClusterConfig, Place
+from penstock.connectors.kafka.group import Group
 from penstock.connectors.kafka.position import KafkaSplit, Offsets, Piece, Sizes, packed, shares
 from penstock.connectors.kafka.read import Reader
 from penstock.connectors.kafka.topics import Topics, matching, no_leader
@@ -31,8 +31,6 @@ from penstock.source import (
     SourceBatch,
     SourceContext,
 )
-
-_HAS_MEMBERS = (KafkaError.UNKNOWN_MEMBER_ID, KafkaError.ILLEGAL_GENERATION, KafkaError.REBALANCE_IN_PROGRESS)
 
 
 class StartAt(BaseModel):
@@ -54,7 +52,10 @@ class StartAt(BaseModel):
 
 class KafkaConfig(ClusterConfig):
     topics: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Topics to read. A name that begins with `^` is a regular expression for whole names; topics that come later join in."""
+    """
+    Topics to read. A name that begins with `^` is a regular expression for whole names; topics that come later join in.
+    Topics whose names begin with `_` are Kafka's own or ours, and only read by their whole name.
+    """
 
     start: Literal["earliest", "latest"] | StartAt = "earliest"
     """
@@ -111,7 +112,7 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
         self._lag_secs = 0.0
         self._sizes = Sizes()
         self._watch: Watch | None = None
-        self._committer: Any = None
+        self._group: Group | None = None
         self._unshown = ""
         self._undecided = Undecided()
 
@@ -122,6 +123,7 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
         self._parallelism = context.parallelism
         if context.in_task:
             return
+        self._group = Group(topics.cluster, self.config.group_id) if self.config.group_id else None
         topics.cluster.connect()
         topics.look()
         missing = [name for name in self.config.topics if not name.startswith("^") and name not in topics.known]
@@ -135,9 +137,7 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
     def close(self) -> None:
         if self._watch is not None:
             self._watch.close()
-        if self._committer is not None:
-            self._committer.close()
-        self._committer = self._opened = self._watch = self._began = None
+        self._group = self._opened = self._watch = self._began = None
 
     def check(self) -> Sequence[Finding]:
         cluster = Cluster(self.config)
@@ -174,7 +174,7 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
             self._began = self.position_at(start.timestamp)
         else:
             first, _ = topics.all_edges()
-            self._began = Offsets.of(topics.ids, {**first, **topics.committed(str(start.group), first)})
+            self._began = Offsets.of(topics.ids, {**first, **Group(topics.cluster, str(start.group)).offsets(first)})
         return self._began
 
     def position_at(self, when: datetime) -> Offsets:
@@ -260,30 +260,10 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
 
     def ack(self, end: Offsets) -> None:
         """What a group does not take for good is shown by the health of the source; no run waits for it."""
-        group, ids = self.config.group_id, self._topics.ids
-        ends = [(place, offset) for place, offset in end.places() if end.topics[place[0]].id == ids.get(place[0])]
-        if not group or not ends:
-            return
-        if self._committer is None:
-            self._committer = consumer(self.config, group_id=group)
-        try:
-            answers = self._committer.commit(
-                offsets=[TopicPartition(*p, offset) for p, offset in ends], asynchronous=False
-            )
-            wrong = next((each.error for each in answers if each.error is not None), None)
-        except KafkaException as error:
-            wrong = error.args[0]
-        self._unshown = ""
-        if wrong is not None:
-            found = failure(wrong, f"cannot commit offsets to the group {group!r}")
-            if wrong.code() in _HAS_MEMBERS:
-                self._unshown = (
-                    f"the group {group!r} has consumers of its own: give `group_id` a name that nobody else uses"
-                )
-            elif isinstance(found, RetryableError):
-                raise found
-            else:
-                self._unshown = found.message
+        topics = self._topics
+        ends = {place: offset for place, offset in end.places() if end.topics[place[0]].id == topics.ids.get(place[0])}
+        if self._group is not None and ends:
+            self._unshown = self._group.commit(ends)
 
     # -- how it is -----------------------------------------------------------------------------------------------
 

@@ -7,9 +7,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from confluent_kafka import TopicPartition
-
-from penstock.connectors.kafka.client import ANSWER_SECS, Cluster, Place, TopicInfo, consumer, errors, lost
+from penstock.connectors.kafka.client import Cluster, Place, TopicInfo, lost
 from penstock.connectors.kafka.position import Offsets
 from penstock.connectors.kafka.read import peek
 from penstock.errors import RetryableError
@@ -72,16 +70,6 @@ class Topics:
         starts, counts = ({place: pair[at] for place, pair in left.items()} for at in (0, 1))
         times = [message.timestamp()[1] for some in self.peek(starts, counts, 1).values() for message in some]
         return max(0.0, time.time() - min(times) / 1000) if times else 0.0
-
-    def committed(self, group: str, places: Mapping[Place, int]) -> dict[Place, int]:
-        """Where a consumer group is."""
-        reader = consumer(self._config, group_id=group)
-        try:
-            with errors(f"cannot ask for the offsets of the group {group!r}"):
-                found = reader.committed([TopicPartition(*place) for place in places], timeout=ANSWER_SECS)
-        finally:
-            reader.close()
-        return {(each.topic, each.partition): each.offset for each in found if each.offset >= 0}
 
     def require_all(self, start: Offsets) -> None:
         """Refuse to go on where a topic of the position is gone, or another one has its name."""

@@ -67,6 +67,7 @@ max_backoff_ms = 2000
 connector = "kafka"
 bootstrap_servers = "{bootstrap}"
 topics = ["events"]
+group_id = "soak-delta"
 [[schemas]]
 topic = "/events"
 schema_type = "json"
@@ -112,6 +113,7 @@ max_backoff_ms = 2000
 connector = "kafka"
 bootstrap_servers = "{bootstrap}"
 topics = ["^shop\\\\..*"]
+group_id = "soak-out"
 [[routes]]
 from = "shop.*"
 to = "/{{1}}"

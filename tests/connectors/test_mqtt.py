@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 from brokers import Certificates, Peer, numbered, peer
 from penstock.config import Secret
 from penstock.connectors.mqtt import Mqtt, MqttSink
-from penstock.connectors.mqtt.link import Arrived, require_known
+from penstock.connectors.mqtt.link import Arrived, Link, require_known
 from penstock.connectors.mqtt.received import Received
 from penstock.connectors.mqtt.sink import MqttSinkConfig
 from penstock.connectors.mqtt.source import MqttConfig
@@ -651,6 +652,24 @@ def test_an_attribute_that_no_property_can_hold_is_a_fault_of_its_row(
         sent(sink, pa.record_batch({"site": ["north", value, "ä😀"], "v": [1, 2, 3]}))
     assert caught.value.rows == [1]
     assert "attributes" in caught.value.hint
+
+
+def test_a_refusal_names_its_row_where_packet_ids_come_again(
+    monkeypatch: pytest.MonkeyPatch, broker: Mosquitto, topic: str
+) -> None:
+    ids = itertools.cycle(range(1, 11))
+    monkeypatch.setattr("penstock.connectors.mqtt.sink.IDS", 10)
+    monkeypatch.setattr(Link, "_mid_generate", lambda link: next(ids))
+    refusals = [b"\x40\x04\x00\x03\x90\x00"]  # the topic's name is invalid
+
+    def rule(to_broker: bool, packet: bytes) -> bool | bytes:
+        return refusals.pop() if packet[0] == 0x40 and packet[2:4] == b"\0\3" and refusals else True
+
+    with Way(broker.port, rule) as way:
+        sink = MqttSink(MqttSinkConfig(url=way.url, topic=topic, max_inflight=4))
+        with pytest.raises(DataError) as caught:
+            sent(sink, pa.record_batch({"id": list(range(25))}))
+    assert (caught.value.rows, caught.value.others_written) == ([2], True)
 
 
 def test_a_message_that_is_larger_than_the_broker_takes_is_a_fault_of_its_row(

@@ -22,6 +22,8 @@ from penstock.sink import Receipt, SinkConnector, SinkContext, Topic, WriteResul
 MOST_BYTES = 268_435_460
 """Of a packet of MQTT, names and properties included; a broker may take less."""
 MOST_TEXT_BYTES = 65_535
+IDS = 60_000
+"""So many messages have packet ids of their own: by them an answer is that of a row."""
 
 _NO_TEXT = "\\x00-\\x1f\\x7f-\\x{9f}\\x{fdd0}-\\x{fdef}" + "".join(
     f"\\x{{{plane:x}fffe}}\\x{{{plane:x}ffff}}" for plane in range(17)
@@ -90,7 +92,10 @@ class MqttSink(SinkConnector[MqttSinkConfig, Receipt]):
         ready = [(payload, self._sent(pairs)) for _, payload, pairs in messages.triples()]
         self._refuse_properties(ready)
         self._refuse_sizes(names, ready)
-        refused = self._publish(names, ready)
+        refused: dict[int, str] = {}
+        for start in range(0, len(ready), IDS):
+            found = self._publish(names.slice(start, IDS).to_pylist(), ready[start : start + IDS])
+            refused |= {start + row: why for row, why in found.items()}
         if refused:
             error = DataError(f"{self.config.url} refused {len(refused)} messages: {next(iter(refused.values()))}")
             error.rows, error.count, error.others_written = sorted(refused), len(refused), True
@@ -137,7 +142,7 @@ class MqttSink(SinkConnector[MqttSinkConfig, Receipt]):
         bad = pa.array([_packet_bytes(name, each, is_v5) > most for name, each in sizes])
         refuse_rows(bad, f"a message is larger than the {most:,} bytes that {self.config.url} takes")
 
-    def _publish(self, names: pa.Array, ready: Sequence[Ready]) -> dict[int, str]:
+    def _publish(self, names: Sequence[str], ready: Sequence[Ready]) -> dict[int, str]:
         """Send all; returns why the broker refused single messages, by row."""
         link, config = self._link, self.config
         assert link is not None
@@ -154,7 +159,7 @@ class MqttSink(SinkConnector[MqttSinkConfig, Receipt]):
         if link.failure is not None:
             raise link.failure
         rows: dict[int, int] = {}
-        for row, (name, (payload, pairs)) in enumerate(zip(names.to_pylist(), ready, strict=True)):
+        for row, (name, (payload, pairs)) in enumerate(zip(names, ready, strict=True)):
             window.enter()
             rows[link.publish(name, payload, config.qos, config.retain, _properties(pairs)).mid] = row
         window.settle()

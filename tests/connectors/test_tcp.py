@@ -207,17 +207,19 @@ def test_slow_and_silent_and_endless_clients_keep_nobody_else_waiting(serve: Cal
 def test_lines_that_are_begun_and_never_ended_are_bounded_together(
     serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.connectors.tcp._BEGUN_BYTES", 100_000)
-    source, sender = serve()
-    with dial(source) as one, dial(source) as other, dial(source) as good:
-        one.sendall(b"x" * 60_000)
-        wait_until(lambda: source._begun == 60_000, "the first one's beginning")
+    monkeypatch.setattr("penstock.connectors.tcp._BEGUN_BYTES", 1)
+    source, sender = serve(max_line_bytes=61_000)
+    with dial(source) as one, dial(source) as two, dial(source) as other, dial(source) as good:
+        for number, sock in enumerate((one, two), 1):
+            sock.sendall(b"x" * 60_000)
+            wait_until(lambda: source._begun == number * 60_000, "the beginnings of two")  # noqa: B023
         other.sendall(b"x" * 60_000)
         assert other.recv(1) == b""
         good.sendall(b"good\n")
         one.sendall(b"\n")
         wait_until(lambda: len(sender.kept) == 2, "the lines of both that are left")
-        assert source._begun == 0
+        two.close()
+        wait_until(lambda: source._begun == 0, "nothing to be left")
     assert sorted(map(len, sender.payloads)) == [4, 60_000]
 
 

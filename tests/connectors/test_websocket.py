@@ -192,8 +192,8 @@ def test_broken_frames_huge_messages_and_slow_clients_keep_nobody_else_waiting(r
 def test_messages_that_are_begun_and_never_ended_are_bounded_together(
     how: str, running: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(websocket, "_BEGUN_BYTES", 100_000)
-    source, sender, url = running()
+    monkeypatch.setattr(websocket, "_BEGUN_BYTES", 1)
+    source, sender, url = running(max_message_bytes=61_000)
 
     def begin(client: Any) -> None:
         if how == "a frame":  # of which the end is missing
@@ -201,15 +201,17 @@ def test_messages_that_are_begun_and_never_ended_are_bounded_together(
         else:
             client.socket.sendall(b"\x02\xff" + (60_000).to_bytes(8, "big") + bytes(4) + b"x" * 60_000)
 
-    with connect(url) as one, connect(url) as other, connect(url) as good:
-        begin(one)
-        wait_until(lambda: source._gate.begun >= 60_000, "the first one's beginning")
+    with connect(url) as one, connect(url) as two, connect(url) as other, connect(url) as good:
+        for number, client in enumerate((one, two), 1):
+            begin(client)
+            wait_until(lambda: source._gate.begun >= number * 60_000, "the beginnings of two")  # noqa: B023
         begin(other)
         with pytest.raises(ConnectionClosed):
             other.recv(timeout=60)
         good.send("good")
         one.socket.sendall(b"x" if how == "a frame" else b"\x80\x80" + bytes(4))
         wait_until(lambda: sender.count == 2, "the messages of both that are left")
+        two.socket.shutdown(socket.SHUT_RDWR)  # without a word
     wait_until(lambda: source._gate.begun == 0, "nothing to be left")
     assert source.metrics().errors_total == 1
     assert sorted(map(len, sender.rows["messages"])) in ([4, 60_000], [4, 60_001])

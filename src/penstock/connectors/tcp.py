@@ -221,7 +221,7 @@ class Tcp(StreamingSource[TcpConfig]):
             sender.send(batch, lambda: connection.is_durable(number))
             for each in self._connections.values():  # while the journal was full, it was we who did not listen
                 each.heard_at += time.monotonic() - began
-        is_too_much = bool(connection.rest) and self._begun > _BEGUN_BYTES
+        is_too_much = bool(connection.rest) and self._begun > max(_BEGUN_BYTES, 2 * self.config.max_line_bytes)
         if not raw or connection.is_too_long or is_too_much:
             if connection.rest:
                 self._cut += 1
@@ -229,7 +229,7 @@ class Tcp(StreamingSource[TcpConfig]):
                 if connection.is_too_long:
                     why = f"sent a line of over {self.config.max_line_bytes:,} bytes"
                 elif raw:
-                    why = f"began a line while {_BEGUN_BYTES:,} bytes of others wait for their ends"
+                    why = "began a line while many bytes of others wait for their ends"
                 logger.warning("%s: %s %s; that line is dropped", self.config.url, connection.peer, why)
             connection.sends_no_more = not raw
             if raw or not self.config.acknowledge:

@@ -110,7 +110,7 @@ class Websocket(StreamingSource[WebsocketConfig]):
     def __init__(self, config: WebsocketConfig) -> None:
         super().__init__(config)
         self._refused = self._connections = 0
-        self._gate = _Gate()
+        self._gate = _Gate(config)
         self._tls: ssl.SSLContext | None = None
         self.port = urlsplit(config.url).port or 0
         """The port that a server listens on, once it streams."""
@@ -222,7 +222,7 @@ class Websocket(StreamingSource[WebsocketConfig]):
             yield server
 
     async def _listen(self, sender: Sender) -> None:
-        self._gate = _Gate(sender)
+        self._gate = _Gate(self.config, sender)
         async with self._client() as connection:
             for text in self.config.subscribe:
                 await connection.send(text)
@@ -238,7 +238,7 @@ class Websocket(StreamingSource[WebsocketConfig]):
                 await reading
 
     async def _serve(self, sender: Sender) -> None:
-        self._gate = _Gate(sender)
+        self._gate = _Gate(self.config, sender)
         async with self._server(lambda connection: self._welcome(connection, sender)) as server:
             self.port = server.sockets[0].getsockname()[1]
             while not sender.stopped:
@@ -320,7 +320,7 @@ class _Gate:
     Up to the bound connections are read, so that pings are answered; then none is, and the senders feel it.
     """
 
-    def __init__(self, sender: Sender | None = None) -> None:
+    def __init__(self, config: WebsocketConfig, sender: Sender | None = None) -> None:
         self.open: set[_Counted] = set()
         """Connections that are read."""
         self.held = 0
@@ -334,6 +334,7 @@ class _Gate:
         """Bytes of messages that are not whole yet, of all connections."""
         self.ended = 0
         """Connections that were ended for what they had begun."""
+        self._most_begun = max(_BEGUN_BYTES, 2 * config.max_message_bytes)
         self._sender = sender
 
     def enter(self, connection: _Counted) -> None:
@@ -362,7 +363,7 @@ class _Gate:
         """So much of a message has come, and its rest has not."""
         self.begun += size - connection.begun
         connection.begun = size
-        if size and self.begun > _BEGUN_BYTES:
+        if size and self.begun > self._most_begun:
             self.ended += 1
             connection.transport.abort()
 

@@ -182,7 +182,8 @@ def test_properties_and_the_retained_flag_become_attributes(
 ) -> None:
     sender.publish(f"{topic}/kept", b"old", retain=True).wait_for_publish(60)
     running = subscribed("5")
-    sender.publish(f"{topic}/new", b"new", site="north", unit="C").wait_for_publish(60)
+    given = {"site": "north", "unit": "C", "mqtt.retained": "true", "mqtt.content_type": "text/plain"}
+    sender.publish(f"{topic}/new", b"new", **given).wait_for_publish(60)
     running.until(2)
     found = {each.record.payload: dict(each.record.attributes) for each in running.found}
     assert found == {b"old": {"mqtt.retained": "true"}, b"new": {"site": "north", "unit": "C"}}

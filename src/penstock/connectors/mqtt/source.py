@@ -369,10 +369,10 @@ def _envelope(message: Arrived) -> SourceEnvelope:
 
 
 def _attributes(properties: Properties) -> Iterator[tuple[str, str]]:
-    """User properties by their names; of a name that comes twice, the last value."""
+    """User properties by their names but for ours, which nobody else may claim; of a name that comes twice, the last value."""
     for name, own in (("ContentType", "content_type"), ("ResponseTopic", "response_topic")):
         if hasattr(properties, name):
             yield f"mqtt.{own}", getattr(properties, name)
     if hasattr(properties, "CorrelationData"):
         yield "mqtt.correlation_data", base64.b64encode(properties.CorrelationData).decode()
-    yield from getattr(properties, "UserProperty", ())
+    yield from (pair for pair in getattr(properties, "UserProperty", ()) if not pair[0].startswith("mqtt."))

@@ -498,6 +498,11 @@ class TestCheck:
         file.write_text(PIPELINE + '\n[[schemas]]\ntopic = "/orders"\nschema_type = "json"\n')
         assert "! [[schemas]] for /orders changes nothing: source 'generator' gives rows" in cli("check", file)[1]
 
+    def test_a_schema_for_a_topic_that_is_not_there_is_named_with_the_nearest(self, cli, file):
+        file.write_text(PIPELINE + '\n[[schemas]]\ntopic = "odrers"\nschema_type = "json"\n')
+        said = "! [[schemas]] for /odrers fits no topic that is there now; did you mean '/orders'?"
+        assert said in cli("check", file)[1]
+
     def test_a_source_that_listens_is_not_opened_beside_its_own_run(self, cli, file):
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))

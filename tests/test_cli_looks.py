@@ -389,6 +389,31 @@ def test_a_sample_is_read_decoded_and_routed_and_commits_nothing(cli: Any, messa
     assert [path for path in messages.parent.glob("lake/**/*") if path.is_file()] == []
 
 
+def test_a_sample_has_so_many_rows_of_each_of_many_streams(cli: Any, tmp_path: Path) -> None:
+    file = tmp_path / "pipeline.toml"
+    file.write_text(MINIMAL.replace('"generator"', '"generator"\nstreams = ["a", "b", "c"]\nrows = 100'))
+    taken = json.loads(cli("check", file, "--sample", "2", "--json")[1])["sample"]
+    assert [len(each["rows"]) for each in taken] == [2, 2, 2]
+
+
+def test_a_schema_that_nothing_can_be_decoded_with_is_its_own_fault_and_no_sinks(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text('{"type": "array"}')
+    (tmp_path / "broken.avsc").write_text("{")
+    file = tmp_path / "pipeline.toml"
+    entries = "".join(
+        f'[[schemas]]\ntopic = "/{kind}"\nschema_type = "{kind}"\nschema_file = "{name}"\n'
+        for kind, name in (("json_schema", "list.json"), ("avro", "broken.avsc"))
+    )
+    source = 'connector = "tcp"\nurl = "tcp://127.0.0.1:0"'
+    file.write_text(MINIMAL.replace('connector = "generator"', source) + entries)
+    found = json.loads(cli("check", file, "--json")[1])["findings"]
+    wrong = [(each["part"], each["what"][:40]) for each in found if not each["ok"]]
+    assert wrong == [
+        ("registry embedded", "avro: PEN-4031 the avro schema of avro i"),
+        ("schemas", "[[schemas]] for /json_schema: PEN-4000 t"),
+    ]
+
+
 def test_a_sample_of_a_file_with_a_bad_line_shows_the_good_ones(cli: Any, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"id": 1}\n{"id": broken\n{"id": 2}\n')
     file = tmp_path / "pipeline.toml"

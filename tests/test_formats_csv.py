@@ -155,6 +155,10 @@ class TestOptions:
         with pytest.raises(ValidationError):
             made(**options)
 
+    def test_a_delimiter_of_two_characters_is_refused_for_what_it_is(self):
+        with pytest.raises(ValidationError, match="should be one ASCII character"):
+            made(delimiter=";;")
+
 
 class TestEncoding:
     def test_values_are_quoted_where_they_must_be(self):

@@ -323,8 +323,9 @@ def test_a_cluster_that_is_away_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("penstock.connectors.kafka.client.ANSWER_SECS", 1.0)
     away = {"bootstrap_servers": "127.0.0.1:1"}
     for connector in (Kafka(KafkaConfig(topics=("t",), **away)), KafkaSink(KafkaSinkConfig(**away))):
-        with pytest.raises(RetryableError, match="PEN-2001 no broker"):
+        with pytest.raises(RetryableError, match="PEN-2001 no broker") as refused:
             connector.open()
+        assert refused.value.message.count("Connection refused") == 1
         connector.close()
 
 

@@ -15,7 +15,7 @@ from penstock.formats import WireSchema
 from penstock.schema.compatibility import Compatibility
 from penstock.schema.inference import infer_json_schema
 from penstock.schema.registry.embedded import Embedded, EmbeddedConfig
-from penstock.schema.registry.versions import ensure_registered
+from penstock.schema.registry.versions import Minimum, Pinned, ensure_registered
 from thorough import examples
 
 V1 = '{"type":"record","name":"Order","fields":[{"name":"id","type":"long"}]}'
@@ -92,6 +92,22 @@ def test_check_asks_for_what_a_run_would_need(run, registry, file):
     result = run("check", auto_register=False)
     assert result.exit_code == 1
     assert "PEN-1031" in result.output
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wrong"),
+    [
+        (Pinned(pinned=1), ""),
+        (Pinned(pinned=2), "'orders' has no version 2, and the file becomes version 1"),
+        (Minimum(minimum=2), "the file becomes version 1 of 'orders', and at least 2 is asked for"),
+    ],
+    ids=str,
+)
+def test_check_of_a_new_file_looks_at_the_version_that_is_asked_for(run, registry, file, strategy, wrong):
+    file.write_text(V1)
+    result = run("check", strategy=strategy)
+    assert wrong in result.output
+    assert result.exit_code == bool(wrong)
 
 
 def test_a_file_that_cannot_be_read_is_named(run, registry, file):

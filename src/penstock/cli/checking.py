@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import shutil
 import tempfile
@@ -23,6 +24,7 @@ from penstock.pipeline import Pipeline
 from penstock.pipeline.checks import stream_notices
 from penstock.runtime import readiness
 from penstock.runtime.job import is_plain
+from penstock.runtime.messages.codecs import Codecs
 from penstock.runtime.messages.foreseen import LETTERS, message_targets, misfits
 from penstock.schema import discover, is_envelope, key_of
 from penstock.sink import SinkConnector
@@ -91,7 +93,10 @@ def check(
             report.add(finding)
     schemas = list(_schemas(pipeline))
     if schemas:
-        report.connector("registry", pipeline.schemas.registry.type, None, schemas)
+        report.connector("registry", pipeline.schemas.registry.type, None, [finding for _, finding in schemas])
+    report.part = "schemas"
+    for finding in _unusable(pipeline, [subject for subject, finding in schemas if not finding.ok]):
+        report.add(finding)
     _routes(pipeline, streams, console)
     for notice in stream_notices(pipeline, streams):
         report.notice(notice)
@@ -291,16 +296,25 @@ def _keyless(name: str, sink: SinkConnector[Any, Any], streams: dict[str, Schema
                     yield Finding(False, f"PEN-4002 {what}", "set `key` in the sink to columns of the topic")
 
 
-def _schemas(pipeline: Pipeline) -> Iterator[Finding]:
-    """Whether a run could use the schemas of the topics; asks the registry, and registers nothing."""
+def _schemas(pipeline: Pipeline) -> Iterator[tuple[str, Finding]]:
+    """Whether a run could use the schemas of the topics, by subject; asks the registry, and registers nothing."""
     registry = pipeline.schemas.registry.make(pipeline.processing.state_dir)
     for entry in entries_of(pipeline.schemas):
         try:
-            yield Finding(True, f"{entry.subject}: {checked(registry, entry)}")
+            yield entry.subject, Finding(True, f"{entry.subject}: {checked(registry, entry)}")
         except ConnectorError as error:
             first, *rest = error.message.splitlines()  # a finding is one line
             what = " ".join([first, "; ".join(line.strip() for line in rest)]).rstrip()
-            yield Finding(False, f"{entry.subject}: {error.code} {what}", error.hint)
+            yield entry.subject, Finding(False, f"{entry.subject}: {error.code} {what}", error.hint)
+
+
+def _unusable(pipeline: Pipeline, known: Sequence[str]) -> Iterator[Finding]:
+    """Entries that no format can be made of; without those of the subjects `known`, which have a finding already."""
+    with contextlib.suppress(ConnectorError):  # where the registry does not say, that is a finding of its own
+        for each, error in Codecs(pipeline.schemas, pipeline.processing.state_dir).unusable():
+            if each.subject not in known:
+                what = f"[[schemas]] for {each.entry.topic}: {error.code} {error.message}"
+                yield Finding(False, what, error.hint)
 
 
 def _routes(pipeline: Pipeline, streams: dict[str, Schemas], console: Console) -> None:

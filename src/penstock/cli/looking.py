@@ -52,7 +52,10 @@ class Looks:
     def decoders(self) -> Decoders:
         """What a run would decode with; nothing where the registry does not say, which is a finding of its own."""
         with contextlib.suppress(ConnectorError):
-            return Codecs(self.pipeline.schemas, self.pipeline.processing.state_dir).decoders_unregistered()
+            codecs = Codecs(self.pipeline.schemas, self.pipeline.processing.state_dir)
+            made, unusable = codecs.decoders_unregistered(), [each for each, _ in codecs.unusable()]
+            usable = tuple(each for each in made.schemas.entries if each not in unusable)
+            return replace(made, schemas=replace(made.schemas, entries=usable))
         return Decoders()
 
     def take(self, name: str, source: SourceConnector[Any]) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from penstock.pipeline.schemas import TopicSchemas, read_schema_file
 from penstock.schema.compatibility import Compatibility
 from penstock.schema.inference import infer_json_schema
 from penstock.schema.registry import Registry
-from penstock.schema.registry.versions import VersionStrategy, choose, ensure_registered, review
+from penstock.schema.registry.versions import Minimum, Pinned, VersionStrategy, choose, ensure_registered, review
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,27 @@ def checked(registry: Registry, entry: SchemaFile) -> str:
         used = known if entry.strategy is None else choose(registry, entry.subject, entry.strategy)
         other = f"; version_strategy chooses version {used.version}" if used.version != known.version else ""
         return f"the file is version {known.version}, id {known.id}{other}"
-    return "the file is new, and fits" if registry.versions(entry.subject) else "the subject is new"
+    versions = registry.versions(entry.subject)
+    _require_version(entry, versions)
+    return "the file is new, and fits" if versions else "the subject is new"
+
+
+def _require_version(entry: SchemaFile, versions: Sequence[int]) -> None:
+    """Refuse a `version_strategy` that could not be followed once the file is the next version."""
+    new = max(versions, default=0) + 1
+    wanted = entry.strategy
+    if isinstance(wanted, Pinned) and wanted.pinned not in {*versions, new}:
+        raise ConfigError(
+            f"{entry.subject!r} has no version {wanted.pinned}, and the file becomes version {new}",
+            code="PEN-1031",
+            hint="choose a version that there is in version_strategy",
+        )
+    if isinstance(wanted, Minimum) and new < wanted.minimum:
+        raise ConfigError(
+            f"the file becomes version {new} of {entry.subject!r}, and at least {wanted.minimum} is asked for",
+            code="PEN-1031",
+            hint="lower `minimum` in version_strategy",
+        )
 
 
 def _registered(registry: Registry, entry: SchemaFile) -> str:

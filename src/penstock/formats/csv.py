@@ -23,7 +23,8 @@ from penstock.formats.json_text import text_bytes
 from penstock.schema.typenames import arrow_type
 
 _MAX_VALUES = 10_000
-_Character = Annotated[str, Field(pattern=r"^[\x01-\x09\x0b\x0c\x0e-\x7f]$")]
+_CHARACTER = r"^[\x01-\x09\x0b\x0c\x0e-\x7f]$"
+_Character = Annotated[str, Field(json_schema_extra={"pattern": _CHARACTER})]
 
 
 _USUAL: list[tuple[Callable[[pa.DataType], bool], str]] = [
@@ -47,6 +48,13 @@ class CsvConfig(Config):
 
     null: str = ""
     """The text that means null, unless it is in quotes."""
+
+    @field_validator("delimiter", "quote")
+    @classmethod
+    def _check_character(cls, text: str) -> str:
+        if re.fullmatch(_CHARACTER, text) is None:
+            raise ValueError("should be one ASCII character, and no line break")
+        return text
 
     @field_validator("columns")
     @classmethod

@@ -15,7 +15,7 @@ from penstock.capture import ChangeCapture
 from penstock.errors import ConfigError
 from penstock.pipeline import registry
 from penstock.pipeline.registry import Kind
-from penstock.pipeline.routing import Route, matches
+from penstock.pipeline.routing import DEAD_LETTERS, Route, matches
 from penstock.pipeline.toml import Where, without_password
 from penstock.schema import Readable, is_envelope
 from penstock.schema.evolution import EvolutionConfig
@@ -309,6 +309,7 @@ def stream_notices(pipeline: Pipeline, streams: Mapping[str, Iterable[str]]) -> 
         if not list(known) and not is_message_source:  # a message names its stream when it comes
             yield f"source {name!r} has no streams now, so no rows will come until it has one"
     yield from _unused_schemas(pipeline, streams)
+    yield from _unmatched_schemas(pipeline, streams)
     for route in pipeline.router.routes:
         known = [s for name, found in streams.items() if route.source in (None, name) for s in found]
         if known and not any(matches(route.stream, stream) for stream in known):
@@ -338,6 +339,22 @@ def _unused_schemas(pipeline: Pipeline, streams: Mapping[str, Iterable[str]]) ->
                         f"[[schemas]] for {target.topic} changes nothing: source {name!r} gives rows with columns, not messages, "
                         "and no sink of the topic sends messages"
                     )
+
+
+def _unmatched_schemas(pipeline: Pipeline, streams: Mapping[str, Iterable[str]]) -> Iterator[str]:
+    """Entries of [[schemas]] for a topic that no stream leads to, as far as the sources know their streams."""
+    if any(isinstance(each, PollingSource | StreamingSource) for each in pipeline.sources.values()):
+        return
+    topics = {DEAD_LETTERS}
+    for name, known in streams.items():
+        for stream in known:
+            with contextlib.suppress(ConfigError):  # a stream that has no place is a problem of its own
+                topics |= {target.topic for target in pipeline.router.targets(name, stream)}
+    for each in pipeline.schemas.entries if len(topics) > 1 else ():
+        if not any(each.takes(topic) for topic in topics):
+            near = nearest(each.entry.topic, topics)
+            guess = f"; did you mean {near!r}?" if near else ""
+            yield f"[[schemas]] for {each.entry.topic} fits no topic that is there now{guess}"
 
 
 def _target_of(sink: SinkConnector[Any, Any], name: str, topic: Topic) -> tuple[tuple[str, str], str]:

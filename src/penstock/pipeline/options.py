@@ -237,6 +237,11 @@ class SchemaEntry(Config):
     key: list[str] = Field(default=[], min_length=1)
     """Columns that identify a row, for sinks that update by key."""
 
+    @field_validator("topic")
+    @classmethod
+    def _with_slash(cls, topic: str) -> str:
+        return "/" + topic.lstrip("/")
+
     @field_validator("subject")
     @classmethod
     def _known_braces(cls, subject: str | None) -> str | None:

@@ -280,10 +280,16 @@ def show(tally: Tally, topic: Topic, code: str, rule: str, reason: str) -> None:
         tally.samples.append(Bad(tally.source, tally.stream, topic, code, rule, reason))
 
 
+def _at(batch: pa.RecordBatch, failures: Failures) -> str:
+    """Where the first of the failures is in its source, where that counts its messages; as `penstock dlq` shows it."""
+    offset = batch.column("offset")[int(failures.positions[0])].as_py()
+    return f" at {offset['partition']}@{offset['value']}" if offset else ""
+
+
 def _refusal(rows: Rows, failures: Failures) -> DataError:
     more = f" (and {len(failures) - 1:,} more of {rows.batch.num_rows:,})" if len(failures) > 1 else ""
     error = DataError(
-        f"a message of stream {rows.tally.stream!r} for topic {rows.target.topic} cannot be decoded: "
+        f"a message of stream {rows.tally.stream!r} for topic {rows.target.topic}{_at(rows.batch, failures)} cannot be decoded: "
         f"{failures.reasons[0]} ({failures.rules[0]}){more}",
         code="PEN-3001",
         hint='set on_error = "dead_letter" to keep such messages apart and go on, or "skip" to leave them out',

@@ -20,7 +20,7 @@ from penstock.runtime.job import Bad, Job, OnErrors, Part
 from penstock.runtime.journal.envelopes import by_stream, encode
 from penstock.runtime.messages.codecs import Codecs
 from penstock.runtime.reading import Reading
-from penstock.schema import is_envelope
+from penstock.schema import discover, is_envelope
 from penstock.sink import Epoch
 from penstock.source import (
     Note,
@@ -111,7 +111,7 @@ def _read(source: SourceConnector[Any], rows: int) -> Iterator[SourceBatch]:
 
 def _first_range(source: RangeSource[Any, Any], rows: int) -> Iterator[SourceBatch]:
     start = source.initial()
-    end = source.latest(start, ReadLimit(rows))
+    end = source.latest(start, ReadLimit(rows * max(1, len(discover(source)))))  # of all streams together
     reader = pickle.loads(pickle.dumps(source))  # as in a task
     try:
         reader.open(SourceContext(in_task=True))

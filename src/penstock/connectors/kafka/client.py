@@ -77,6 +77,14 @@ _REFUSED_CERTIFICATE = re.compile(r"SSL alert number (4[2-68]|116)\b")
 """TLS alerts about a certificate, which only the other side sends."""
 
 
+_TIMES = re.compile(r" \(after \d+ms in state \w+(?:, \d+ identical error\(s\) suppressed)?\)")
+
+
+def _without_times(told: str) -> str:
+    """What the client said, without what differs each time that it says so."""
+    return _TIMES.sub("", told)
+
+
 class ClusterConfig(Config):
     """What source and sink share."""
 
@@ -212,7 +220,10 @@ class Cluster:
                             hint="set `ssl.certificate.location` and `ssl.key.location` in `options` to one that they trust",
                         ) from None
                 if time.monotonic() > until:
-                    told = "; ".join(dict.fromkeys(each.str() for each in self._told)) or error.args[0].str()
+                    told = (
+                        "; ".join(dict.fromkeys(_without_times(each.str()) for each in self._told))
+                        or error.args[0].str()
+                    )
                     raise RetryableError(
                         f"no broker of {self._config.bootstrap_servers} answers: {told}",
                         code="PEN-2001",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
 import pyarrow as pa
 
-from penstock.errors import ConfigError, DataError
+from penstock.errors import ConfigError, ConnectorError, DataError
 from penstock.formats import Failed, WireSchema
 from penstock.formats.framing import WrongSubject
 from penstock.pipeline.schemas import TopicSchema, TopicSchemas
@@ -158,6 +158,15 @@ class Codecs:
             wire[each.place] = each.file or of_another or self._now(each)
         expected = {each.entry.expected_subject for each in self.schemas.entries}
         return Decoders(self.schemas, wire, {subject: Resolve(self._known, subject) for subject in expected}, {})
+
+    def unusable(self) -> Iterator[tuple[TopicSchema, ConnectorError]]:
+        """Entries that nothing could be decoded with, by the files as they are, each with the reason; for `penstock check`."""
+        made = self.decoders_unregistered()
+        for each in self.schemas.entries:
+            try:
+                make_format(each, made.wire, None).columns()
+            except ConnectorError as error:
+                yield each, error
 
     def versions_unregistered(self) -> dict[str, int | None]:
         """The versions that a run would use, as `decoders_unregistered`; None: a file that the registry does not have yet."""

@@ -267,6 +267,15 @@ def test_markers_of_shards_that_somebody_deleted_stop_the_sink(kafka: KafkaServe
         driver.commit_epoch(again, [stage(sink, again, rows(200))], END)
 
 
+@pytest.mark.parametrize(("options", "said"), [({"replication": 3}, True), ({"replication": 1}, False), ({}, False)])
+def test_check_says_when_there_are_fewer_brokers_than_replicas(
+    kafka: KafkaServer, options: dict[str, Any], said: bool
+) -> None:
+    findings = make_sink(kafka, fresh("replicas"), **options).check()
+    assert [each.ok for each in findings] == [True] * (1 + said)
+    assert ("3 replicas: the cluster has 1 broker" in findings[-1].what) == said
+
+
 def test_a_sink_says_how_its_cluster_is(kafka: KafkaServer) -> None:
     stem = fresh("health")
     with opened_sink(make_sink(kafka, stem, marker_topic=f"_{stem}")) as driver:

@@ -418,6 +418,12 @@ def test_lag_counts_what_is_there_and_not_planned(kafka: KafkaServer) -> None:
         assert source.check()[0].what == "1 topics with 1 partitions"
 
 
+def test_a_pattern_that_no_topic_fits_yet_is_no_fault(kafka: KafkaServer) -> None:
+    with opened_source(make_source(kafka, f"^{fresh('later')}.*")) as source:
+        assert [(each.ok, each.what) for each in source.check()] == [(True, "no topic matches yet")]
+        assert source.latest(source.initial(), ReadLimit()) == source.initial()
+
+
 # -- in bulk, and one by one -------------------------------------------------------------------------------------------
 
 

@@ -232,6 +232,11 @@ class Cluster:
                         else "is it running, and is the address reachable from here?",
                     ) from None
 
+    def brokers(self) -> int:
+        """How many there are."""
+        with errors("cannot list the brokers"):
+            return len(self.client.list_topics(timeout=ANSWER_SECS).brokers)
+
     def names(self) -> list[str]:
         """All topics."""
         with errors("cannot list the topics"):

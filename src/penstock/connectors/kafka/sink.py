@@ -206,7 +206,12 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
     def check(self) -> Sequence[Finding]:
         cluster = Cluster(self.config)
         cluster.connect()
-        return [Finding(True, f"the cluster at {self.config.bootstrap_servers} answers")]
+        findings = [Finding(True, f"the cluster at {self.config.bootstrap_servers} answers")]
+        brokers = cluster.brokers()
+        if self.config.create and self.config.replication > brokers:
+            what = f"topics cannot be made with {self.config.replication} replicas: the cluster has {brokers} broker(s)"
+            findings.append(Finding(True, what, "lower `replication` in the sink, or make the topics yourself"))
+        return findings
 
     def health_check(self) -> HealthStatus:
         if self._cluster is None or self._publisher is None:

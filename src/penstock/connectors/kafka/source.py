@@ -150,7 +150,7 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
             findings.append(Finding(True, f"{len(found)} topics with {count} partitions"))
         elif not missing:
             findings.append(
-                Finding(False, "no topic matches yet", "correct `topics`, or wait until the topics are made")
+                Finding(True, "no topic matches yet", "correct `topics`, unless the topics are still to be made")
             )
         return findings
 

@@ -91,12 +91,7 @@ def check(
         report.part = "cluster"
         for finding in on_cluster(pipeline, master, Path(scratch, "spark.log")):
             report.add(finding)
-    schemas = list(_schemas(pipeline))
-    if schemas:
-        report.connector("registry", pipeline.schemas.registry.type, None, [finding for _, finding in schemas])
-    report.part = "schemas"
-    for finding in _unusable(pipeline, [subject for subject, finding in schemas if not finding.ok]):
-        report.add(finding)
+    _schemas(pipeline, report)
     _routes(pipeline, streams, console)
     for notice in stream_notices(pipeline, streams):
         report.notice(notice)
@@ -296,7 +291,17 @@ def _keyless(name: str, sink: SinkConnector[Any, Any], streams: dict[str, Schema
                     yield Finding(False, f"PEN-4002 {what}", "set `key` in the sink to columns of the topic")
 
 
-def _schemas(pipeline: Pipeline) -> Iterator[tuple[str, Finding]]:
+def _schemas(pipeline: Pipeline, report: _Report) -> None:
+    """What is wrong with the schemas of the topics: by the registry, and as what messages are decoded with."""
+    found = list(_versions(pipeline))
+    if found:
+        report.connector("registry", pipeline.schemas.registry.type, None, [finding for _, finding in found])
+    report.part = "schemas"
+    for finding in _unusable(pipeline, [subject for subject, finding in found if not finding.ok]):
+        report.add(finding)
+
+
+def _versions(pipeline: Pipeline) -> Iterator[tuple[str, Finding]]:
     """Whether a run could use the schemas of the topics, by subject; asks the registry, and registers nothing."""
     registry = pipeline.schemas.registry.make(pipeline.processing.state_dir)
     for entry in entries_of(pipeline.schemas):

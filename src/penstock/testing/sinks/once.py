@@ -155,6 +155,19 @@ class OnceLaws:
         assert ids_of(visible) == list(range(10, 30))
 
     @needs("exactly_once")
+    def test_an_epoch_of_the_same_number_and_other_ranges_is_fenced(self, sink: Sink, visible: Visible) -> None:
+        """Two runs on copies of one state directory reach one number with other ends: the first to commit wins."""
+        began = {"kit": {"index": 0}}
+        first, second = (epoch_of(1, start=began, end={"kit": {"index": index}}) for index in (END["kit"]["index"], 9))
+        late = [stage(sink, second, rows(90))]
+        receipts = [stage(sink, first, rows(0))]
+        commit(sink, first, receipts)
+        with opened_sink(sink) as opened:
+            _must_be_refused(opened, second, late)
+        commit(sink, first, receipts)  # the same epoch once more
+        assert ids_of(visible) == list(range(10))
+
+    @needs("exactly_once")
     def test_another_incarnation_is_fenced_unless_it_adopts_the_marker(self, sink: Sink, visible: Visible) -> None:
         commit(sink, epoch_of(500), [stage(sink, epoch_of(500), rows(0))])
         stranger = epoch_of(1, "two")

@@ -17,7 +17,7 @@ from penstock import store
 from penstock.changes.keys import Equality, Ints, Mask
 from penstock.connectors.delta.table import Table
 from penstock.connectors.delta.vectors import Vector, positions_of
-from penstock.connectors.lake.changed import runs
+from penstock.connectors.lake.changed import read_groups, runs
 from penstock.connectors.lake.partitions import partition_text
 from penstock.connectors.lake.staging import StagedFile
 from penstock.errors import FatalError
@@ -120,7 +120,7 @@ class TableFile(BaseModel):
             for place, groups in enumerate(runs(parquet.metadata)):
                 count = sum(parquet.metadata.row_group(i).num_rows for i in groups)
                 if is_wanted(place, first, first + count):
-                    rows = parquet.read_row_groups(groups, columns=there)
+                    rows = read_groups(parquet, groups, there)
                     columns = [self._column(each, rows, count) for each in wanted]
                     yield first, pa.Table.from_arrays(columns, schema=wanted)
                 first += count

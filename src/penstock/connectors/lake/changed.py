@@ -26,6 +26,10 @@ SMALL_BYTES, SMALL_FILES = 1 << 20, 16
 """Of a file in an object store that is read in one request, and how many such files are kept: plan and commit read each."""
 
 
+ALONE_BYTES = 1 << 20
+"""Up to so many bytes of a file are read without threads."""
+
+
 def changes_of(target: Place, pipeline: str) -> Place:
     """Where the changes of a pipeline are until they are applied."""
     return target / HIDDEN / quote(pipeline, safe="") / "changes"
@@ -66,7 +70,7 @@ class StagedChanges:
             there = [name for name in columns if name in parquet.schema_arrow.names]
             groups = list(runs(self._metadata))
             for place in range(len(groups)) if pieces is None else pieces:
-                yield self.stored(parquet.read_row_groups(groups[place], columns=there)).select(list(columns))
+                yield self.stored(read_groups(parquet, groups[place], there)).select(list(columns))
 
     def _names(self, names: Sequence[str]) -> list[str]:
         return [name for name in names if self.only is None or name in self.only]
@@ -103,6 +107,12 @@ def as_stored(rows: pa.Table, schema: pa.Schema, gone: Iterable[str]) -> pa.Tabl
         if name not in rows.column_names and name in schema.names:
             rows = rows.append_column(name, pa.nulls(rows.num_rows, schema.field(name).type))
     return rows
+
+
+def read_groups(parquet: pq.ParquetFile, groups: Sequence[int], columns: Sequence[str]) -> pa.Table:
+    """Some row groups of a file; little is read without threads, which take longer to wake than it takes to read."""
+    size = sum(parquet.metadata.row_group(place).total_byte_size for place in groups)
+    return parquet.read_row_groups(list(groups), columns=list(columns), use_threads=size > ALONE_BYTES)
 
 
 def runs(metadata: pq.FileMetaData) -> Iterator[list[int]]:

@@ -260,6 +260,27 @@ def test_values_of_postgres_are_those_of_its_log(server, tmp_path):
         opened.close()
 
 
+def test_a_value_without_a_place_comes_with_a_way_out_that_is_open(server, tmp_path):
+    with psycopg.connect(server.dsn, autocommit=True) as connection:
+        outside = Outside(server.dsn, connection)
+        outside.run("DROP TABLE orders", "CREATE TABLE orders (id int PRIMARY KEY, xs int[], updated_at int)")
+        outside.run("INSERT INTO orders VALUES (1, '[0:1]={7,8}', 1)")
+        opened = outside.capture(tmp_path / "state")
+        opened.open()
+        with pytest.raises(DataError, match="subscripts do not start at 1") as raised:
+            take(opened)
+        opened.close()
+        assert 'SELECT …, "xs"::text AS "xs"' in raised.value.hint
+        assert "text_columns" not in raised.value.hint, "which this source does not have"
+        outside.run('CREATE VIEW texts AS SELECT id, updated_at, "xs"::text AS "xs" FROM orders')
+        opened = outside.capture(tmp_path / "other", tables=["texts"])
+        opened.open()
+        found = [change.event.row["xs"] for change in take(opened)]
+        opened.close()
+        outside.run("DROP VIEW texts")
+        assert found == ["[0:1]={7,8}"]
+
+
 def test_sqlite_values_keep_their_declared_types(sqlite, tmp_path):
     sqlite.run(
         "DROP TABLE orders",
@@ -336,7 +357,7 @@ def test_a_connection_that_broke_is_made_again(server, tmp_path):
         opened.close()
 
 
-def test_a_drain_waits_for_the_rows_that_have_yet_to_settle(sqlite, tmp_path):
+def test_a_drain_waits_for_the_rows_that_have_yet_to_settle(sqlite, tmp_path, caplog):
     sqlite.put((1, "a", 10), (2, "b", 20))
     pipeline = Pipeline(
         "polled",
@@ -347,6 +368,7 @@ def test_a_drain_waits_for_the_rows_that_have_yet_to_settle(sqlite, tmp_path):
     )
     supervisor.run(pipeline, ForkEngine(1), drain=True)
     assert sorted(read_published(tmp_path / "lake" / "orders")["id"].to_pylist()) == [1, 2]
+    assert "has no streams" not in caplog.text, "they are in the database, though none of their rows was journaled yet"
 
 
 def test_it_has_caught_up_once_what_was_there_then_is_handed_over_though_more_keeps_coming(sqlite, monkeypatch):

@@ -327,7 +327,7 @@ class _Supervisor:
             pairs.add((self.messages.letters, letters.TOPIC))
         decoders = self.messages.decoders_now(state.newest)
         known = self._placed({name: discover(source) for name, source in self._own_ranges()}, state)
-        for notice in stream_notices(self.pipeline, known):
+        for notice in stream_notices(self.pipeline, {**known, **self._captured()}):
             self.telemetry.message("warning", notice)
         sources, sinks = self.pipeline.sources, self.pipeline.sinks
         versions = state.newest.versions if state.newest else {}
@@ -351,6 +351,11 @@ class _Supervisor:
         with self.telemetry.waits.until("what the targets hold to be compared"):
             loop.start(sorted(pairs), self.lost_state)
         return loop
+
+    def _captured(self) -> dict[str, Schemas]:
+        """The streams of captures by their own word: a journal knows only those of which rows came."""
+        captures = {name: each for name, each in self.pipeline.sources.items() if isinstance(each, ChangeCapture)}
+        return {name: capture.schema() for name, capture in captures.items()}
 
     def _placed(self, known: dict[str, Schemas], state: State) -> dict[str, Schemas]:
         """Refuse streams without a place of their own; a table that came after the first start is set aside in its epoch."""

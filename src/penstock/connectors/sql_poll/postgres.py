@@ -16,7 +16,7 @@ from penstock.connectors.postgresql.config import NOTICED
 from penstock.connectors.postgresql.types import SESSION, Column, TypeCatalog, parse_text, select_text, table_schema
 from penstock.connectors.sql_poll.database import Found, Table, quoted, sql_name
 from penstock.durable import Json
-from penstock.errors import ConfigError, FatalError, RetryableError
+from penstock.errors import ConfigError, DataError, FatalError, RetryableError
 
 _COLUMNS = """
     SELECT a.attname::text, a.atttypid::int8, a.atttypmod FROM pg_attribute a
@@ -87,7 +87,12 @@ class Postgres:
 
     def _parsed(self, column: Column, texts: Sequence[str | None]) -> list[Any]:
         text = pa.array(texts, pa.string())
-        return _values(parse_text(text, column.type_oid, column.typmod, self._catalog, name=column.name))
+        try:
+            return _values(parse_text(text, column.type_oid, column.typmod, self._catalog, name=column.name))
+        except DataError as error:
+            name = quoted(column.name)
+            hint = f"name a view in `tables` that gives the column as text: CREATE VIEW … AS SELECT …, {name}::text AS {name}"
+            raise DataError(error.message, code=error.code, hint=hint) from error
 
     def one(self, table: Table, statement: str, values: Sequence[Json]) -> Any:
         with _errors(f"cannot read {table.stream}"):

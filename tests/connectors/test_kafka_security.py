@@ -326,6 +326,7 @@ def test_a_cluster_that_is_away_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(RetryableError, match="PEN-2001 no broker") as refused:
             connector.open()
         assert refused.value.message.count("Connection refused") == 1
+        assert "`security.protocol` in `options`" in refused.value.hint
         connector.close()
 
 

@@ -229,7 +229,7 @@ class Cluster:
                         code="PEN-2001",
                         hint="does `security.protocol` in `options` fit the listener of this address?"
                         if "SSL" in told
-                        else "is it running, and is the address reachable from here?",
+                        else "is it running and reachable from here, and does `security.protocol` in `options` fit its listener?",
                     ) from None
 
     def brokers(self) -> int:

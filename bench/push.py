@@ -26,11 +26,11 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 from deltalake import DeltaTable
-from measure import ROOT, Bench, environment
+from measure import ROOT, Bench
 
 from penstock.runtime.journal import Journal
 from penstock.source import SourceBatch
-from penstock.testing.mosquitto import Mosquitto, free_port
+from penstock.testing.mosquitto import Mosquitto
 
 MODULES = Path(__file__).parent / "modules"
 REQUESTS = int(os.environ.get("BENCH_REQUESTS", 60_000))
@@ -40,7 +40,6 @@ LINES = 1000
 """Events in a request of NDJSON."""
 APPEND_BYTES = int(os.environ.get("BENCH_BYTES", 512 << 20))
 MESSAGES = int(os.environ.get("BENCH_MESSAGES", 150_000))
-PEERS = ("granian==2.8.7", "starlette==0.50.0", "uvicorn[standard]==0.38.0")
 WINDOW = 1000
 """Messages that the broker may have under way to a subscriber, ours and the bare one."""
 STEADY_SECS = int(os.environ.get("BENCH_STEADY_SECS", 20))
@@ -69,23 +68,6 @@ def server(kind: str, directory: Path) -> Iterator[tuple[int, psutil.Process]]:
         process.wait()
 
 
-@contextlib.contextmanager
-def peer(kind: str, python: Path) -> Iterator[tuple[int, psutil.Process]]:
-    """Another server that takes the same requests, without a journal."""
-    port = free_port()
-    command = [str(python), "webhook_peer.py", kind, str(port)]
-    process = psutil.Popen(command, cwd=MODULES)
-    until = time.monotonic() + 60
-    try:
-        while not process.net_connections() and not any(c.net_connections() for c in process.children(recursive=True)):
-            assert time.monotonic() < until, f"{kind} does not answer"
-            time.sleep(0.05)
-        yield port, process
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
 def load(port: int, requests: int, events: int, connections: int = CONNECTIONS) -> float:
     """The seconds that so many requests took."""
     command = [sys.executable, str(MODULES / "webhook_load.py"), *map(str, (port, requests, connections, events))]
@@ -103,30 +85,6 @@ def loaded(port: int, process: psutil.Process, requests: int, events: int, conne
     before = _cpu(process)
     seconds = load(port, requests, events, connections)
     return requests / seconds, (_cpu(process) - before) / requests
-
-
-def servers(bench: Bench) -> None:
-    """Why the server is our own: the same requests to others, which do no more than read and answer."""
-    python = environment("push", *PEERS) / "bin" / "python"
-    best: dict[str, tuple[float, float]] = {}
-    for _ in range(TURNS):
-        for kind in ("bare", "granian", "uvicorn"):
-            if kind == "bare":
-                found = measured(kind, REQUESTS // 3, 1)
-            else:
-                with peer(kind, python) as (port, process):
-                    found = loaded(port, process, REQUESTS // 3, 1, CONNECTIONS)
-            best[kind] = max(best.get(kind, found), found)
-    names = {
-        "bare": "ours, without its journal",
-        "granian": "granian, bare ASGI",
-        "uvicorn": "starlette on uvicorn, httptools and uvloop",
-    }
-    for kind, name in names.items():
-        rate, cpu = best[kind]
-        bench.row(f"the same requests to {name}", f"{rate:,.0f} requests/s", f"{cpu * 1e6:.0f} µs of CPU a request")
-    for kind in ("granian", "uvicorn"):
-        bench.claim(f"webhook_cpu_vs_{kind}", best["bare"][1] / best[kind][1], "<=", 1)
 
 
 def webhook(bench: Bench) -> None:
@@ -422,7 +380,6 @@ def _quiet_api() -> Iterator[str]:
 
 PARTS: dict[str, Callable[[Bench], None]] = {
     "webhook": webhook,
-    "servers": servers,
     "append": append,
     "mqtt": mqtt,
     "idle": idle,

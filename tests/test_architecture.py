@@ -37,7 +37,7 @@ PLANES = [
     {"cli", "testing", "reference", "__main__"},
 ]
 
-SHARED = {"http_client", "postgresql", "lake", "upsert", "messages"}
+SHARED = {"http_client", "postgresql", "lake", "upsert", "messages", "sockets"}
 """Rooms under `connectors/` that several connectors share."""
 
 ALLOWED = {("penstock.pipeline", f"penstock.{plane}") for plane in ("runtime", "spark", "web")}

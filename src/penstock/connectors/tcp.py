@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from pydantic import PositiveFloat, PositiveInt, field_validator
 
 from penstock.config import Config
+from penstock.connectors.sockets import allow_connections
 from penstock.errors import FatalError, RetryableError
 from penstock.source import (
     ConnectorMetrics,
@@ -147,6 +148,7 @@ class Tcp(StreamingSource[TcpConfig]):
         with selectors.DefaultSelector() as selector, _Bell() as bell:
             selector.register(bell.listener, selectors.EVENT_READ)
             if self._listener is not None:
+                allow_connections(self.config.max_connections)
                 selector.register(self._listener, selectors.EVENT_READ)
             else:
                 self._add(selector, self._connect(), bell)

@@ -20,6 +20,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from websockets.frames import DATA_OPCODES, Frame
 
 from penstock.config import Config, Secret
+from penstock.connectors.sockets import allow_connections
 from penstock.errors import ConfigError, FatalError, RetryableError
 from penstock.source import (
     ConnectorMetrics,
@@ -238,6 +239,7 @@ class Websocket(StreamingSource[WebsocketConfig]):
                 await reading
 
     async def _serve(self, sender: Sender) -> None:
+        allow_connections(self.config.max_connections)
         self._gate = _Gate(self.config, sender)
         async with self._server(lambda connection: self._welcome(connection, sender)) as server:
             self.port = server.sockets[0].getsockname()[1]

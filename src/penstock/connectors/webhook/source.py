@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
 import socket
 import ssl
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from penstock.connectors.sockets import allow_connections
 from penstock.connectors.webhook.auth import guard
 from penstock.connectors.webhook.bodies import cut, cut_by, inflate
 from penstock.connectors.webhook.config import Tls, WebhookConfig
@@ -142,7 +142,7 @@ class Serving:
 
     async def serve(self, listening: socket.socket, tls: ssl.SSLContext | None) -> None:
         """Until the sender is stopped and every answer that is due is sent."""
-        _allow_connections(self._config.max_connections)
+        allow_connections(self._config.max_connections)
         config, server = self._config, self._server
         handshake = config.header_timeout_secs if tls is not None else None
         own = listening.dup()  # the loop closes what it is given, and the source may serve again
@@ -366,13 +366,3 @@ def _tls(tls: Tls) -> ssl.SSLContext:
             hint="cert_file, key_file and client_ca_file are PEM files; the key must be the certificate's",
         ) from error
     return context
-
-
-def _allow_connections(count: int) -> None:
-    """Raise this process's own limit of open files, as far as it may."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + 1024
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))

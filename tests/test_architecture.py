@@ -16,6 +16,7 @@ PLANES = [
     {
         "abilities",
         "errors",
+        "remedies",
         "config",
         "durable",
         "store",

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from penstock.cli import main, running, show, states
-from penstock.cli.terminal import Terminal, json_text, listing
+from penstock.cli.terminal import Terminal, json_text, listing, show_rows
 from penstock.cli.view import closing, panel
 from penstock.connectors.delta import Delta, DeltaConfig
 from penstock.errors import FatalError, RetryableError
@@ -212,11 +214,32 @@ def test_the_view_shows_copies_with_their_end_and_letters_by_code() -> None:
     assert "lag 12.3 MB" in text
     assert "copying" in text
     assert "25%" in text
-    assert "███░░░░░░░░░ ends in 0:00:30" in text
+    assert "██░░░░░░ 0:00:30 left" in text
     assert "PEN-3001 2" in text
     assert "/s · epoch 1" in text
     telemetry.lag("database", 1234, "rows")
     assert "lag 1,234 rows" in text_of(panel(telemetry.status(), 110), 110)
+
+
+@pytest.mark.parametrize("width", [40, 60, 72, 80, 100, 200])
+def test_a_terminal_of_any_width_cuts_no_number_of_the_view(width: int) -> None:
+    now = [100.0]
+    telemetry = Telemetry("x", sources=["generator"], sinks=["out"], clock=lambda: now[0])
+    seeding = TableState("seeding", rows=0, estimate=400_000_000, copy=1)
+    name = "public.a_table_with_a_rather_long_name"
+    telemetry.tables("generator", {name: seeding})
+    now[0] += 10
+    telemetry.tables("generator", {name: replace(seeding, rows=100_000_000)})
+    letters = {"letters": {"/orders": 2}, "codes": {"PEN-3001": 1234}, "oldest": {"generator": time.time()}}
+    telemetry.epoch(replace(report(1, rows=123_456_789), **letters))
+    lines = text_of(panel(telemetry.status(), width), width).splitlines()
+    assert max(map(len, lines)) <= width
+    for label in ("in ", "out ", "source ", "sink "):
+        assert any(line.startswith(f"│ {label}") and "123,456,789" in line for line in lines), label
+    assert any("copying" in line and "100,000,000" in line for line in lines)
+    assert any(line.startswith("│ dead letters") for line in lines)
+    assert any(" s " in line for line in lines if line.startswith("│ visible"))
+    assert width < 72 or any("0:00:30 left" in line for line in lines)
 
 
 def test_the_view_of_what_has_ended_shows_what_it_did_on_average() -> None:
@@ -484,7 +507,29 @@ def test_everything_to_fix_is_in_one_table_with_a_fix_for_each(
     assert code == 1
     assert "what to do" in table
     assert "source db" in table
-    assert "docs/errors.md" in table, "a finding without a fix of its own still has one"
+    assert "check that it runs, its address" in table, "a finding without a fix of its own still has one"
+
+
+def test_nothing_of_a_name_is_taken_for_markup() -> None:
+    for width in (40, 100):
+        out = io.StringIO()
+        row = ("timestamp[us, tz=UTC]", "[red]a[/red]", ":warning:")
+        listing(Terminal(file=out, width=width), ("price[eur]", ":smile:", "c"), [row])
+        assert all(each in out.getvalue() for each in ("price[eur]", ":smile:", *row))
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+def test_rows_that_have_no_room_beside_each_other_stand_below_each_other(width: int) -> None:
+    names = [f"column_{number}" for number in range(8)]
+    rows = [[Text(f"value {row}.{number}") for number in range(8)] for row in range(3)]
+    out = io.StringIO()
+    show_rows(names, rows, Terminal(file=out, width=width))
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    assert all(text.count(name) == (1 if width == 200 else 3) for name in names)
+    assert all(text.count(f"value {row}.{number}") == 1 for row in range(3) for number in range(8))
+    show_rows(names, [], Terminal(file=out, width=width))
 
 
 def test_tables_in_a_narrow_terminal_keep_their_names_and_reasons_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -306,7 +306,17 @@ def test_charts_show_as_much_time_as_is_asked_for(page: Any, running: Running) -
         script(page, choose, hours)
         shown = lambda: tuple(peak in text(page, "rates") for peak in ("100.0k", "200.0k"))  # noqa: E731
         until(lambda shown=shown, peaks=peaks: shown()[1] == peaks[1] and (peaks[1] or shown()[0] == peaks[0]))
+    lines = script(page, "return document.querySelector('#panel-rates path.one').getAttribute('d')")
+    assert lines.count("M") >= 3, "no line is drawn through the hours in which nothing ran"
     script(page, "localStorage.removeItem('hours')")
+
+
+def test_a_page_that_stays_open_keeps_one_sample_of_each_minute(page: Any) -> None:
+    samples = lambda: script(page, "return history_.fine.length")  # noqa: E731
+    before = samples()
+    until(lambda: samples() > before + 8)
+    twice = "const m = history_.coarse.map((row) => Math.floor(row[0] / 60)); return m.length - new Set(m).size"
+    assert script(page, twice) == 0
 
 
 def test_a_phone_has_no_sideways_scroll_and_can_be_read(page: Any, running: Running) -> None:
@@ -331,6 +341,9 @@ def test_a_code_leads_to_its_meaning_and_back(page: Any) -> None:
     until(lambda: "PEN-5012" in text(page, "errors"))
     script(page, "document.querySelector('#panel-errors a').click()")
     until(lambda: "an unexpected failure" in script(page, "return document.getElementById('main').innerText"))
+    shown = script(page, "return document.querySelector('tr.warn').innerText")
+    assert "stops" in shown
+    assert "run it again with --verbose" in shown, "what to do about it"
     script(page, "history.back()")
     until(lambda: script(page, "return document.querySelectorAll('.panel').length") == len(PANELS))
 
@@ -438,6 +451,8 @@ def many(tmp_path: Path) -> Iterator[str]:
         schemas=lambda: {f"/{LONG}{n}": {HOSTILE: "int64", "id": "string"} for n in range(200)},
     )
     telemetry.state(f"sink:{LONG}sink", HealthStatus.healthy())
+    telemetry.counters[f"source:{source}"] = lambda: ConnectorMetrics(custom=SLOT)
+    telemetry.ports = [{"address": "127.0.0.1", "port": 8601, "program": "python"}]
     tables = {f"public.{LONG}{n}": TableState("active", rows=n) for n in range(200)}
     why = {"code": "PEN-4001", "error": HOSTILE, "hint": HOSTILE}
     telemetry.tables(f"{LONG}source", {**tables, HOSTILE: TableState("failed", **why)})
@@ -474,7 +489,10 @@ def test_what_has_failed_shows_why_and_no_rates_or_good_health(browser: Any, man
     browser.get(many)
     until(lambda: script(browser, "return document.querySelectorAll('.panel').length") == len(PANELS))
     assert HOSTILE in script(browser, "return document.getElementById('problems').innerText")
-    assert script(browser, "return document.querySelectorAll('#panel-flow .good').length") == 0
+    assert script(browser, "return document.querySelectorAll('#panel-flow .good, #panel-slots .good').length") == 0
+    assert "was reserved" in text(browser, "slots")
+    assert "No open port is known" in text(browser, "about")
+    assert script(browser, "return document.getElementById('unlock').hidden"), "there is no token that could unlock it"
     rates = script(
         browser, "return [...document.querySelectorAll('#panel-flow text:not(.name)')].map((e) => e.textContent)"
     )

@@ -3,23 +3,66 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+from base64 import b64encode
 from collections.abc import Callable
 from decimal import Decimal
+from urllib.parse import quote, quote_plus, unquote_plus
 
+import httpx
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.json
 import pytest
 
 from penstock.connectors.files import Files, FilesConfig
-from penstock.errors import DataError, reason_of
+from penstock.errors import ConnectorError, DataError, keep_credentials, keep_secret, reason_of
 from penstock.source import ReadLimit, SourceContext
 
 
 def csv(text: str, kind: pa.DataType) -> object:
     options = pyarrow.csv.ConvertOptions(column_types={"v": kind})
     return pyarrow.csv.read_csv(io.BytesIO(text.encode()), convert_options=options)
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.errors._secrets", set())
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_secret_is_left_out_in_every_form_in_which_it_travels() -> None:
+    secret = 'p@ss w"ord+1/é'
+    keep_secret(secret)
+    keep_credentials("me", secret)
+    in_an_address = f"https://host/items?key={quote(secret)}&k={quote(secret, safe='')}&w={quote_plus(secret)}"
+    in_a_header = f"Authorization: {httpx_basic('me', secret)}"
+    for text in (
+        f"no {secret}",
+        in_an_address,
+        in_a_header,
+        json.dumps({"said": secret}),
+        json.dumps([secret], ensure_ascii=False),
+    ):
+        shown = ConnectorError(text, hint=text)
+        for said in (shown.message, shown.hint):
+            assert "…" in said
+            assert "p@ss" not in unquote_plus(said)
+            assert "ord+1" not in said
+            assert b64encode(f"me:{secret}".encode()).decode() not in said
+
+
+def httpx_basic(user: str, password: str) -> str:
+    request = next(httpx.BasicAuth(user, password).auth_flow(httpx.Request("GET", "http://host")))
+    return request.headers["Authorization"]
+
+
+@pytest.mark.usefixtures("kept")
+def test_of_secrets_of_which_one_begins_with_another_nothing_is_left() -> None:
+    for number in range(20):
+        keep_secret("walrus" * (number + 1))
+    assert ConnectorError(f"no {'walrus' * 20}").message == "no …"
 
 
 REFUSED: dict[str, Callable[[], object]] = {

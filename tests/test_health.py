@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import urllib.error
@@ -71,6 +72,17 @@ class Counting(RangeSource[NoOptions, Next]):
 
     def read(self, split: tuple[int, int]) -> Iterator[SourceBatch]:
         yield SourceBatch(pa.record_batch([pa.array(range(*split), pa.int64())], names=["row"]), stream="rows")
+
+
+class Dropped(Counting):
+    """Behind a firewall that drops packets: nothing is refused, each try takes as long as a connection may."""
+
+    asked, answers = threading.Event(), threading.Event()
+
+    def health_check(self) -> HealthStatus:
+        self.asked.set()
+        assert self.answers.wait(60)
+        raise RetryableError("connection timeout expired")
 
 
 class Pouring(PollingSource[NoOptions]):
@@ -209,6 +221,18 @@ def test_a_dead_source(tmp_path: Path) -> None:
     source = Counting()
     with running(source, tmp_path) as ask:
         breaks_and_recovers(ask, lambda broken: setattr(source, "away", broken), "the database is away")
+
+
+def test_a_source_that_runs_into_a_timeout_has_been_failing_since_it_was_asked(tmp_path: Path) -> None:
+    with running(Dropped(), tmp_path) as ask:
+        until(lambda: ask("/healthz")[0] != 0)
+        assert Dropped.asked.wait(60)
+        began = time.monotonic()
+        until(lambda: time.monotonic() - began > 0.5)
+        Dropped.answers.set()
+        part = lambda: json.loads(ask("/api/status")[1])["sources"]["orders"]  # noqa: E731
+        until(lambda: part()["failing_secs"])
+        assert part()["failing_secs"] >= 0.5
 
 
 def test_a_stuck_epoch(tmp_path: Path) -> None:

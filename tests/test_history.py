@@ -91,6 +91,17 @@ def test_samples_hold_what_came_since_the_one_before_and_minutes_add_them_up(tmp
     assert [(values[1], values[7]) for values in coarse] == [(60, 5.0)]
 
 
+def test_of_what_ended_the_hours_before_its_end_are_shown_and_no_earlier_ones(tmp_path: Path) -> None:
+    rings, end = Rings(tmp_path), 1_000_000.0  # long ago
+    rings.directory.mkdir()
+    for place, ago in enumerate((3 * 86_400, 7_300, 7_100, 0)):
+        rings.fine.put(place, end - ago, [float(ago)] * len(FIELDS))
+        rings.coarse.put(place, end - ago, [float(ago)] * len(FIELDS))
+    found = rings.read()
+    assert [end - row[0] for row in found["fine"]] == [7_100, 0]
+    assert [end - row[0] for row in found["coarse"]] == [7_300, 7_100, 0]
+
+
 def test_history_and_schemas_survive_a_kill(tmp_path: Path) -> None:
     code = f"""
         import os, signal, time

@@ -13,6 +13,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -142,6 +143,32 @@ def test_a_secret_is_shown_nowhere(
     shown = out + err + caplog.text + left.decode("utf-8", "replace")
     assert PLANTED not in shown
     assert PLANTED not in Path(f"/proc/{os.getpid()}/cmdline").read_text()
+
+
+BASIC = {
+    "http_poll": f'[source]\nconnector = "http_poll"\nurl = "http://HOST/items"\nstream = "items"\n'
+    f'auth = {{ type = "basic", user = "me", password = {REF} }}\n',
+    "registry": '[registry]\ntype = "confluent"\nurl = "http://HOST"\nusername = "me"\n'
+    f'password = {REF}\n[[schemas]]\ntopic = "#"\nschema_type = "avro"\nsubject = "orders"\n'
+    '[source]\nconnector = "generator"\n',
+}
+
+
+@pytest.mark.parametrize("what", BASIC)
+def test_credentials_of_basic_authentication_are_not_shown_as_they_travel_either(
+    what: str, echo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PLANTED_SECRET", PLANTED)
+    file = tmp_path / "pipeline.toml"
+    text = BASIC[what].replace("HOST", echo)
+    file.write_text(f'connector_name = "planted"\n{text}[sink]\nconnector = "console"\n')
+    with pytest.raises(SystemExit) as ended:
+        main(["check", str(file)])
+    shown = "".join(capfd.readouterr())
+    assert ended.value.code == 1, shown
+    assert "403" in shown
+    assert b64encode(f"me:{PLANTED}".encode()).decode() not in shown
+    assert PLANTED not in shown
 
 
 RUNNING = f"""

@@ -20,6 +20,7 @@ from penstock.errors import CODES
 from penstock.pipeline import Pipeline, registry
 from penstock.pipeline.options import Processing, RouteEntry, SchemaEntry
 from penstock.pipeline.registry import BUILT_IN
+from penstock.remedies import REMEDIES
 from penstock.schema.registry.versions import Minimum, Pinned
 
 PACKAGE = Path(penstock.__file__).parent
@@ -54,6 +55,8 @@ class TestPages:
     def test_every_code_has_its_row(self):
         page = reference.errors_page()
         assert [code for code in CODES if f"| {code} | " not in page] == []
+        assert set(REMEDIES) == set(CODES), "and each says what to do"
+        assert all(f" | {text} |" in page for text in REMEDIES.values())
 
     def test_every_key_of_the_file_has_its_row(self):
         page = reference.configuration_page()

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from penstock import web
-from penstock.errors import ConfigError, FatalError, RetryableError
+from penstock.errors import ConfigError, FatalError, RetryableError, keep_secret
 from penstock.runtime.epochs import EpochReport
 from penstock.runtime.job import Bad
 from penstock.runtime.telemetry import STATUS_FILE, Telemetry, Verdict, failed_tables, judge, read_status, ready
@@ -444,3 +444,21 @@ class TestHttp:
         assert "source:b" in text
         assert 'component="source:b",name' not in text
         assert 'component="source:c",name' not in text, "one that counts nothing has no counters"
+
+
+def test_what_connectors_say_of_themselves_is_told_without_secrets(
+    telemetry: Telemetry, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.errors._secrets", set())
+    keep_secret("planted-Walrus-5")
+    caplog.set_level(logging.DEBUG, "penstock")
+    said = "no entry with planted-Walrus-5"
+    telemetry.state("source:orders", HealthStatus.degraded(said))
+    telemetry.state("sink:lake", HealthStatus.unhealthy(said))
+    telemetry.unreachable("sink:lake", said)
+    telemetry.message("error", said)
+    telemetry.retry("pipeline", RetryableError(said), 1.0)
+    telemetry.tables("orders", {"t": TableState("failed", code="PEN-4001", error=said, hint=said)})
+    told = json.dumps(telemetry.status()) + telemetry.metrics().decode() + caplog.text
+    assert told.count("no entry with …") > 5
+    assert "Walrus" not in told

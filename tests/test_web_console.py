@@ -22,12 +22,12 @@ import pytest
 from console_pipeline import TOKEN, Running, until
 from penstock.config import Secret
 from penstock.errors import CODES, ConfigError
-from penstock.runtime.commands import read_audit
+from penstock.runtime.commands import TablesOf, chosen_tables, read_audit
 from penstock.runtime.telemetry import Telemetry
 from penstock.runtime.telemetry.ports import listening
-from penstock.tables import Requests
+from penstock.tables import Requests, TableState
 from penstock.web import serve_all, server
-from penstock.web.watched import Watched, hidden
+from penstock.web.watched import Fleet, Watched, hidden
 
 pytestmark = pytest.mark.processes
 
@@ -209,6 +209,41 @@ def test_nothing_of_a_request_becomes_a_header(running: Running) -> None:
     assert b"501" in odd.splitlines()[0]
 
 
+@pytest.mark.parametrize(
+    ("request_line", "headers", "code"),
+    [
+        (b"GET http://[ HTTP/1.1", b"Host: localhost\r\n", b"404"),
+        (b"GET /api/me?" + b"a=1&" * 16_000 + b" HTTP/1.1", b"Host: localhost\r\n", b"200"),
+        (b"GET /api/me?" + b"a=1&" * 20_000 + b" HTTP/1.1", b"Host: localhost\r\n", b"414"),
+        (b"GET / HTTP/1.1", b"Host: localhost\r\n" + b"X: 1\r\n" * 500, b"431"),
+        (b"GET / HTTP/1.1", b"Host: [\r\n", b"421"),
+        (b"POST /api/p/x/actions HTTP/1.1", b"Host: localhost\r\nOrigin: http://evil.example\r\n", b"403"),
+        (b"OPTIONS /api/p/x/actions HTTP/1.1", b"Host: localhost\r\nOrigin: http://evil.example\r\n", b"501"),
+    ],
+    ids=["address", "query", "longer query", "many headers", "name", "other site", "preflight"],
+)
+def test_odd_requests_have_an_answer(running: Running, request_line: bytes, headers: bytes, code: bytes) -> None:
+    answer = raw(running.url, request_line + b"\r\n" + headers + b"\r\n")
+    assert answer.split()[1] == code
+    assert b"Access-Control" not in answer
+
+
+@pytest.mark.parametrize("length", [b"9" * 5000, b"-1", b"1e3", b"\xb2", b""])
+def test_a_length_that_is_none_is_refused(running: Running, one: str, length: bytes) -> None:
+    head = b"POST /api/p/%s/actions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n" % one.encode()
+    head += b"Authorization: Bearer %s\r\nContent-Length: %s\r\n\r\n" % (TOKEN.encode(), length)
+    assert raw(running.url, head).split()[1] == b"413"
+
+
+@pytest.mark.parametrize("token", ["größer", "…à", "令牌", "with spaces in it"])
+def test_a_token_may_hold_any_letters(token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONSOLE_TEST_TOKEN", token)
+    with serve_all([tmp_path], "127.0.0.1", 0, Secret(env="CONSOLE_TEST_TOKEN")) as server:
+        for given, writable in ((token, b"true"), (token + "x", b"false"), (token[:-1], b"false")):
+            head = b"GET /api/me HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %s\r\n\r\n" % given.encode()
+            assert b'"writable": %s' % writable in raw(server.url, head)
+
+
 def test_the_page_cannot_be_framed_and_runs_no_foreign_code(running: Running) -> None:
     for path in ("/", "/api/pipelines", "/nothing"):
         connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=30)
@@ -291,6 +326,33 @@ def test_a_table_is_paused_as_the_command_line_does_it(running: Running, one: st
     )
     running.database.put("public.orders", 901, "more")
     until(lambda: states()["public.customers"] == "active")
+
+
+def test_an_action_on_a_table_is_for_its_source_alone(running: Running, one: str) -> None:
+    act = lambda source: ask(  # noqa: E731
+        running.url,
+        f"/api/p/{one}/actions",
+        "POST",
+        {"action": "resync", "tables": ["public.customers"], "source": source},
+        AUTH,
+    )
+    code, answer = act("sensors")
+    assert (code, answer["error"]) == (409, "PEN-1000 no source 'sensors' has tables")
+    assert act(7)[0] == 409
+    assert act("database")[0] == 200
+    assert read_audit(running.directory / "state")[0]["detail"] == ["public.customers of database"]
+
+
+def test_a_name_is_a_pattern_only_where_no_table_is_called_so(tmp_path: Path) -> None:
+    def source(name: str, *streams: str) -> TablesOf:
+        return TablesOf(name, tmp_path, {stream: TableState("active") for stream in streams})
+
+    sources = [source("a", "log*", "logs"), source("b", "logs", "other")]
+    assert chosen_tables(sources, ["log*"]) == {"a": ["log*"], "b": []}
+    assert chosen_tables(sources, ["logs"]) == {"a": ["logs"], "b": ["logs"]}
+    assert chosen_tables(sources, ["o*", "logs"]) == {"a": ["logs"], "b": ["logs", "other"]}
+    with pytest.raises(ConfigError, match="no table is called 'x'"):
+        chosen_tables(sources, ["x"])
 
 
 def test_letters_are_dropped_as_the_command_line_does_it(running: Running, one: str) -> None:
@@ -382,6 +444,30 @@ def test_the_console_of_a_machine_survives_a_pipeline_that_dies(running: Running
         (tmp_path / "deep" / "down" / "status.json").write_text("{")
         assert "short-lived" not in states()
         assert states()["shop"] in ("running", "degraded")
+
+
+def test_a_large_tree_of_files_holds_no_page_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lake" / "orders" / "_delta_log").mkdir(parents=True)
+    for name, directory in (("beside", tmp_path / "state"), ("within", tmp_path / "lake" / "orders" / "state")):
+        directory.mkdir()
+        Telemetry(name).publish(directory)
+    fleet = Fleet([tmp_path])
+    assert [each.summary()["pipeline"] for each in fleet.all()] == ["beside"], "a table is not looked into"
+
+    asked, gone = threading.Event(), threading.Event()
+
+    def slow(top: Path) -> Iterator[Path]:
+        asked.set()
+        assert gone.wait(60)
+        yield top / "state"
+
+    monkeypatch.setattr("penstock.web.watched._state_dirs", slow)
+    fleet._due = 0.0
+    assert [each.summary()["pipeline"] for each in fleet.all()] == ["beside"], "what was known, while it is looked for"
+    assert asked.is_set()
+    gone.set()
+    until(lambda: fleet._looking is None)
+    assert fleet._due > time.monotonic()
 
 
 def test_odd_things_where_a_status_should_be_hold_up_nobody(running: Running, tmp_path: Path) -> None:

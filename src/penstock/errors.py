@@ -15,11 +15,14 @@ Every error Penstock raises, chosen by what should happen next.
 
 from __future__ import annotations
 
+import base64
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
+from urllib.parse import quote, quote_plus
 
 CODES: dict[str, str] = {
     "PEN-1000": "the configuration cannot be used",
@@ -107,14 +110,24 @@ _secrets: set[str] = set()
 
 
 def keep_secret(text: str) -> None:
-    """No error shows `text` from now on: a client's own message may well hold the password that it was given."""
+    """
+    No error shows `text` from now on: a client's own message may well hold the password that it was given.
+
+    It may hold it as it travelled, too: in an address, or in JSON.
+    """
     if len(text) > 3:  # a shorter one would tear every message apart
-        _secrets.add(text)
+        _secrets.update((text, quote(text), quote(text, safe=""), quote_plus(text)))
+        _secrets.update(json.dumps(text, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False))
+
+
+def keep_credentials(user: str, password: str) -> None:
+    """No error shows these, as HTTP's basic authentication sends them."""
+    keep_secret(base64.b64encode(f"{user}:{password}".encode()).decode())
 
 
 def without_secrets(text: str) -> str:
     """The text with every secret that this process has revealed left out."""
-    for secret in _secrets:
+    for secret in sorted(_secrets, key=len, reverse=True):  # one may begin with another
         text = text.replace(secret, "…")
     return text
 

@@ -25,6 +25,7 @@ from penstock.pipeline.options import Processing, RouteEntry, SchemaEntry, Telem
 from penstock.pipeline.registry import BUILT_IN, Entry
 from penstock.pipeline.routing import OnError
 from penstock.pipeline.schemas import RegistryRef
+from penstock.remedies import REMEDIES
 from penstock.runtime.telemetry import boards, names
 from penstock.schema.registry import BUILT_IN as REGISTRIES
 from penstock.schema.registry import registry_type
@@ -32,6 +33,11 @@ from penstock.sink import DeliveryGuarantee, SinkConnector
 from penstock.source import Connector
 
 _GENERATED = "<!-- Written by `python -m penstock.reference docs`; edit the classes it is made from. -->\n"
+
+_ERRORS = [
+    "Each error begins with its code; the first digit tells what happens next. An error says itself what to do, after an",
+    "arrow, and knows better than this list, which has to do for every case of a code.",
+]
 
 _BEGIN = "<!-- Written by `python -m penstock.reference docs`, up to the next mark; edit the class it is made from. -->"
 _END = "<!-- From here on written by hand. -->"
@@ -172,7 +178,7 @@ def _format_links() -> str:
 def errors_page() -> str:
     """Every code, grouped by what happens next."""
     kinds = [errors.ConfigError, errors.RetryableError, errors.DataError, errors.SchemaError, errors.FatalError]
-    lines = [_GENERATED, "# Errors", "", "Each error begins with its code; the first digit tells what happens next."]
+    lines = [_GENERATED, "# Errors", "", *_ERRORS]
     for digit, kind in enumerate(kinds, 1):
         lines += [
             "",
@@ -180,9 +186,11 @@ def errors_page() -> str:
             "",
             f"{inspect.getdoc(kind)} Action: {errors.ACTIONS[kind]}.",
         ]
-        lines += ["", "| code | meaning |", "|---|---|"]
+        lines += ["", "| code | meaning | what to do |", "|---|---|---|"]
         lines += [
-            f"| {code} | {_cell(text)} |" for code, text in errors.CODES.items() if code.startswith(f"PEN-{digit}")
+            f"| {code} | {_cell(text)} | {_cell(REMEDIES[code])} |"
+            for code, text in errors.CODES.items()
+            if code.startswith(f"PEN-{digit}")
         ]
     special = [
         f"`{kind.__name__}` ({kind.default_code}): {inspect.getdoc(kind)}"

@@ -16,6 +16,7 @@ from penstock.cli import offsets, tables
 from penstock.cli.groups import File
 from penstock.cli.terminal import Terminal, json_text
 from penstock.errors import CODES, ConfigError, ConnectorError, FatalError
+from penstock.remedies import REMEDIES
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
@@ -86,8 +87,9 @@ def show(error: ConnectorError) -> None:
     meaning = CODES[error.code]
     if not rest and not error.code.endswith("000") and meaning not in error.message:
         console.print(Text(f"  {meaning}", style="dim"), soft_wrap=True)
-    if error.hint:
-        console.print(Text.assemble(("  → ", "bold"), error.hint), soft_wrap=True)
+    hint = error.hint or ("" if rest else REMEDIES[error.code])
+    if hint:
+        console.print(Text.assemble(("  → ", "bold"), hint), soft_wrap=True)
 
 
 def _version(wanted: bool) -> None:

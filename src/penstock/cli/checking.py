@@ -19,9 +19,10 @@ from penstock.cli.looking import Looks, targets
 from penstock.cli.schemas import checked, entries_of
 from penstock.cli.terminal import json_text, listing
 from penstock.durable import Json
-from penstock.errors import CODES, ConfigError, ConnectorError, from_text, is_of_stream, printable
+from penstock.errors import ConfigError, ConnectorError, from_text, is_of_stream, printable
 from penstock.pipeline import Pipeline
 from penstock.pipeline.checks import stream_notices
+from penstock.remedies import REMEDIES
 from penstock.runtime import readiness
 from penstock.runtime.job import is_plain
 from penstock.runtime.messages.codecs import Codecs
@@ -248,7 +249,7 @@ def _all_that_is_wrong(connector: Connector[Any]) -> Sequence[Finding]:
 def _meaning(what: str) -> str:
     """What to do about a finding that does not say so itself."""
     error = from_text(what)
-    return f"{CODES[error.code]}: see docs/errors.md" if error is not None else "see docs/troubleshooting.md"
+    return REMEDIES[error.code] if error is not None else "see docs/troubleshooting.md"
 
 
 def _places(name: str, sink: SinkConnector[Any, Any], streams: dict[str, Schemas], looks: Looks) -> Iterator[Finding]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.terminal import listing
+from penstock.changes import own_columns
+from penstock.cli.terminal import listing, show_rows
 from penstock.durable import Json
 from penstock.errors import ConfigError, ConnectorError, printable
 from penstock.pipeline import Pipeline
@@ -28,6 +28,7 @@ from penstock.sink import Topic
 from penstock.source import ENVELOPE_SCHEMA, Finding, RangeSource, Schemas, SourceConnector
 
 _WIDEST = 40
+_UNKEPT = "not kept"
 """Characters of a value that are shown."""
 
 
@@ -88,12 +89,14 @@ class Looks:
             for target, stream, batch in taken.rows:
                 route = target.route
                 how = ", before its SQL" if route.sql else f", before {route.transform}" if route.transform else ""
+                count = "1 row" if batch.num_rows == 1 else f"{batch.num_rows} rows"
                 head = Text.assemble((f"{name}:{printable(stream)} → ", "dim"), (target.topic, "cyan"))
-                console.print(head.append(f"  {batch.num_rows} rows{how}", style="dim"), soft_wrap=True)
-                table = Table(*map(printable, batch.schema.names), box=None, header_style="dim", padding=(0, 2, 0, 0))
-                for row in batch.to_pylist():
-                    table.add_row(*(_cell(row[column]) for column in batch.schema.names))
-                console.print(table)
+                console.print(
+                    head.append(f"  {count}{how}", style="dim"),
+                    soft_wrap=True,
+                )
+                names = batch.schema.names
+                show_rows(names, [[_cell(row[column]) for column in names] for row in batch.to_pylist()], console)
             for bad in taken.bad:
                 console.print(
                     Text(f"  ✗ {bad.stream}: {bad.code} {printable(bad.reason)}", style="red"), soft_wrap=True
@@ -111,11 +114,12 @@ class Looks:
 
         def add(target: Target, schema: pa.Schema | None) -> None:
             there = {sink: self.targets.get((sink, target.topic)) for sink in target.sinks}
+            applied = {
+                sink for sink in target.sinks if getattr(self.pipeline.sinks[sink].config, "mode", "") == "upsert"
+            }
             found[target.topic] = {
                 "sinks": list(target.sinks),
-                "columns": None
-                if schema is None
-                else {each.name: {"type": str(each.type), **_types(each.name, there)} for each in schema},
+                "columns": None if schema is None else _beside(schema, there, applied),
             }
 
         for source, known in streams.items():
@@ -157,16 +161,20 @@ class Looks:
             listing(console, ("column", "type", *(f"in {sink}" for sink in sinks)), rows)
 
 
-def _types(column: str, there: Mapping[str, pa.Schema | None]) -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for sink, schema in there.items():
-        at = -1 if schema is None else schema.get_field_index(column)
-        found[sink] = str(schema.field(at).type) if schema is not None and at >= 0 else None
+def _beside(schema: pa.Schema, there: Mapping[str, pa.Schema | None], applied: Collection[str]) -> dict[str, Json]:
+    """Each column with its type here and in the targets; `applied`: sinks that apply changes, and keep no words about them."""
+    own, found = own_columns(schema), {}
+    for column in schema:
+        found[column.name] = {"type": str(column.type)}
+        for sink, known in there.items():
+            at = -1 if known is None else known.get_field_index(column.name)
+            kind = str(known.field(at).type) if known is not None and at >= 0 else None
+            found[column.name][sink] = _UNKEPT if kind is None and sink in applied and column.name not in own else kind
     return found
 
 
 def _there(kind: str | None) -> Text:
-    return Text("new", style="dim") if kind is None else Text(kind)
+    return Text(kind or "new", style="dim" if kind in (None, _UNKEPT) else "")
 
 
 def _cell(value: Any) -> Text:

@@ -10,11 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.dataset as ds
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from penstock.abilities import Named, Peekable, first_of
-from penstock.cli.terminal import json_text
+from penstock.cli.terminal import json_text, show_rows
 from penstock.errors import ConfigError, printable
 from penstock.pipeline import Pipeline
 from penstock.runtime.telemetry import read_status
@@ -34,15 +33,15 @@ def peek(target: str, pipeline: Pipeline | None, rows: int, json: bool, console:
             row = _plain(row, kind)
             print(json_text(row))
         return
-    shown = Table(*map(printable, table.schema.names), box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for row in table.to_pylist():
-        shown.add_row(*(Text("" if value is None else printable(str(value))) for value in row.values()))
+    cells = [
+        [Text("" if value is None else printable(str(value))) for value in row.values()] for row in table.to_pylist()
+    ]
     console.print(
         Text.assemble(
             (f"{place} ", "dim"), f"{_many(table.num_rows, 'row')} shown, {_many(len(table.schema), 'column')}"
         )
     )
-    console.print(shown)
+    show_rows(table.schema.names, cells, console)
 
 
 def _plain(value: Any, kind: pa.DataType) -> Any:

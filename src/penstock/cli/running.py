@@ -21,6 +21,7 @@ from rich.text import Text
 
 from penstock.cli.terminal import Terminal, json_text, visible
 from penstock.cli.view import LiveView, closing
+from penstock.errors import without_secrets
 from penstock.runtime.telemetry import Telemetry
 from penstock.runtime.waker import PIECE_SECS
 
@@ -209,14 +210,15 @@ def json_handler(stream: TextIO) -> logging.Handler:
 
 class _Plain(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record))
+        return visible(without_secrets(super().format(record)))
 
 
 class _AsJson(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        line = {"at": at, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
-        found = dict(re.findall(r"(?:^|\s)(\w+)=(\S+)", record.getMessage())) if record.name == "penstock" else {}
+        said = without_secrets(record.getMessage())
+        line = {"at": at, "level": record.levelname.lower(), "logger": record.name, "message": said}
+        found = dict(re.findall(r"(?:^|\s)(\w+)=(\S+)", said)) if record.name == "penstock" else {}
         return json_text({**line, **({"fields": found} if found else {})})
 
 
@@ -232,4 +234,4 @@ class _AboveTheView(logging.Handler):
             return
         style = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}.get(record.levelname, "")
         at = time.strftime("%H:%M:%S ", time.localtime(record.created))
-        self._console.print(Text.assemble((at, "dim"), (record.getMessage(), style)))
+        self._console.print(Text.assemble((at, "dim"), (without_secrets(record.getMessage()), style)))

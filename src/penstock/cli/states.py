@@ -32,7 +32,7 @@ _COLOURS = {
 def show(pipeline: Pipeline, names: Sequence[str], console: Console, json: bool) -> None:
     """Print a line per table."""
     sources = table_sources(pipeline)
-    chosen = {known.name: chosen_tables([known], names)[known.name] if names else None for known in sources}
+    chosen = chosen_tables(sources, names) if names else dict.fromkeys(known.name for known in sources)
     shown = [
         (known, stream, each, [r.verb for r in known.requests if stream in r.streams])
         for known in sources
@@ -60,6 +60,8 @@ def show(pipeline: Pipeline, names: Sequence[str], console: Console, json: bool)
         return
     table = Table(*(["source"] if many else []), "table", "state", "rows copied", "remarks", "next try", box=None)
     table.header_style, table.padding = "dim", (0, 2, 0, 0)
+    for column in table.columns:
+        column.overflow = "fold"  # a name is never cut
     for source, name, state, each in parts:
         table.add_row(*source, name, state, _rows(each), _error(each), _next(each))
     console.print(table)
@@ -70,9 +72,9 @@ def _state(each: TableState, asked: Sequence[str]) -> Text:
     return state.append("".join(f" → {verb}" for verb in asked), style="yellow")
 
 
-def command(pipeline: Pipeline, verb: Verb, names: Sequence[str], console: Console) -> None:
+def command(pipeline: Pipeline, verb: Verb, names: Sequence[str], source: str, console: Console) -> None:
     """Leave a command for the source, and say when it is taken up."""
-    for line in tables_asked(pipeline, verb, names, "command line"):
+    for line in tables_asked(pipeline, verb, names, "command line", source):
         console.print(Text(line), soft_wrap=True)
 
 

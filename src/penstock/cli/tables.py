@@ -28,6 +28,10 @@ Words = Annotated[
     ),
 ]
 
+Source = Annotated[
+    str, typer.Option("--source", metavar="NAME", help="Only of this source, where several have such a table.")
+]
+
 
 @app.command("show")
 def _show(words: Words = None, json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> None:
@@ -39,33 +43,33 @@ def _show(words: Words = None, json: Annotated[bool, typer.Option("--json", help
 
 
 @app.command("pause")
-def _pause(words: Words = None) -> None:
+def _pause(words: Words = None, source: Source = "") -> None:
     """Drop a table's changes from now on. One log serves all tables and cannot wait for one."""
-    _ask("pause", words)
+    _ask("pause", words, source)
 
 
 @app.command("resume")
-def _resume(words: Words = None) -> None:
+def _resume(words: Words = None, source: Source = "") -> None:
     """Clear a paused or failed table, copy it again, and follow it."""
-    _ask("resume", words)
+    _ask("resume", words, source)
 
 
 @app.command("skip")
-def _skip(words: Words = None) -> None:
+def _skip(words: Words = None, source: Source = "") -> None:
     """Leave a table out until `resync`."""
-    _ask("skip", words)
+    _ask("skip", words, source)
 
 
 @app.command("resync")
-def _resync(words: Words = None) -> None:
+def _resync(words: Words = None, source: Source = "") -> None:
     """Clear a table and copy it again now. The others are followed meanwhile."""
-    _ask("resync", words)
+    _ask("resync", words, source)
 
 
-def _ask(verb: Verb, words: Sequence[str] | None) -> None:
+def _ask(verb: Verb, words: Sequence[str] | None, source: str) -> None:
     from penstock.cli import load, states, stdout
 
     file, names = file_and_names(words or ())
     if not names:
         raise ConfigError(f"tables {verb} needs a table", hint='its name, or a pattern: "*" is all of them')
-    states.command(load(file), verb, names, stdout())
+    states.command(load(file), verb, names, source, stdout())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -16,6 +16,8 @@ from penstock.runtime.messages import letters
 from penstock.runtime.telemetry import ENDED, Telemetry, failed_tables
 
 Status = Mapping[str, Any]
+Cell = str | Text | tuple[str, str]
+Cells = tuple[Cell, Cell, Cell, Cell, Cell]
 
 _COLOURS = {
     "starting": "cyan",
@@ -43,8 +45,10 @@ _BAD = 3
 _NAMED = 3
 _COPIES = 5
 """Tables being copied that are shown."""
-_BAR = 12
+_BAR = 8
 """Characters of a progress bar."""
+_NAME = 14
+"""Characters of a name that are shown at least, beside the last column."""
 _PROBLEMS = 5
 _PROBLEM_LINES = 3
 """Lines of the terminal that one problem may take."""
@@ -178,57 +182,63 @@ def _first_rows(status: Status) -> str:
 
 
 def _numbers(status: Status, width: int) -> Table:
+    """The counters, in columns. Where there is little room, names are cut and never numbers."""
     columns = 5 if width >= 72 else 4 if width >= 44 else 3
-    grid = Table.grid(padding=(0, 2 if width >= 44 else 1), expand=False)
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(no_wrap=True, overflow="ellipsis", max_width=max(8, width - {5: 62, 4: 40, 3: 29}[columns]))
-    grid.add_column(justify="right", no_wrap=True)
-    if columns > 3:
-        grid.add_column(justify="right", no_wrap=True, min_width=10)
-    if columns > 4:
-        grid.add_column(no_wrap=True, overflow="ellipsis")
+    gap = 2 if width >= 44 else 1
+    rows = [[Text.assemble(cell) for cell in row[:columns]] for row in _counted(status, width)]
+    widths = [max(row[place].cell_len for row in rows) for place in range(columns)]
+    room = width - 4 - gap * (columns - 1) - sum(widths) + widths[1] + (widths[4] if columns > 4 else 0)
+    last = min(widths[4], room - min(widths[1], _NAME)) if columns > 4 else 0
+    widths[1] = min(widths[1], max(4, room - last))
+    grid = Table.grid(padding=(0, gap), expand=False)
+    for place, most in enumerate([*widths[:4], last][:columns]):
+        style, justify = "dim" if place == 0 else "", "right" if place in (2, 3) else "left"
+        grid.add_column(style=style, justify=justify, width=most, no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        grid.add_row(*row)
+    return grid
 
-    def add(*cells: RenderableType) -> None:
-        grid.add_row(*cells[:columns])
 
+def _counted(status: Status, width: int) -> Iterator[Cells]:
+    """What is counted of the run, its sources, copies and sinks: label, name, rows, a rate or size, and more."""
     rows = status["rows"]
-    bars = Text(sparkline(rows["history"], min(30, max(6, width - 60))), style="green")
+    bars = (sparkline(rows["history"], min(30, max(6, width - 64))), "green")
     rates = [f"{rows['in_per_sec']:,.0f}/s", f"{rows['out_per_sec']:,.0f}/s"]
     if status["state"] in ENDED:
-        bars = Text("on average, while it had work" if status["working_secs"] else "", style="dim")
+        bars = ("on average, while it had work" if status["working_secs"] else "", "dim")
         rates = [_average(rows["in"], status["working_secs"]), _average(rows["out"], status["working_secs"])]
-    add("in", "", f"{rows['in']:,}", rates[0], bars)
-    add("out", "", f"{rows['out']:,}", rates[1], size(status["bytes"]["out"]))
+    yield "in", "", f"{rows['in']:,}", rates[0], bars
+    yield "out", "", f"{rows['out']:,}", rates[1], size(status["bytes"]["out"])
     if status.get("latency_secs") is not None:
-        add("visible", "", f"{status['latency_secs']:.2f} s", "", Text("after its commit, the oldest row", "dim"))
-    if status["skipped"]:
-        add("skipped", "", Text(f"{status['skipped']:,}", style="yellow"), "", "")
-    if status["dead_letters"]:
-        codes = ", ".join(f"{code} {count:,}" for code, count in status.get("dead_letters_by_code", {}).items())
-        add("dead letters", "", Text(f"{status['dead_letters']:,}", style="yellow"), "", Text(codes, style="dim"))
-    if status.get("discarded"):
-        add("discarded", "", Text(f"{status['discarded']:,}", style="yellow"), "", "")
-    add("", "", "", "", "")
+        yield "visible", "", f"{status['latency_secs']:.2f} s", "", ("after its commit", "dim")
+    codes = ", ".join(f"{code} {count:,}" for code, count in status.get("dead_letters_by_code", {}).items())
+    for name, about in (("skipped", ""), ("dead_letters", codes), ("discarded", "")):
+        if status.get(name):
+            yield name.replace("_", " "), "", (f"{status[name]:,}", "yellow"), "", (about, "dim")
+    yield "", "", "", "", ""
     for name, source in status["sources"].items():
         lag = "" if source["lag"] is None else f"lag {_lag(source)}"
-        add("source", name, f"{source['rows']:,}", lag, _health(source))
+        yield "source", name, f"{source['rows']:,}", lag, _health(source)
         for table, copy in list(source["tables"].get("copying", {}).items())[:_COPIES]:
-            add("copying", table, f"{copy['rows']:,}", *_copied(copy))
+            yield "copying", table, f"{copy['rows']:,}", *_copied(copy)
     for name, sink in status["sinks"].items():
-        topics = sorted(sink["topics"].items(), key=lambda item: -item[1]["rows"])
-        if not topics:
-            add("sink", name, "0", "", _health(sink))
-        for number, (topic, written) in enumerate(topics[:_TOPICS]):
-            label = Text.assemble(name, (f" {topic}", "cyan"))
-            ill = sink["state"] in ("degraded", "unhealthy")
-            rate = f"{written['rows_per_sec']:,.0f}/s · " if written.get("rows_per_sec") else ""
-            more = _health(sink) if number == 0 and ill else Text(f"{rate}epoch {written['last_epoch']}", "dim")
-            add("sink", label, f"{written['rows']:,}", size(written["bytes"]), more)
-        rest = topics[_TOPICS:]
-        if rest:
-            total = sum(written["rows"] for _, written in rest)
-            add("", f"and {_count(len(rest), 'more topic')}", f"{total:,}", "", "")
-    return grid
+        yield from _written(name, sink)
+
+
+def _written(name: str, sink: Status) -> Iterator[Cells]:
+    """A line for each topic of a sink, those with the most rows first."""
+    topics = sorted(sink["topics"].items(), key=lambda item: -item[1]["rows"])
+    if not topics:
+        yield "sink", name, "0", "", _health(sink)
+    for number, (topic, written) in enumerate(topics[:_TOPICS]):
+        ill = sink["state"] in ("degraded", "unhealthy")
+        rate = f"{written['rows_per_sec']:,.0f}/s · " if written.get("rows_per_sec") else ""
+        more: Cell = _health(sink) if number == 0 and ill else (f"{rate}epoch {written['last_epoch']}", "dim")
+        yield "sink", Text.assemble(name, (f" {topic}", "cyan")), f"{written['rows']:,}", size(written["bytes"]), more
+    rest = topics[_TOPICS:]
+    if rest:
+        total = sum(written["rows"] for _, written in rest)
+        yield "", f"and {_count(len(rest), 'more topic')}", f"{total:,}", "", ""
 
 
 def _average(rows: int, secs: float) -> str:
@@ -245,7 +255,7 @@ def _copied(copy: Status) -> tuple[Text, Text]:
         return Text(f"{copy['rows_per_sec']:,.0f}/s"), Text("")
     share = min(1.0, copy["rows"] / copy["estimate"])
     full = round(share * _BAR)
-    left = f"ends in {duration(copy['eta_secs'])}" if copy["eta_secs"] is not None else ""
+    left = f"{duration(copy['eta_secs'])} left" if copy["eta_secs"] is not None else ""
     bar = Text.assemble(("█" * full, "cyan"), ("░" * (_BAR - full), "dim"), f" {left}")
     return Text(f"{share:.0%}"), bar
 

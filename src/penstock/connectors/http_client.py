@@ -16,7 +16,7 @@ import httpx
 from pydantic import Field, PositiveFloat
 
 from penstock.config import Config, Secret
-from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError, keep_secret
+from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError, keep_credentials, keep_secret
 
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Answers that may be others next time."""
@@ -196,6 +196,7 @@ def _auth(auth: Auth | None) -> httpx.Auth | None:
         case BearerAuth():
             return _Header("Authorization", f"Bearer {auth.token.reveal()}")
         case BasicAuth():
+            keep_credentials(auth.user, auth.password.reveal())
             return httpx.BasicAuth(auth.user, auth.password.reveal())
         case KeyAuth():
             return _Parameter(auth.param, auth.key.reveal()) if auth.param else _Header(auth.header, auth.key.reveal())
@@ -249,6 +250,7 @@ class _Tokens(httpx.Auth):
     def __init__(self, auth: OAuth2) -> None:
         self._auth = auth
         self._secret = auth.client_secret.reveal()
+        keep_credentials(auth.client_id, self._secret)
         self._name = (auth.token_url, auth.client_id, auth.scope)
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response]:

@@ -10,7 +10,7 @@ import contextlib
 import difflib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -177,15 +177,16 @@ class TablesOf:
         return Requests(self.directory).pending()
 
 
-def tables_asked(pipeline: Pipeline, verb: Verb, names: Sequence[str], who: str) -> list[str]:
-    """Leave a command for the sources of these tables, and say when it is taken up."""
-    with audited(pipeline.processing.state_dir, who, f"tables {verb}", list(names)) as said:
-        _ask_for_tables(pipeline, verb, names, said)
+def tables_asked(pipeline: Pipeline, verb: Verb, names: Sequence[str], who: str, source: str = "") -> list[str]:
+    """Leave a command for the sources of these tables, and say when it is taken up; `source`: for this one alone."""
+    detail = [f"{name} of {source}" if source else name for name in names]
+    with audited(pipeline.processing.state_dir, who, f"tables {verb}", detail) as said:
+        _ask_for_tables(pipeline, verb, names, said, source)
     return said
 
 
-def _ask_for_tables(pipeline: Pipeline, verb: Verb, names: Sequence[str], said: list[str]) -> None:
-    sources = table_sources(pipeline)
+def _ask_for_tables(pipeline: Pipeline, verb: Verb, names: Sequence[str], said: list[str], source: str) -> None:
+    sources = table_sources(pipeline, source)
     chosen = chosen_tables(sources, names)
     for known in sources:
         streams = chosen[known.name]
@@ -203,8 +204,8 @@ def _ask_for_tables(pipeline: Pipeline, verb: Verb, names: Sequence[str], said: 
             said.append(f"{verb} {', '.join(chosen[known.name])}: {_when(pipeline.processing.state_dir)}")
 
 
-def table_sources(pipeline: Pipeline) -> list[TablesOf]:
-    """The sources that have tables, each with what its newest position says of them."""
+def table_sources(pipeline: Pipeline, only: str = "") -> list[TablesOf]:
+    """The sources that have tables, or one of them, each with what its newest position says of them."""
     state = State(pipeline.processing.state_dir, pipeline.name).peek()
     found = [
         TablesOf(
@@ -217,7 +218,11 @@ def table_sources(pipeline: Pipeline) -> list[TablesOf]:
     ]
     if not found:
         raise ConfigError(f"no source of {pipeline.name} has tables", hint="sources that copy tables do: postgres_cdc")
-    return found
+    if only and all(each.name != only for each in found):
+        raise ConfigError(
+            f"no source {only!r} has tables", hint=f"those that do: {', '.join(each.name for each in found)}"
+        )
+    return [each for each in found if only in ("", each.name)]
 
 
 def _states(state: State, name: str, source: TableSource[Any, Any]) -> Mapping[str, TableState]:
@@ -233,17 +238,18 @@ def chosen_tables(sources: Sequence[TablesOf], names: Sequence[str]) -> dict[str
     """Per source the tables that the names and patterns choose; each must choose one."""
     everything = sorted({stream for known in sources for stream in known.states})
     for name in names:
-        if not any(_fits(stream, name) for stream in everything):
+        if not any(_fits(stream, name, everything) for stream in everything):
             nearest = difflib.get_close_matches(name, everything, n=1, cutoff=0)
             raise ConfigError(
                 f"no table is called {name!r}" + (f"; the nearest is {nearest[0]!r}" if nearest else ""),
                 hint="penstock tables show FILE lists them" if everything else "it has not run yet: penstock run FILE",
             )
     return {
-        known.name: [stream for stream in known.states if any(_fits(stream, name) for name in names)]
+        known.name: [stream for stream in known.states if any(_fits(stream, name, everything) for name in names)]
         for known in sources
     }
 
 
-def _fits(stream: str, name: str) -> bool:
-    return stream == name or fnmatchcase(stream, name)
+def _fits(stream: str, name: str, everything: Collection[str]) -> bool:
+    """A name is a pattern only where no table is called so."""
+    return stream == name or (name not in everything and fnmatchcase(stream, name))

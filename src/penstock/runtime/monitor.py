@@ -81,11 +81,12 @@ class Monitor:
         every = _every(pipeline.processing.health_timeout_secs)
 
         def tell_health(component: str, ask: Callable[[], HealthStatus]) -> None:
+            began = time.monotonic()
             health: HealthStatus | str = _asked(ask, str)
             if self._closed.is_set():
                 return
             if isinstance(health, str):
-                telemetry.unreachable(component, health)
+                telemetry.unreachable(component, health, time.monotonic() - began)
             elif health.state is not HealthState.UNKNOWN:
                 telemetry.state(component, health)
 

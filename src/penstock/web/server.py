@@ -36,6 +36,9 @@ CONNECTION_SECS = 20.0
 
 BODY_BYTES = 16_384
 
+_DIGITS = 10
+"""Of a length that is worth reading: Python refuses to read thousands of them."""
+
 _TEXT = "text/plain; charset=utf-8"
 _JSON = "application/json; charset=utf-8"
 _STATIC = {
@@ -75,10 +78,10 @@ class Access:
         return cls(host, token.reveal() if token is not None else None)
 
     def admits(self, authorization: str | None) -> bool:
-        """True if the header is `Bearer` and the token."""
+        """True if the header is `Bearer` and the token, in UTF-8; the server reads a header as Latin-1."""
         scheme, _, given = (authorization or "").partition(" ")
         known = bool(self.token) and scheme.lower() == "bearer"
-        return known and hmac.compare_digest(given.strip().encode(), str(self.token).encode())
+        return known and hmac.compare_digest(given.strip(" \t").encode("latin-1", "replace"), str(self.token).encode())
 
 
 def is_loopback(host: str) -> bool:
@@ -169,8 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
     # -- what is answered ----------------------------------------------------------------------------------------
 
     def do_GET(self) -> None:
-        address = urlsplit(self.path)
-        path = address.path
+        path, _, query = self.path.partition("?")
         if not self._is_for_us():
             self._refuse(421, "this name is not the name of this server")
         elif path in _STATIC:
@@ -195,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/api/codes":
             self._json(200, {"codes": codes()})
         else:
-            self._one(path, address.query)
+            self._one(path, query)
 
     def _one(self, path: str, query: str) -> None:
         match = _ONE.fullmatch(path)
@@ -222,7 +224,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_POST(self) -> None:
-        match = _ONE.fullmatch(urlsplit(self.path).path)
+        match = _ONE.fullmatch(self.path.partition("?")[0])
         if not self._is_for_us() or not self._is_same_site():
             self._refuse(403, "a request from another site")
         elif not self.access.admits(self.headers["Authorization"]):
@@ -240,7 +242,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> dict[str, Json] | None:
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > BODY_BYTES:
+        if not length.isdecimal() or len(length) > _DIGITS or int(length) > BODY_BYTES:
             self._refuse(413, f"a request has at most {BODY_BYTES} bytes, and says how many")
             return None
         try:

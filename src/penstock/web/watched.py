@@ -15,6 +15,7 @@ from typing import Any
 from penstock.durable import Json
 from penstock.errors import ACTIONS, CODES, ConfigError, ConnectorError, FatalError, from_text, without_secrets
 from penstock.pipeline import Pipeline
+from penstock.remedies import REMEDIES
 from penstock.runtime import commands
 from penstock.runtime.messages.box import Store, plain
 from penstock.runtime.messages.store import wants_letters
@@ -33,10 +34,13 @@ LOOK_SECS = 5.0
 """How often new state directories are looked for, and dead letters counted again."""
 
 COUNT_SECS = 1.0
-"""How long an answer waits for a count of dead letters; the next one has it otherwise."""
+"""How long an answer waits for them; the next one has them otherwise."""
 
 LOOK_SHARE = 20
-"""Dead letters are counted again after so many times of what the last count took: they may be many, and far away."""
+"""Both are done again after so many times of what they took: letters may be many and far away, trees of files large."""
+
+TABLE = "_delta_log"
+"""What the directory of a table holds: there is no state directory in one, but many others may be."""
 
 _TABLE_VERBS = ("pause", "resume", "skip", "resync")
 
@@ -105,7 +109,10 @@ class Watched:
             tables = body.get("tables")
             if not (isinstance(tables, list) and tables and all(isinstance(each, str) for each in tables)):
                 raise ConfigError(f"{action} needs the names of tables")
-            return commands.tables_asked(pipeline, action, tables, who)
+            source = body.get("source", "")
+            if not isinstance(source, str):
+                raise ConfigError(f"{action} needs `source` to be the name of a source")
+            return commands.tables_asked(pipeline, action, tables, who, source)
         if action in ("replay", "drop"):
             where = body.get("where", {})
             if not (isinstance(where, dict) and all(isinstance(each, str) for each in where.values())):
@@ -223,7 +230,10 @@ class Fleet:
 
     def __init__(self, directories: Sequence[Path]) -> None:
         self._directories = directories
-        self._looked = float("-inf")
+        self._due = 0.0
+        """When state directories are looked for again."""
+        self._has_looked = False
+        self._looking: threading.Thread | None = None
         self._known: dict[str, Watched] = {}
         self._lock = threading.Lock()
 
@@ -234,12 +244,25 @@ class Fleet:
         return fleet
 
     def all(self) -> list[Watched]:
+        """Those that the last look found. A new one is made aside: a large tree of files must not hold up the page."""
         with self._lock:
-            if self._directories and time.monotonic() - self._looked > LOOK_SECS:
-                self._looked = time.monotonic()
-                found = [Watched(path) for top in self._directories for path in _state_dirs(Path(top))]
-                self._known = {each.id: self._known.get(each.id, each) for each in found}
-            return list(self._known.values())
+            if self._directories and self._looking is None and time.monotonic() >= self._due:
+                self._looking = threading.Thread(target=self._look, name="penstock-fleet", daemon=True)
+                self._looking.start()
+            looking = self._looking
+        if looking is not None:
+            looking.join(COUNT_SECS if self._has_looked else None)
+        return list(self._known.values())
+
+    def _look(self) -> None:
+        began = time.monotonic()
+        try:
+            found = [Watched(path) for top in self._directories for path in _state_dirs(Path(top))]
+            self._known = {each.id: self._known.get(each.id, each) for each in found}
+        finally:
+            now = time.monotonic()
+            self._due = now + max(LOOK_SECS, LOOK_SHARE * (now - began))
+            self._has_looked, self._looking = True, None
 
     def get(self, id: str) -> Watched | None:
         return next((each for each in self.all() if each.id == id), None)
@@ -250,8 +273,10 @@ def _state_dirs(top: Path, depth: int = DEPTH) -> Iterator[Path]:
         entries = sorted(os.scandir(top), key=lambda entry: entry.name)
     except OSError:
         return
-    if any(entry.name == STATUS_FILE for entry in entries):
+    names = {entry.name for entry in entries}
+    if STATUS_FILE in names:
         yield top.resolve()
+    if names & {STATUS_FILE, TABLE}:
         return
     for entry in entries:
         if depth and entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
@@ -259,9 +284,10 @@ def _state_dirs(top: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 
 def codes() -> list[Json]:
-    """Every error code, what it means and what the runtime does about it."""
+    """Every error code: what it means, what the runtime does about it, and what a person does."""
     return [
-        {"code": code, "meaning": meaning, "action": str(ACTIONS[_class_of(code)])} for code, meaning in CODES.items()
+        {"code": code, "meaning": meaning, "action": str(ACTIONS[_class_of(code)]), "fix": REMEDIES[code]}
+        for code, meaning in CODES.items()
     ]
 
 

@@ -100,7 +100,7 @@ class Journal:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that wait: in memory for the disk, on disk for the epoch that commits them."""
+        """Bytes that wait in memory for the disk, and segments on disk in which a row waits for its epoch."""
         return self._held + self._pending_bytes
 
     @property

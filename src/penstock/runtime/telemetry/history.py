@@ -105,24 +105,23 @@ class Rings:
         self.epochs = Ring(self.directory / "epochs.ring", len(EPOCH_FIELDS), _EPOCHS)
 
     def read(self, since: float = 0.0) -> dict[str, Json]:
-        """As JSON, from a time on."""
-        now = time.time()
+        """As JSON, from a time on; of what has ended, the hours before its end."""
+        found = {"fine": self.fine.read(), "coarse": self.coarse.read()}
+        newest = max((records[-1][0] for records in found.values() if records), default=0.0)
         spans = {"fine": FINE_SECS * _SLOTS, "coarse": COARSE_SECS * _SLOTS}
         return {
             "fields": ["at", *FIELDS],
             "epoch_fields": ["at", *EPOCH_FIELDS],
             "fine_secs": FINE_SECS,
             "coarse_secs": COARSE_SECS,
-            **{name: _shown(getattr(self, name), max(since, now - span)) for name, span in spans.items()},
-            "epochs": _shown(self.epochs, since),
+            **{name: _shown(found[name], max(since, newest - span)) for name, span in spans.items()},
+            "epochs": _shown(self.epochs.read(), since),
         }
 
 
-def _shown(ring: Ring, since: float) -> list[list[float | None]]:
+def _shown(records: Sequence[tuple[float, ...]], since: float) -> list[list[float | None]]:
     return [
-        [None if math.isnan(value) else round(value, 4) for value in record]
-        for record in ring.read()
-        if record[0] > since
+        [None if math.isnan(value) else round(value, 4) for value in record] for record in records if record[0] > since
     ]
 
 

@@ -88,7 +88,10 @@ TABLES = Metric("penstock_tables", "gauge", "Captured tables by state.", ("conne
 COPIED = Metric("penstock_copied_rows", "gauge", "Rows that copies in hand have brought.", ("connector",))
 TO_COPY = Metric("penstock_copy_estimate_rows", "gauge", "Rows that copies in hand will bring, about.", ("connector",))
 JOURNAL_BYTES = Metric(
-    "penstock_journal_bytes", "gauge", "Bytes in a source's journal that wait to be committed.", ("connector",)
+    "penstock_journal_bytes",
+    "gauge",
+    "Bytes in a source's journal: segments in which a row waits to be committed.",
+    ("connector",),
 )
 JOURNAL_ROWS = Metric(
     "penstock_journal_rows", "gauge", "Rows in a source's journal that wait to be committed.", ("connector",)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.durable import Json
+from penstock.errors import without_secrets
 from penstock.runtime.telemetry.rates import Meters
 from penstock.runtime.telemetry.totals import Totals
 from penstock.source import HealthState, HealthStatus
@@ -59,7 +60,12 @@ class Parts:
     def failed(self, source: str) -> dict[str, Json]:
         """Its tables that are set aside, and why."""
         return {
-            table: {"code": known.code, "error": known.error, "hint": known.hint, "next_try": known.next_try}
+            table: {
+                "code": known.code,
+                "error": without_secrets(known.error),
+                "hint": without_secrets(known.hint),
+                "next_try": known.next_try,
+            }
             for table, known in sorted(self.tables.get(source, {}).items())
             if known.state == "failed"
         }

@@ -90,12 +90,14 @@ def sum_up(status: dict[str, Json]) -> None:
     """
     Put the state and the problems into a status.
 
-    What has ended moves no rows: its last rates, lags and good health must not be taken for those of now.
+    What has ended moves no rows and listens nowhere: its last rates, lags, ports and good health must not be taken for
+    those of now.
     """
     status["state"], status["problems"] = assess(status)
     if status["state"] not in ENDED:
         return
     status["rows"] |= {"in_per_sec": 0.0, "out_per_sec": 0.0}
+    status["ports"] = []
     for source in status["sources"].values():
         source |= {"rows_per_sec": 0.0, "lag": None, "unacked_secs": 0.0}
     for sink in status["sinks"].values():

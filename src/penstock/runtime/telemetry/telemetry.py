@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from penstock import __version__
 from penstock.durable import Json
 from penstock.errors import ConnectorError, from_text, printable, without_secrets
+from penstock.remedies import REMEDIES
 from penstock.runtime.telemetry.history import EPOCH_FIELDS, HEALTH, History, add_run
 from penstock.runtime.telemetry.names import CUSTOM, SLOT_STATES
 from penstock.runtime.telemetry.parts import MOST_FLOWS, Looks, Parts, most_behind, named
@@ -138,6 +139,7 @@ class Telemetry:
 
     def state(self, component: str, status: HealthStatus) -> None:
         """The health of `pipeline`, `source:<name>` or `sink:<name>`; the same one again costs nothing."""
+        status = HealthStatus(status.state, without_secrets(status.reason))
         with self._lock:
             health = self._parts.health
             if status.state is HealthState.HEALTHY:
@@ -160,10 +162,15 @@ class Telemetry:
         log.log(logging.DEBUG if retrying or is_said else level, "%s is %s", component, one_line(str(status)))
         self._file.changed()
 
-    def unreachable(self, component: str, reason: str) -> None:
-        """A component did not answer, or said that it cannot be reached: degraded, and unhealthy if that lasts."""
+    def unreachable(self, component: str, reason: str, waited_secs: float = 0.0) -> None:
+        """
+        A component did not answer, or said that it cannot be reached: degraded, and unhealthy if that lasts.
+
+        `waited_secs`: how long its answer took. It has been failing for as long: a connection that is not refused but
+        runs into its timeout must not be red later for it.
+        """
         with self._lock:
-            self._parts.failing.setdefault(component, self._clock())
+            self._parts.failing.setdefault(component, self._clock() - waited_secs)
         self.state(component, HealthStatus.degraded(reason))
 
     def phase(self, number: int, name: str) -> None:
@@ -257,6 +264,7 @@ class Telemetry:
 
     def message(self, level: str, text: str) -> None:
         """Anything else a person should know: `debug`, `info`, `warning` or `error`."""
+        text = without_secrets(text)
         if level == "error":
             with self._lock:
                 self._remember("pipeline", from_text(text) or text)
@@ -400,7 +408,7 @@ class Telemetry:
             error.message if isinstance(error, ConnectorError) else without_secrets(str(error)) or type(error).__name__
         )
         self._totals.codes[code] += 1
-        hint = error.hint if isinstance(error, ConnectorError) else ""
+        hint = (error.hint if isinstance(error, ConnectorError) else "") or REMEDIES[code]
         about = {"component": component, "code": code, "text": text, "hint": hint}
         self._totals.errors.append({"at": _iso(time.time()), **about})
 

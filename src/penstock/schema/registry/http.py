@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from pydantic import NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from penstock.config import Config, Secret
-from penstock.errors import ConfigError, ConnectorError, RetryableError, SchemaError
+from penstock.errors import ConfigError, ConnectorError, RetryableError, SchemaError, keep_credentials
 
 _ACCEPT = "application/vnd.schemaregistry.v1+json, application/json"
 _SHOWN = 300
@@ -189,7 +189,9 @@ class Http:
         if self.config.token is not None:
             headers["Authorization"] = f"Bearer {self.config.token.reveal()}"
         elif self.config.username is not None and self.config.password is not None:
-            pair = f"{self.config.username}:{self.config.password.reveal()}".encode()
+            password = self.config.password.reveal()
+            keep_credentials(self.config.username, password)
+            pair = f"{self.config.username}:{password}".encode()
             headers["Authorization"] = f"Basic {base64.b64encode(pair).decode()}"
         return headers
 

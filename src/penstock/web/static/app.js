@@ -6,7 +6,7 @@ const ENDED = ["stopped", "failed", "dead"];
 const EVERY_MS = 2000;
 const by = (id) => document.getElementById(id);
 let token = sessionStorage.getItem("token") || "";
-let writable = false, page = null, turn = 0, history_ = null, view = "", hours = Number(localStorage.getItem("hours")) || 2;
+let writable = false, lockable = true, page = null, turn = 0, history_ = null, view = "", hours = Number(localStorage.getItem("hours")) || 2;
 
 // -- small tools --
 function make(name, attributes, ...children) {
@@ -40,13 +40,18 @@ function secs(s) {
   return minutes < 90 ? minutes + " min" : minutes < 2880 ? (minutes / 60).toFixed(1) + " h" : (minutes / 1440).toFixed(1) + " d";
 }
 const lag = (s) => s.lag === null ? "–" : s.lag_unit === "bytes" ? size(s.lag) : short(s.lag) + " rows";
-const clock = (at) => new Date(typeof at === "number" ? at * 1000 : at).toLocaleTimeString();
+function clock(at) { // with the day, if it is another one
+  const when = new Date(typeof at === "number" ? at * 1000 : at), day = { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit" };
+  return when.toDateString() === new Date().toDateString() ? when.toLocaleTimeString() : when.toLocaleString([], day);
+}
 const colour = (state) => ({ running: "good", healthy: "good", active: "good", degraded: "warn", seeding: "warn", unhealthy: "bad",
   failed: "bad", dead: "bad" })[state] || "none";
+const words = (text) => text.split("`").map((part, i) => i % 2 ? make("code", {}, part) : part);
 const dot = (state) => make("span", { class: "dot " + colour(state) }, "● " + state.replace("_", " "));
 
+const octets = (text) => String.fromCharCode(...new TextEncoder().encode(text)); // a header takes nothing else
 async function ask(path, body) {
-  const options = { headers: token ? { Authorization: "Bearer " + token } : {}, cache: "no-store" };
+  const options = { headers: token ? { Authorization: "Bearer " + octets(token) } : {}, cache: "no-store" };
   if (body) { options.method = "POST"; options.body = JSON.stringify(body); options.headers["Content-Type"] = "application/json"; }
   const answer = await fetch(path, options);
   const said = await answer.json().catch(() => ({ error: answer.statusText }));
@@ -194,7 +199,7 @@ function timeline(epochs) {
 // -- actions: each asks once, and does what the command line does --
 function action(id, name, title, text, body, kind) {
   return make("button", { type: "button", class: kind || "", "data-key": name + JSON.stringify(body), disabled: !writable,
-    title: writable ? "" : "Read-only: unlock with the token first", on: async () => {
+    title: writable ? "" : lockable ? "Read-only: unlock with the token first" : "Read-only: this console was given no token", on: async () => {
       if (!await question(title, text)) return;
       try { say((await ask(`api/p/${id}/actions`, body)).said.join(" · ")); } catch (error) { say(error.message, true); }
       refresh();
@@ -218,10 +223,12 @@ function spans() {
 function draw(id, status, detail) {
   const fields = history_.fields, epochs = history_.epochs.map((row) => Object.fromEntries(history_.epoch_fields.map((f, i) => [f, row[i]])));
   const first = history_.fine.length ? history_.fine[0][0] : Infinity, older = history_.coarse.filter((row) => row[0] < first - history_.coarse_secs);
-  const since = Date.now() / 1000 - hours * 3600, kept = older.filter((row) => row[0] > since).length;
-  const rows = [...older, ...history_.fine].filter((row) => row[0] > since);
-  const points = (field, share) => rows.map((row, i) => { const v = row[fields.indexOf(field)];
-    return [row[0], v === null || !share ? v : v / (i < kept ? history_.coarse_secs : history_.fine_secs)]; });
+  const all = [...older, ...history_.fine], since = Math.max(0, ...all.map((row) => row[0])) - hours * 3600; // of what has ended, the hours before
+  const kept = older.filter((row) => row[0] > since).length, rows = all.filter((row) => row[0] > since);
+  const step = (i) => i < kept ? history_.coarse_secs : history_.fine_secs;
+  const points = (field, share) => rows.flatMap((row, i) => { // a line ends where nothing ran
+    const v = row[fields.indexOf(field)], point = [row[0], v === null || !share ? v : v / step(i)];
+    return i && row[0] - rows[i - 1][0] > 4 * step(i - 1) ? [[row[0], null], point] : [point]; });
   const sources = Object.entries(status.sources), sinks = Object.entries(status.sinks), ended = ENDED.includes(status.state);
   by("state").replaceChildren(dot(status.state), " ", make("span", { class: "quiet" }, [`${ended ? "after" : "up"} ${secs(status.uptime_secs)}`, `pid ${status.pid} on ${status.host}`, status.engine,
     ...(status.waits || []).map((w) => `waits for ${w.for}, ${secs(w.secs)}`)].filter(Boolean).join(" · ")));
@@ -246,7 +253,7 @@ function draw(id, status, detail) {
   panel("epochs", "Epochs", "wide", epochs.slice(-60), () => timeline(epochs), status.epoch ? `epoch ${status.epoch.number}: ${status.epoch.phase} for ${secs(status.epoch.secs)}` : ended ? "" : "idle");
 
   const journals = sources.filter(([, s]) => "journal_bytes" in s.own);
-  panel("journal", "Journal", "", journals.map(([n, s]) => [n, s.own]), () => journals.length ? [table(["source", "fill", { n: "waiting" }, { n: "oldest" }, { n: "fsync" }], journals.map(([n, s]) => [n,
+  panel("journal", "Journal", "", journals.map(([n, s]) => [n, s.own]), () => journals.length ? [table(["source", "fill", { n: "held" }, { n: "oldest" }, { n: "fsync" }], journals.map(([n, s]) => [n,
     make("progress", { max: s.own.journal_limit_bytes, value: s.own.journal_bytes, "aria-label": `journal of ${n}` }), { n: `${size(s.own.journal_bytes)} of ${size(s.own.journal_limit_bytes)}` },
     { n: secs(s.own.journal_oldest_seconds) }, { n: s.own.journal_fsyncs_total ? secs(s.own.journal_fsync_seconds_total / s.own.journal_fsyncs_total) : "–" }])),
     chart([{ kind: "one", points: points("journal") }], size, "Bytes in the journal over time")] : make("p", { class: "quiet" }, "No source of this pipeline needs a journal: each can be read again."));
@@ -259,8 +266,9 @@ function draw(id, status, detail) {
     ...sources.map(([n, s]) => ["source", n, dot(s.state), { n: count(s.rows) }, { n: short(s.rows_per_sec) }, { n: lag(s) }, { n: secs(s.unacked_secs) }, position(n, s.position), s.reason || ""]),
     ...sinks.map(([n, s]) => ["sink", n, dot(s.state), { n: count(s.rows) }, { n: short(Object.values(s.topics).reduce((a, t) => a + t.rows_per_sec, 0)) }, { n: "" }, { n: "" }, many(Object.keys(s.topics).length, "topic"), s.reason || ""])]));
   const slots = sources.filter(([, s]) => Object.keys(s.own).some((key) => key.startsWith("slot_")));
-  panel("slots", "Replication slots", "", slots.map(([n, s]) => [n, s.own]), () => table(["source", "state", { n: "held" }, { n: "until it may be lost" }], slots.map(([n, s]) => {
+  panel("slots", "Replication slots", "", [slots.map(([n, s]) => [n, s.own]), ended], () => table(["source", "state", { n: "held" }, { n: "until it may be lost" }], slots.map(([n, s]) => {
     const state = ["reserved", "extended", "unreserved", "lost", "missing", "not_made"].find((each) => s.own["slot_" + each]) || "?";
+    if (ended) return [n, make("span", { class: "dot none" }, "● was " + state.replace("_", " ")), { n: size(s.own.slot_held_bytes) }, { n: "" }];
     return [n, make("span", { class: "dot " + (state === "reserved" ? "good" : state === "not_made" ? "" : state === "extended" ? "warn" : "bad") }, "● " + (state === "not_made" ? "not made yet" : state)), { n: size(s.own.slot_held_bytes) }, { n: s.own.slot_safe_bytes === undefined ? "no limit" : size(s.own.slot_safe_bytes) }]; }), "No source of this pipeline has a slot."));
   drawTables(id, sources);
   panel("schemas", "Columns of topics", "", detail.schemas, () => Object.keys(detail.schemas.topics).length ? scroll("Columns of topics", Object.entries(detail.schemas.topics).map(([topic, columns]) => {
@@ -270,7 +278,7 @@ function draw(id, status, detail) {
         c.first ? "first seen" : [...Object.entries(c.added).map(([n, t]) => `+ ${n} ${t}`), ...Object.keys(c.removed).map((n) => `− ${n}`), ...Object.entries(c.retyped).map(([n, [a, b]]) => `${n}: ${a} → ${b}`)].join(", ")]))); }))
     : make("p", { class: "quiet" }, "Not known yet."));
   panel("errors", "Last errors", "wide", status.errors, () => table(["when", "where", "code", "what, and what to do"], status.errors.slice().reverse().map((e) => [clock(e.at), e.component,
-    make("a", { href: "#/errors/" + e.code }, e.code), make("span", { class: "long" }, e.text, e.hint ? make("div", { class: "quiet" }, "→ " + e.hint) : null)]), "None in this run."));
+    make("a", { href: "#/errors/" + e.code }, e.code), make("span", { class: "long" }, e.text, e.hint ? make("div", { class: "quiet" }, "→ ", words(e.hint)) : null)]), "None in this run."));
   drawLetters(id, detail.letters);
   panel("file", "Pipeline file", "", detail.file, () => detail.file ? scroll("Pipeline file", make("pre", {}, detail.file)) : make("p", { class: "quiet" }, "It was not started from a file, or the file cannot be read here."));
   panel("about", "Versions and ports", "", [status.versions, status.ports], () => [table(["what", "version"], Object.entries(status.versions)),
@@ -285,11 +293,12 @@ function search(all) {
 }
 function drawTables(id, sources) {
   const all = sources.flatMap(([source, s]) => Object.entries(s.tables.states).map(([name, state]) => ({ source, name, state, copy: s.tables.copying[name], failed: s.tables.failed[name], rows: s.tables.rows[name], note: s.tables.notes[name] })));
+  const several = new Set(all.map((t) => t.source)).size > 1;
   const shown = all.filter((t) => t.name.toLowerCase().includes(sought.toLowerCase()) || t.state.includes(sought)).sort((a, b) => (b.state === "failed") - (a.state === "failed") || (b.state === "seeding") - (a.state === "seeding")).slice(0, 300);
-  panel("tables", "Tables", "wide", shown, () => [search(all), table(["table", "state", "copy", { n: "rows copied" }, { n: "ends in" }, "remarks", "actions"], shown.map((t) => [t.name, dot(t.state),
+  panel("tables", "Tables", "wide", shown, () => [search(all), table([...(several ? ["source"] : []), "table", "state", "copy", { n: "rows copied" }, { n: "ends in" }, "remarks", "actions"], shown.map((t) => [...(several ? [t.source] : []), t.name, dot(t.state),
     t.copy && t.copy.estimate ? make("progress", { max: Math.max(t.copy.estimate, t.copy.rows), value: t.copy.rows, "aria-label": "copy of " + t.name }) : "", { n: count(t.rows) + (t.copy && t.copy.estimate ? " of " + count(t.copy.estimate) : "") },
     { n: t.copy ? secs(t.copy.eta_secs) : "" }, t.failed ? make("span", {}, make("a", { href: "#/errors/" + t.failed.code }, t.failed.code), ` ${t.failed.error} → ${t.failed.hint}`) : t.note || "",
-    make("div", { class: "buttons" }, Object.entries(TABLE_VERBS).map(([verb, text]) => action(id, verb, `${verb} ${t.name}?`, text, { action: verb, tables: [t.name] })))]), all.length ? "No table has this in its name or state." : "No source of this pipeline copies tables.")],
+    make("div", { class: "buttons" }, Object.entries(TABLE_VERBS).map(([verb, text]) => action(id, verb, `${verb} ${t.name}${several ? " of " + t.source : ""}?`, text, { action: verb, tables: [t.name], source: t.source })))]), all.length ? "No table has this in its name or state." : "No source of this pipeline copies tables.")],
     all.length > shown.length ? `${shown.length} of ${all.length}` : "");
 }
 function drawLetters(id, letters) {
@@ -315,8 +324,9 @@ async function showPipeline(id) {
     by("main").replaceChildren(make("div", { class: "top" }, make("h1", {}, status.pipeline), make("span", { id: "state" }), make("span", { class: "grow" }), make("div", { id: "ends", class: "buttons" })),
       make("div", { id: "problems" }), make("div", { id: "panels", class: "panels" }));
   } else for (const key of ["fine", "coarse", "epochs"]) {
-    const fresh = new Set(more[key].map((row) => row[0]));
-    history_[key] = [...history_[key].filter((row) => !fresh.has(row[0])), ...more[key]].slice(-1440);
+    const secs = history_[key + "_secs"], slot = (row) => secs ? Math.floor(row[0] / secs) : row[0]; // a later sample of the same minute replaces it
+    const fresh = new Set(more[key].map(slot));
+    history_[key] = [...history_[key].filter((row) => !fresh.has(slot(row))), ...more[key]].slice(-1440);
   }
   const times = [...history_.fine, ...history_.epochs].map((row) => row[0]);
   history_.newest = times.length ? Math.max(...times) - 90 : 0;
@@ -332,6 +342,7 @@ async function showAll() {
     pipelines.map((p) => [make("a", { href: "#/p/" + p.id, "data-key": p.id }, p.pipeline), dot(p.state), { n: short(p.in_per_sec) }, { n: short(p.out_per_sec) }, { n: [p.lag_rows === null ? "" : short(p.lag_rows) + " rows", p.lag_bytes === null ? "" : size(p.lag_bytes)].filter(Boolean).join(" · ") || "–" }, { n: secs(p.latency_secs) },
       { n: count(p.dead_letters) }, { n: count(p.epochs) }, { n: secs(p.uptime_secs) }, p.reason]), "No pipeline has left a status here yet."));
 }
+const DOES = { refuse: "refuses to start", retry: "tries again", restage: "stages it again", policy: "as on_error says", stop: "stops" };
 async function showErrors(code) {
   const { codes } = await ask("api/codes");
   if (!page.startsWith("errors")) return;
@@ -339,15 +350,18 @@ async function showErrors(code) {
   view = page;
   document.title = "Error codes · Penstock";
   by("main").replaceChildren(make("div", { class: "top" }, make("h1", {}, "Error codes")), make("section", { class: "panel whole" },
-    make("p", {}, "The same list is docs/errors.md. An error itself says what to do after the arrow."),
-    table(["code", "meaning", "what the runtime does"], codes.map((c) => [make("code", { id: c.code }, c.code), c.meaning, c.action]))));
+    make("p", {}, "An error says itself what to do, after an arrow, and knows better than this list. The same is docs/errors.md."),
+    table(["code", "meaning", "what the runtime does", "what to do"], codes.map((c) => [make("code", { id: c.code }, c.code), c.meaning, DOES[c.action], make("span", {}, words(c.fix))]))));
   by(code)?.closest("tr").classList.add("warn");
   if (code) by(code)?.scrollIntoView({ block: "center" });
 }
 async function refresh() {
   const mine = ++turn;
   try {
-    writable = (await ask("api/me")).writable;
+    const me = await ask("api/me");
+    writable = me.writable;
+    lockable = me.token;
+    by("unlock").hidden = !lockable;
     by("unlock").textContent = writable ? "Lock" : "Unlock actions";
     await (page === "" ? showAll() : page.startsWith("errors") ? showErrors(page.split("/")[1]) : showPipeline(page));
     if (by("link").dataset.lost) { delete by("link").dataset.lost; say("connected again"); }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -76,3 +78,21 @@ def test_the_alert_rules_are_yaml() -> None:
     rules = yaml.safe_load((ROOT / "docs" / "grafana" / "alerts.yml").read_text())["groups"][0]["rules"]
     assert [rule["alert"] for rule in rules] == [alert.name for alert in boards.ALERTS]
     assert [rule["expr"] for rule in rules] == [alert.expression for alert in boards.ALERTS]
+
+
+def test_the_unit_that_is_shown_is_one_that_systemd_takes(tmp_path: Path) -> None:
+    (unit,) = re.findall(r"```ini\n(.*?)```", (ROOT / "docs" / "operating.md").read_text(), re.DOTALL)
+    found = configparser.RawConfigParser()
+    found.read_string(unit)
+    assert found["Service"]["KillMode"] == "mixed", "a signal for Penstock alone"
+    assert found["Service"]["RestartPreventExitStatus"] == "2"
+    command = found["Service"]["ExecStart"]
+    assert command.endswith("/penstock run pipeline.toml")
+    if analyse := shutil.which("systemd-analyze"):
+        here = unit.replace(command, f"{sys.executable} -m penstock run pipeline.toml").replace("User=penstock\n", "")
+        (tmp_path / "orders.service").write_text(here)
+        done = subprocess.run(
+            [analyse, "verify", tmp_path / "orders.service"], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "orders.service" not in done.stderr, "nothing of it is unknown"

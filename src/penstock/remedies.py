@@ -1,7 +1,7 @@
 """What a person does about each error code, where the error itself does not know better: its hint comes first."""
 
 REMEDIES: dict[str, str] = {
-    "PEN-1000": "do what the message says; `penstock check FILE` lists all that is wrong at once",
+    "PEN-1000": "do what the message says, and start again",
     "PEN-1001": "correct the line that it names; https://toml.io has the syntax",
     "PEN-1002": "use the name that it suggests; `penstock connectors NAME` lists all of them",
     "PEN-1003": "give the option a value of the kind that it names",

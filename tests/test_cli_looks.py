@@ -452,7 +452,7 @@ def test_a_sample_of_a_file_with_a_bad_line_shows_the_good_ones(cli: Any, tmp_pa
 
 def test_a_sample_is_a_table_for_people(cli: Any, messages: Path) -> None:
     out = cli("check", messages, "--sample", "2")[1]
-    assert "exchange:readings → /readings  1 rows" in out
+    assert "exchange:readings → /readings  1 row" in out
     assert "rows:orders → /orders  2 rows, before its SQL" in out
     assert "✗ readings: PEN-3001" in out
     assert "nothing was acknowledged or committed" in out

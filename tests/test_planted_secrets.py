@@ -162,10 +162,10 @@ def test_credentials_of_basic_authentication_are_not_shown_as_they_travel_either
     file = tmp_path / "pipeline.toml"
     text = BASIC[what].replace("HOST", echo)
     file.write_text(f'connector_name = "planted"\n{text}[sink]\nconnector = "console"\n')
-    with pytest.raises(SystemExit) as ended:
-        main(["check", str(file)])
+    monkeypatch.setattr("penstock.runtime.sampling.WAIT_SECS", 5.0)
+    with pytest.raises(SystemExit):
+        main(["check", str(file), "--sample", "1"])
     shown = "".join(capfd.readouterr())
-    assert ended.value.code == 1, shown
     assert "403" in shown
     assert b64encode(f"me:{PLANTED}".encode()).decode() not in shown
     assert PLANTED not in shown

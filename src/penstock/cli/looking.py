@@ -163,7 +163,8 @@ class Looks:
 
 def _beside(schema: pa.Schema, there: Mapping[str, pa.Schema | None], applied: Collection[str]) -> dict[str, Json]:
     """Each column with its type here and in the targets; `applied`: sinks that apply changes, and keep no words about them."""
-    own, found = own_columns(schema), {}
+    own = own_columns(schema)
+    found: dict[str, Json] = {}
     for column in schema:
         found[column.name] = {"type": str(column.type)}
         for sink, known in there.items():

@@ -192,8 +192,14 @@ def _numbers(status: Status, width: int) -> Table:
     widths[1] = min(widths[1], max(4, room - last))
     grid = Table.grid(padding=(0, gap), expand=False)
     for place, most in enumerate([*widths[:4], last][:columns]):
-        style, justify = "dim" if place == 0 else "", "right" if place in (2, 3) else "left"
-        grid.add_column(style=style, justify=justify, width=most, no_wrap=True, overflow="ellipsis")
+        right = place in (2, 3)
+        grid.add_column(
+            style="" if place else "dim",
+            justify="right" if right else "left",
+            width=most,
+            no_wrap=True,
+            overflow="ellipsis",
+        )
     for row in rows:
         grid.add_row(*row)
     return grid

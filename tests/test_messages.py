@@ -1095,6 +1095,22 @@ def test_fields_of_objects_that_differ_in_case_only_make_letters_of_their_own_ro
     assert {each["code"] for each in home.letters()} == {"PEN-4001"}
 
 
+@pytest.mark.parametrize(
+    "wrapped", [lambda each: each, lambda each: {"p": each}, lambda each: [each], lambda each: [{"p": each}]]
+)
+def test_an_object_whose_first_fields_differ_in_case_only_makes_a_letter_of_its_message_alone(
+    home: Home, wrapped: Callable[[Any], Any]
+) -> None:
+    home.put({"id": 1}, {"id": 2, "n": wrapped({"a": 1, "A": 2})}, {"id": 3})
+    home.run()
+    assert home.rows() == [{"id": 1}, {"id": 3}]
+    home.put({"id": 4, "n": wrapped({"a": 4})}, {"id": 5, "n": wrapped({"A": 5})})
+    home.run()
+    found = {row["id"]: row["n"] for row in home.rows()}
+    assert found == {1: None, 3: None, 4: wrapped({"a": 4})}
+    assert sorted(json.loads(each["payload"])["id"] for each in home.letters()) == [2, 5]
+
+
 def test_a_new_member_of_an_object_is_followed_or_left_out_by_itself(home: Home) -> None:
     for policy, wanted in (("evolve", 2), ("discard_value", None)):
         home.path = home.path / policy

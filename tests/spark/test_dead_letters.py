@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,52 @@ def test_a_query_that_fails_on_too_many_rows_stops_the_run(
     monkeypatch.setattr(sieve, "TRIES", 5)
     with pytest.raises(DataError, match="PEN-3003"):
         drained(Route(sql=DIVIDED))
+
+
+MESSAGES = """
+connector_name = "sql-letters"
+delivery = "exactly-once"
+[processing]
+on_error = "dead_letter"
+[[schemas]]
+topic = "/a"
+schema_type = "json"
+[[schemas]]
+topic = "/chosen"
+schema_type = "json"
+[source]
+connector = "test_messages:Listed"
+path = "in.jsonl"
+[[routes]]
+to = "/a"
+sql = "SELECT * FROM input"
+[[routes]]
+to = "/chosen"
+sql = "SELECT id, `a.b` + 1 AS more FROM input"
+[sink]
+connector = "delta"
+path = "lake/{topic}"
+"""
+
+
+def test_a_message_with_an_odd_name_makes_no_query_of_its_topic_fail(
+    tmp_path: Path, spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
+    odd = [{"ID": 2}, {"id": 3, "a.b": 1}, {"id": 4, "a`b": 1}, {"id": 5, "o": {"x": 1, "X": 2}}, {"id": 6, "": 1}]
+    lines = [json.dumps(["s", None, json.dumps(each)]) for each in ({"id": 1}, *odd)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "pipeline.toml").write_text(MESSAGES)
+    Pipeline.from_toml(tmp_path / "pipeline.toml").run(spark=spark, drain=True)
+    whole, chosen = (DeltaTable(tmp_path / "lake" / name).to_pyarrow_table() for name in ("a", "chosen"))
+    assert sorted(whole["id"].to_pylist()) == [1, 3, 4, 6]
+    assert sorted(row["id"] for row in whole.to_pylist() if row["a.b"] or row["a`b"] or row[""]) == [3, 4, 6]
+    assert sorted(chosen["id"].drop_null().to_pylist()) == [1, 3, 4, 5, 6]
+    assert {row["id"]: row["more"] for row in chosen.to_pylist()}[3] == 2
+    found = DeltaTable(tmp_path / "state" / "dead_letters").to_pyarrow_table().to_pylist()
+    assert {letter["topic"] for letter in found} == {"/a"}
+    assert sorted(rows_of(letter["payload"])["id"][0].as_py() or 2 for letter in found) == [2, 5]
+    assert all("differ in case only" in letter["reason"] for letter in found)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ from penstock.spark.sql import (
     clone,
     computed_on,
     filtered_changes,
+    findable,
     for_jvm,
     merged,
     pruned,
@@ -231,7 +232,9 @@ class SparkEngine:
         for target, schema in routes:
             if not is_plain(target.route):
                 try:
-                    check_route(clone(self.session), target, schema, bool(set(target.sinks).intersection(keyed)))
+                    check_route(
+                        clone(self.session, schema), target, schema, bool(set(target.sinks).intersection(keyed))
+                    )
                 finally:
                     activate(self.session)
 
@@ -338,7 +341,7 @@ class SparkEngine:
         groups = job.groups(self.parallelism)
         packed = pack(bare(job))
         readers = self._context.accumulator({}, result_param())
-        session = clone(self.session)
+        session = clone(self.session, schema)
 
         known = frozenset(schema.names)
         fates = filtered_changes(job, target, schema)
@@ -360,10 +363,11 @@ class SparkEngine:
         key = [column for column in key_of(schema) if column in frame.columns]
         columns = with_key(arrow_schema(frame.schema), key)
         if sieve.probes:
-            frame.mapInArrow(evaluate_task, _RESULT).collect()
+            findable(frame).mapInArrow(evaluate_task, _RESULT).collect()
             return []
         origin = next((each for each in feeding(job, target) if keeps_rows(job, {each.source}, target.route)), None)
-        written = frame.mapInArrow(write_task(packed, target, columns, fates, origin), _RESULT).collect()
+        task = write_task(packed, target, columns, fates, origin)
+        written = findable(frame).mapInArrow(task, _RESULT).collect()
         results = [pickle.loads(row.result) for row in written]
         results += readers.value.values()
         return results
@@ -371,7 +375,7 @@ class SparkEngine:
     def _streamed(self, job: Job, target: Target, schema: pa.Schema) -> list[TaskResult]:
         """Run an epoch through a query that keeps its state."""
         assert self._log is not None, "a streaming route keeps its state beside the pipeline's"
-        groups, session = job.groups(self.parallelism), clone(self.session)
+        groups, session = job.groups(self.parallelism), clone(self.session, schema)
         readers = self._context.accumulator({}, result_param())
         wanted = Wanted(target, for_jvm(schema, target.topic), frozenset(schema.names), readers)
 
@@ -381,7 +385,8 @@ class SparkEngine:
 
         def write(batch: Any) -> list[TaskResult]:
             columns = arrow_schema(batch.schema)
-            written = batch.mapInArrow(write_task(pack(job), target, columns, None, None), _RESULT).collect()
+            task = write_task(pack(job), target, columns, None, None)
+            written = findable(batch).mapInArrow(task, _RESULT).collect()
             return [pickle.loads(row.result) for row in written]
 
         kept = Kept.of(self._log.parent, job.epoch.incarnation, target)

@@ -43,11 +43,29 @@ ROW_BY_ROW = {"Project", "Filter", "SubqueryAlias", "View", "MapInArrow", "Logic
 """Operators that look at each change by itself, so that it is known what becomes of it."""
 
 
-def clone(spark: Any) -> Any:
-    """A session of our own that sees the caller's views and functions: our view `input` must not replace theirs."""
+def clone(spark: Any, schema: pa.Schema) -> Any:
+    """
+    A session of our own that sees the caller's views and functions: our view `input` must not replace theirs.
+
+    Where the rows have columns whose names differ in case only, names are what they are written as: one message with `ID`
+    beside all those with `id` would make every query of the topic ambiguous, for ever.
+    """
     from pyspark.sql import SparkSession
 
-    return SparkSession(spark.sparkContext, spark._jsparkSession.cloneSession())
+    session = SparkSession(spark.sparkContext, spark._jsparkSession.cloneSession())
+    if has_twins(schema):
+        session.conf.set("spark.sql.caseSensitive", "true")
+    return session
+
+
+def has_twins(fields: pa.Schema | pa.DataType) -> bool:
+    """True if names of columns, or of fields in one of them, differ in case only."""
+    if isinstance(fields, pa.DataType):
+        if not pa.types.is_struct(fields):
+            return any(has_twins(fields.field(at).type) for at in range(fields.num_fields))
+        fields = pa.schema(list(fields))
+    names = {name.lower() for name in fields.names}
+    return len(names) < len(fields.names) or any(has_twins(field.type) for field in fields)
 
 
 def activate(spark: Any) -> None:
@@ -208,6 +226,13 @@ def pruned(frame: Any, schema: pa.Schema, again: Callable[[pa.Schema], Any]) -> 
     except (PySparkException, ConfigError):
         return frame  # it names a column only to leave it out
     return pruned if pruned.schema == frame.schema else frame
+
+
+def findable(frame: Any) -> Any:
+    """The frame with numbers for names, if Spark could not find each column by its own: `a.b` would be a field of `a`."""
+    names: list[str] = frame.columns
+    is_plain = not any(set(".`") & set(name) for name in names) and len({name.lower() for name in names}) == len(names)
+    return frame if is_plain else frame.toDF(*(f"column{number}" for number in range(len(names))))
 
 
 def _used_columns(plan: Any) -> set[str]:

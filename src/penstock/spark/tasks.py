@@ -273,7 +273,7 @@ def write_task(
         number, tally = made_of(job, origin)
         try:
             for batch in batches:
-                rows = batch.replace_schema_metadata(columns.metadata)
+                rows = batch.rename_columns(columns.names).replace_schema_metadata(columns.metadata)
                 if origin is None:
                     writer.write(target, rows)
                 else:

@@ -94,6 +94,9 @@ def without_twins(batch: pa.RecordBatch, stored: Callable[[], pa.Schema | None])
     for name in nested:
         place, like = batch.schema.get_field_index(name), known.field(name).type if name in known.names else pa.null()
         values = _without_nested_twins(batch.column(name), like)
+        if types.is_null(values.type):  # no row has a value in what is left
+            values = pa.nulls(batch.num_rows, like)
+            gone.append(name)
         batch = batch.set_column(place, batch.schema.field(name).with_type(values.type), values)
     return batch.drop_columns([name for name in gone if name not in known.names])
 
@@ -101,6 +104,8 @@ def without_twins(batch: pa.RecordBatch, stored: Callable[[], pa.Schema | None])
 def _without_nested_twins(values: pa.Array, known: pa.DataType) -> pa.Array:
     if types.is_list(values.type) or types.is_large_list(values.type):
         inner = _without_nested_twins(pc.list_flatten(values), known.value_type if types.is_list(known) else pa.null())
+        if types.is_null(inner.type):
+            return pa.nulls(len(values))
         ends = np.cumsum(pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False))
         return pa.ListArray.from_arrays(pa.array([0, *ends], pa.int32()), inner, mask=values.is_null())
     if not types.is_struct(values.type):
@@ -112,19 +117,29 @@ def _without_nested_twins(values: pa.Array, known: pa.DataType) -> pa.Array:
         if fields[name].null_count == len(values):
             del fields[name]
     fields = {name: _without_nested_twins(each, stored.get(name, pa.null())) for name, each in fields.items()}
+    fields = {
+        name: pa.nulls(len(values), stored[name]) if name in stored and types.is_null(each.type) else each
+        for name, each in fields.items()
+        if name in stored or not types.is_null(each.type)
+    }
+    if not fields:  # no file holds a struct without fields
+        return pa.nulls(len(values))
     return pa.StructArray.from_arrays(list(fields.values()), list(fields), mask=values.is_null())
 
 
 def new_columns(old: pa.Schema, new: pa.Schema) -> pa.Schema:
-    """What rows come with, but for new columns and fields whose name differs from another one's in case only."""
+    """
+    What rows come with, but for new columns and fields whose name differs from another one's in case only.
+
+    Nor structs in which nothing is left: a row brings them once it has a value that the table can have.
+    """
     twins = _twins([*dict.fromkeys([*old.names, *new.names])]).difference(old.names)
-    kept = [each for each in new if each.name not in twins]
-    return pa.schema(
-        [
-            each.with_type(_new_fields(old.field(each.name).type if each.name in old.names else None, each.type))
-            for each in kept
-        ]
-    )
+    kept = [
+        each.with_type(_new_fields(old.field(each.name).type if each.name in old.names else None, each.type))
+        for each in new
+        if each.name not in twins
+    ]
+    return pa.schema([each for each in kept if not _is_hollow(each.type)])
 
 
 def _new_fields(old: pa.DataType | None, new: pa.DataType) -> pa.DataType:
@@ -138,6 +153,11 @@ def _new_fields(old: pa.DataType | None, new: pa.DataType) -> pa.DataType:
         return new
     before = pa.schema(list(old) if old is not None and types.is_struct(old) else [])
     return pa.struct(list(new_columns(before, pa.schema(list(new)))))
+
+
+def _is_hollow(kind: pa.DataType) -> bool:
+    """True for a struct without fields, and for lists of it."""
+    return (types.is_struct(kind) and not kind.num_fields) or (types.is_list(kind) and _is_hollow(kind.value_type))
 
 
 def _nests_twins(kind: pa.DataType) -> bool:

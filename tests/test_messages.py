@@ -519,6 +519,23 @@ def test_columns_that_a_target_cannot_have_are_found_before_the_first_message(
     assert State(home.path / "state", "messages").peek().newest is None
 
 
+@pytest.mark.parametrize("schema_type", ['"bytes"', '"csv"\ncolumns = ["value", "note"]'])
+def test_a_key_that_no_row_can_have_is_found_before_the_first_message(
+    home: Home, capsys: pytest.CaptureFixture[str], schema_type: str
+) -> None:
+    entry = f'[[schemas]]\ntopic = "/a"\nschema_type = {schema_type}\nmetadata = ["key"]\n'
+    home.put("x,y")
+    home.pipeline(entry + 'key = ["vale"]\n')
+    with pytest.raises(SystemExit):
+        cli.main(["check", str(home.path / "pipeline.toml")])
+    assert "the key of /a names the column 'vale', which its schema does not have" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    with pytest.raises(ConfigError, match=r"PEN-1020 .*did you mean 'value'"):
+        home.run(entry + 'key = ["vale"]\n')
+    home.run(entry + 'key = ["value"]\n')
+
+
 def test_a_schema_that_the_table_cannot_follow_is_found_before_the_first_message(home: Home) -> None:
     for kind in ("integer", "string"):
         (home.path / "s.json").write_text(json.dumps({"type": "object", "properties": {"a": {"type": kind}}}))

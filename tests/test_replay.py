@@ -353,7 +353,8 @@ connector = "delta"
 path = "lake/{topic}"
 """)
     home = Home(tmp_path)
-    supervisor.run(Pipeline.from_toml(file), ForkEngine(2), drain=True)
+    summary = supervisor.run(Pipeline.from_toml(file), ForkEngine(2), drain=True)
+    assert summary.rows_in == 4, "those that are letters came in as well"
     assert home.rows("a") == home.rows("b") == [{"id": 1}, {"id": 2}]
     found = home.letters()
     assert sorted(letter["payload"] for letter in found) == [b"nonsense", b'{"id": \xff}']

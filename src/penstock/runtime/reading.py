@@ -122,6 +122,7 @@ class Reading:
         policy = self._job.on_error.of(part.source)
         if policy == "stop" or (policy == "dead_letter" and len(error.records) < error.count):
             raise error
+        tally.rows += error.count  # they came, as messages do that cannot be decoded
         for why in error.samples or [error.message]:
             show(tally, "", error.code, "source", why)
         if policy == "skip":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -95,6 +96,15 @@ def _columns(target: Target, decoder: Decoder) -> pa.Schema:
             f"the schema of {target.topic} has a field {taken[0]!r}, which is the name of a column of Penstock's own",
             code="PEN-1020",
             hint="rename the field; `_op` is for formats of changes such as debezium, the others are what `metadata` names",
+        )
+    lacking = [] if decoder.format.uses_keys else [name for name in decoder.key if name not in schema.names]
+    if lacking:
+        near = difflib.get_close_matches(lacking[0], schema.names, n=1)
+        raise ConfigError(
+            f"the key of {target.topic} names the column {lacking[0]!r}, which its schema does not have"
+            + (f"; did you mean {near[0]!r}?" if near else ""),
+            code="PEN-1020",
+            hint=f"the columns are {', '.join(schema.names)}: without a key no message could be a row",
         )
     return schema
 

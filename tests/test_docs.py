@@ -75,7 +75,7 @@ def test_the_quickstart_runs_as_it_is_shown_in_one_directory(tmp_path):
     telemetry.epoch = lambda report: stop.set()
     run(first.replace("rows = 100_000", rate), telemetry=telemetry, stop=stop)
     assert stop.is_set()
-    assert run(letters, drain=True).rows_in == 2
+    assert run(letters, drain=True).rows_in == 3
     letter = Store(Pipeline.from_toml(tmp_path / "pipeline.toml")).newest(3, {})[0][0]
     assert letter["payload"] == lines[1].encode()
     (tmp_path / "in" / "b.jsonl").write_text('{"id": 3}\n')

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pytest
 from test_other_clients import JSON, JSON_BY_JAVA, PLAIN, PROTO, PROTO_BY_CONFLUENT, ROWS, SCHEMA
 
+from java_programs import program
 from kafka_topics import batches, fresh, make_topic
 from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
 from penstock.connectors.kafka.source import Kafka, KafkaConfig
@@ -57,39 +57,14 @@ def server(java: None, need: Callable[[object, str], None]) -> Iterator[apicurio
 def run_java(need: Callable[[object, str], None], tmp_path_factory: pytest.TempPathFactory) -> Java:
     """Run the program beside this file; gives the lines that it prints."""
     need(shutil.which("mvn") and shutil.which("javac"), "Maven or a Java compiler is missing")
-    jars, compiled = fetched(), tmp_path_factory.mktemp("compiled")
-    own = Path(__file__).parent / "Serialisers.java"
-    subprocess.run(["javac", "-d", str(compiled), "-cp", f"{jars}/*", str(own)], check=True, timeout=120)
+    command = program(Path(__file__).parent / "Serialisers.java", NEEDED, tmp_path_factory.mktemp("compiled"))
 
     def run(*arguments: str) -> list[str]:
-        command = ["java", "-cp", f"{compiled}:{jars}/*", "-Dfile.encoding=UTF-8", "Serialisers", *arguments]
-        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120, check=False)
+        done = subprocess.run([*command, *arguments], capture_output=True, encoding="utf-8", timeout=120, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout.splitlines()
 
     return run
-
-
-def fetched() -> Path:
-    """The jars of `NEEDED` and all that they need, fetched once."""
-    place = apicurio.home().parent / f"java-serialisers-{apicurio.VERSION}"
-    if place.is_dir():
-        return place
-    with tempfile.TemporaryDirectory(dir=place.parent) as temporary:
-        parts = (each.split(":") for each in NEEDED)
-        listed = "".join(
-            f"<dependency><groupId>{group}</groupId><artifactId>{name}</artifactId><version>{version}</version></dependency>"
-            for group, name, version in parts
-        )
-        Path(temporary, "pom.xml").write_text(
-            "<project><modelVersion>4.0.0</modelVersion><groupId>penstock</groupId><artifactId>tests</artifactId>"
-            f"<version>1</version><dependencies>{listed}</dependencies></project>"
-        )
-        copy = "org.apache.maven.plugins:maven-dependency-plugin:3.6.1:copy-dependencies"
-        own = [f"-DoutputDirectory={temporary}/lib", f"-Dmaven.repo.local={temporary}/m2", "-DincludeScope=runtime"]
-        subprocess.run(["mvn", "-q", "-B", copy, *own], check=True, cwd=temporary, timeout=280)
-        Path(temporary, "lib").rename(place)
-    return place
 
 
 class Place:

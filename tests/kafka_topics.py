@@ -11,6 +11,7 @@ from uuid import uuid4
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
+from penstock.errors import RetryableError
 from penstock.source import RangeSource, SourceBatch
 from penstock.testing.processes import wait_until
 
@@ -128,3 +129,16 @@ def batches(source: RangeSource[Any, Any], split: Any) -> Iterator[SourceBatch]:
 
 def values(address: str, topic: str, committed: bool = True) -> Sequence[bytes | None]:
     return [message.value() for message in records(address, topic, committed)]
+
+
+def acknowledged(source: RangeSource[Any, Any], end: Any) -> None:
+    """As the runtime does: a group whose coordinator is not there yet is told again."""
+
+    def told() -> bool:
+        try:
+            source.ack(end)
+        except RetryableError:
+            return False
+        return True
+
+    wait_until(told, "the group to take offsets")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from confluent_kafka.admin import AdminClient, NewPartitions
 
-from kafka_topics import batches, fresh, make_topic, remake_topic, send, transaction, truncate
+from kafka_topics import acknowledged, batches, fresh, make_topic, remake_topic, send, transaction, truncate
 from penstock.connectors.kafka import read, undecided, watch
 from penstock.connectors.kafka.position import Offsets
 from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
-from penstock.connectors.kafka.source import Kafka, KafkaConfig
+from penstock.connectors.kafka.source import Kafka, KafkaConfig, StartAt
 from penstock.source import Note, ReadLimit
 from penstock.testing.kafka import KafkaServer
 from penstock.testing.processes import wait_until
@@ -219,3 +219,22 @@ def _count(source: Any, start: Any, end: Any) -> int:
 def _last_of_each_key(source: Any, start: Any, end: Any) -> dict[bytes, bytes | None]:
     """The cleaner removes tombstones too, after a day."""
     return {row["key"]: row["payload"] for row in _records(source, start, end)}
+
+
+def test_check_names_what_is_seldom_meant(kafka: KafkaServer) -> None:
+    """A group whose name is misspelt, and records of transactions that were aborted."""
+    topic, group = make_topic(kafka.bootstrap, fresh("meant")), fresh("group")
+    config = KafkaConfig(
+        bootstrap_servers=kafka.bootstrap,
+        topics=(topic,),
+        start=StartAt(group=group),
+        isolation_level="read_uncommitted",
+        group_id=group,
+    )
+    assert [(each.ok, each.what.partition(":")[0]) for each in Kafka(config).check()[1:]] == [
+        (True, f"the group {group!r} has no offsets in these topics"),
+        (True, "records of transactions that are open or were aborted are read too"),
+    ]
+    with opened_source(Kafka(config)) as source:
+        acknowledged(source, source.latest(source.initial(), ReadLimit()))
+    assert len(Kafka(config).check()) == 2

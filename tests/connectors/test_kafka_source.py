@@ -15,7 +15,18 @@ from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewPartitions
 from pydantic import ValidationError
 
-from kafka_topics import batches, delete_topic, fresh, make_topic, remake_topic, send, transaction, truncate, values
+from kafka_topics import (
+    acknowledged,
+    batches,
+    delete_topic,
+    fresh,
+    make_topic,
+    remake_topic,
+    send,
+    transaction,
+    truncate,
+    values,
+)
 from penstock.connectors.kafka import client, read
 from penstock.connectors.kafka.client import Cluster, ClusterConfig
 from penstock.connectors.kafka.position import Offsets, Piece, packed
@@ -377,8 +388,8 @@ def test_offsets_are_committed_to_a_group_for_others_to_see(kafka: KafkaServer) 
     send(kafka.bootstrap, topic, [b"1", b"2"])
     with opened_source(make_source(kafka, topic, group_id=group)) as source:
         end = source.latest(source.initial(), ReadLimit())
-        source.ack(end)
-        source.ack(end)
+        acknowledged(source, end)
+        acknowledged(source, end)
     consumer = Consumer({"bootstrap.servers": kafka.bootstrap, "group.id": group})
     found = consumer.committed([TopicPartition(topic, p) for p in range(2)], timeout=60)
     consumer.close()
@@ -395,17 +406,17 @@ def test_a_group_that_has_consumers_of_its_own_holds_nothing_up(kafka: KafkaServ
     with opened_source(make_source(kafka, topic, group_id=group)) as source:
         end = source.latest(source.initial(), ReadLimit())
         wait_until(lambda: member.poll(0.1) or member.assignment(), "the group to have a member")
-        source.ack(end)
+        acknowledged(source, end)
         assert "consumers of its own" in source.health_check().reason
         member.close()
-        source.ack(end)
+        acknowledged(source, end)
         assert str(source.health_check()) == "healthy"
         delete_topic(kafka.bootstrap, topic)
-        source.ack(end)
+        acknowledged(source, end)
         assert source.config.on_lost == "stop"
         with pytest.raises(FatalError, match="is gone"):
             source.latest(end, ReadLimit())
-        source.ack(end)
+        acknowledged(source, end)
 
 
 def test_lag_counts_what_is_there_and_not_planned(kafka: KafkaServer) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from penstock.connectors.kafka.client import Cluster, ClusterConfig, Place
+from penstock.connectors.kafka.client import Cluster, ClusterConfig, Place, TopicInfo
 from penstock.connectors.kafka.group import Group
 from penstock.connectors.kafka.position import KafkaSplit, Offsets, Piece, Sizes, packed, shares
 from penstock.connectors.kafka.read import Reader
@@ -65,7 +65,10 @@ class KafkaConfig(ClusterConfig):
     """
 
     isolation_level: Literal["read_committed", "read_uncommitted"] = "read_committed"
-    """`read_uncommitted` also reads rows of transactions that are open or were aborted."""
+    """
+    `read_uncommitted` also reads rows of transactions that are open or were aborted, each once: what a producer wrote, gave up
+    and wrote again comes twice.
+    """
 
     on_lost: Literal["stop", "earliest"] = "stop"
     """
@@ -152,7 +155,7 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
             findings.append(
                 Finding(True, "no topic matches yet", "correct `topics`, unless the topics are still to be made")
             )
-        return findings
+        return [*findings, *_seldom_meant(self.config, cluster, found)]
 
     def schema(self) -> Schemas:
         """Records stay as they are until the topic's `[[schemas]]` entry decodes them."""
@@ -312,3 +315,18 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
 
 def _size(message: Any) -> int:
     return len(message) + len(message.key() or b"")
+
+
+def _seldom_meant(config: KafkaConfig, cluster: Cluster, found: Mapping[str, TopicInfo]) -> Iterator[Finding]:
+    group = config.start.group if isinstance(config.start, StartAt) else None
+    places = [(name, partition) for name, each in found.items() for partition in each.partitions]
+    if group and places and not Group(cluster, group).offsets(places):
+        yield Finding(
+            True, f"the group {group!r} has no offsets in these topics: a first run begins at their first records"
+        )
+    if config.isolation_level == "read_uncommitted":
+        yield Finding(
+            True,
+            "records of transactions that are open or were aborted are read too: what a producer tried again is there "
+            "twice",
+        )

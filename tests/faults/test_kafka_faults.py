@@ -291,3 +291,28 @@ def test_a_task_of_a_dead_driver_that_goes_on_writing_is_not_read(broker: KafkaS
         orphan.pre_commit(first)
         driver.commit_epoch(second, [receipt], END)
     assert ids(broker, stem) == list(range(10))
+
+
+def test_a_transactional_id_that_the_brokers_forgot_is_taken_again(kafka_installed: None) -> None:
+    """After a week without an epoch; here after half a second."""
+    soon = {"transactional.id.expiration.ms": "500", "producer.id.expiration.ms": "500"}
+    checks = ("transaction.remove.expired.transaction.cleanup", "producer.id.expiration.check")
+    with KafkaServer(settings={**soon, **{f"{each}.interval.ms": "100" for each in checks}}) as running:
+        stem, refused, count = fresh("expired"), [], 0
+        with opened_sink(make_sink(running, stem)) as driver:
+
+            def forgotten() -> bool:
+                nonlocal count
+                count += 1
+                time.sleep(1)
+                epoch = epoch_of(count)
+                receipts = [stage(make_sink(running, stem), epoch, rows(count * 10))]
+                try:
+                    driver.commit_epoch(epoch, receipts, END)
+                except RetryableError as error:
+                    refused.append(str(error))
+                    until_done(lambda: driver.commit_epoch(epoch, receipts, END))
+                return any("INVALID_PRODUCER_ID_MAPPING" in each for each in refused)
+
+            wait_until(forgotten, "the brokers to forget the sink")
+        assert ids(running, stem) == list(range(10, count * 10 + 10))

@@ -29,15 +29,16 @@ from confluent_kafka.admin import (
     UserScramCredentialUpsertion,
 )
 
-from kafka_topics import batches, finish, fresh, make_topic, records, send
+from kafka_topics import acknowledged, batches, finish, fresh, make_topic, records, send, values
 from penstock.connectors.kafka.client import Cluster
 from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
 from penstock.connectors.kafka.source import Kafka, KafkaConfig, StartAt
 from penstock.errors import ConfigError, FatalError, RetryableError
+from penstock.sink import Epoch, Task
 from penstock.source import ReadLimit
 from penstock.testing.kafka import KafkaServer
 from penstock.testing.processes import elsewhere, wait_until
-from penstock.testing.sinks.steps import commit, epoch_of, rows, stage
+from penstock.testing.sinks.steps import END, commit, epoch_of, opened_sink, rows, stage
 from penstock.testing.sources.steps import opened_source
 
 MODULES = "org.apache.kafka.common.security"
@@ -276,7 +277,7 @@ def readable(source: Kafka) -> int:
     start = source.initial()
     end = source.latest(start, ReadLimit())
     found = sum(batch.records.num_rows for split in source.split(start, end) for batch in batches(source, split))
-    source.ack(end)
+    acknowledged(source, end)
     return found
 
 
@@ -309,6 +310,72 @@ def test_a_source_needs_no_more_rights_than_the_page_says(secured: KafkaServer) 
     allow(secured, ResourceType.GROUP, group, AclOperation.READ)
     with opened_source(Kafka(config)) as source:
         wait_until(lambda: readable(source) == 2 and not source.health_check().reason, "the group to take offsets")
+
+
+def test_a_sink_needs_no_more_rights_than_the_page_says(secured: KafkaServer) -> None:
+    stem, markers, can = fresh("out"), fresh("_markers"), AclOperation
+    allow(secured, ResourceType.TOPIC, stem, can.WRITE, can.CREATE, can.DESCRIBE_CONFIGS)
+    allow(secured, ResourceType.TOPIC, markers, can.READ, can.WRITE, can.CREATE, can.DELETE)
+    allow(secured, ResourceType.TRANSACTIONAL_ID, markers, can.WRITE)
+    refused: list[str] = []
+    given = {"topic": f"{stem}.{{topic}}", "marker_topic": markers, "staging": "topic", **of_little(secured)}
+    for number, in_tasks in enumerate((1 << 30, 0), 1):
+        sink, epoch = KafkaSink(KafkaSinkConfig(publish_in_tasks_bytes=in_tasks, **given)), epoch_of(number)
+
+        def written(sink: KafkaSink = sink, epoch: Epoch = epoch) -> bool:
+            try:
+                with opened_sink(sink) as driver:
+                    receipts = [stage(sink, epoch, rows(0))]
+                    for work in driver.plan_epoch(epoch, receipts):
+                        driver.apply(epoch, work, Task(0))
+                    driver.commit_epoch(epoch, receipts, END)
+            except FatalError as error:
+                refused.append(str(error))
+                return False
+            return True
+
+        try:
+            wait_until(written, "the epoch to be written")
+        except AssertionError as error:
+            raise AssertionError(refused[-1]) from error
+        assert len(records(secured.bootstrap, f"{stem}.lake.orders")) == 10 * number
+    assert values(secured.bootstrap, f"{markers}.staging") == [], "what is published goes"
+
+
+def test_tokens_are_renewed_before_they_end(
+    kafka_installed: None, tokens: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The brokers close connections whose token has ended; a driver lives longer than any."""
+    monkeypatch.setattr(Tokens, "lives_secs", 3)
+    own = {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": "OAUTHBEARER"}
+    unsecured = {"enable.sasl.oauthbearer.unsecure.jwt": True, "sasl.oauthbearer.config": "principal=app lifeSeconds=3"}
+    listener = "listener.name.sasl_plaintext"
+    settings = {
+        f"{listener}.sasl.enabled.mechanisms": "OAUTHBEARER",
+        f"{listener}.oauthbearer.connections.max.reauth.ms": "2000",
+        f"{listener}.oauthbearer.sasl.jaas.config": f"{MODULES}.oauthbearer.OAuthBearerLoginModule "
+        'required unsecuredLoginStringClaim_sub="broker";',
+    }
+    with KafkaServer(listeners=("SASL_PLAINTEXT",), settings=settings) as server, contextlib.ExitStack() as stack:
+        address, topic = server.address("SASL_PLAINTEXT"), make_topic(server.bootstrap, fresh("renewed"))
+        opened = []
+        for options in (by_endpoint(tokens), {**own, **unsecured}):
+            given = {"bootstrap_servers": address, "options": options}
+            sink = KafkaSink(KafkaSinkConfig(topic=f"{fresh('out')}.{{topic}}", **given))
+            source = stack.enter_context(opened_source(Kafka(KafkaConfig(topics=(topic,), **given))))
+            opened.append((source, sink, stack.enter_context(opened_sink(sink))))
+        for epoch in map(epoch_of, (1, 2)):
+            time.sleep(4)  # longer than a token lives
+            for source, sink, driver in opened:
+
+                def done(source: Any = source, sink: Any = sink, driver: Any = driver, epoch: Any = epoch) -> bool:
+                    with contextlib.suppress(RetryableError):
+                        source.latest(source.initial(), ReadLimit())
+                        driver.commit_epoch(epoch, [stage(sink, epoch, rows(0))], END)
+                        return True
+                    return False
+
+                wait_until(done, "an epoch with a newer token")
 
 
 def test_a_secret_that_is_not_set_is_named(secured: KafkaServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from confluent_kafka import KafkaError, TopicPartition
 
-from penstock.connectors.kafka.client import Cluster, consumer, errors, failure
+from penstock.connectors.kafka.client import Cluster, consumer, errors, failure, is_of_group
 from penstock.connectors.kafka.rows import NAMES, POSITION
 from penstock.connectors.kafka.staging import Cleared, KafkaReceipt
 from penstock.connectors.messages import ATTRIBUTES
@@ -76,6 +76,8 @@ def held_keys(config: Any, cluster: Cluster, topic: str) -> dict[int, list[bytes
                 )
             for message in messages:
                 partition, offset, error = message.partition(), message.offset(), message.error()
+                if error is not None and is_of_group(error):
+                    continue
                 if error is None:
                     until = time.monotonic() + NO_PROGRESS_SECS
                     if message.value() is None:

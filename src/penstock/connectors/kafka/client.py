@@ -6,6 +6,7 @@ import re
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -193,7 +194,7 @@ class Cluster:
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
-        self._told: list[KafkaError] = []
+        self._told: deque[KafkaError] = deque(maxlen=50)
         with errors("the client cannot be made"):
             # By default the client believes for five minutes that a broker which is gone has the answers.
             fresh = {"topic.metadata.refresh.interval.ms": 2000}
@@ -339,6 +340,8 @@ class Cluster:
 
     @property
     def client(self) -> AdminClient:
+        """The client, once it has heard what happened meanwhile: without that it renews no token of its own making."""
+        self._held[0].poll(0)
         return self._held[0]
 
 
@@ -396,6 +399,11 @@ READING = {
     "check.crcs": True,
 }
 """Settings of every reader of a range."""
+
+
+def is_of_group(error: KafkaError) -> bool:
+    """True of an error that is none: each reader looks for a group that it does not use, and need not have a right to it."""
+    return bool(error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED)
 
 
 def reading(config: ClusterConfig, committed: bool = True, **more: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Producer, TopicPartition
 
-from penstock.connectors.kafka.client import ANSWER_SECS, Cluster, consumer, errors, failure
+from penstock.connectors.kafka.client import ANSWER_SECS, Cluster, consumer, errors, failure, is_of_group
 from penstock.connectors.kafka.send import Sending
 from penstock.durable import canonical
 from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError
@@ -106,6 +106,7 @@ class Publisher:
         began = time.monotonic()
         sending: Sending | None = None
         try:
+            producer.poll(0)  # without it no token of the client's own making is renewed
             producer.begin_transaction()
             sending = Sending(producer, self._config, epoch, part)
             yield sending
@@ -185,7 +186,7 @@ class Publisher:
                     until = time.monotonic() + UNDECIDED_SECS
                 elif message is not None and message.error().code() == KafkaError._PARTITION_EOF:
                     self._next = max(self._next, message.offset())
-                elif message is not None:
+                elif message is not None and not is_of_group(message.error()):
                     raise self._unreadable(message.error())
                 if self._next < end and time.monotonic() > until:
                     raise self._undecided()

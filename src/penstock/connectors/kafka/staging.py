@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from penstock import store
 from penstock.connectors.kafka import files
-from penstock.connectors.kafka.client import ANSWER_SECS, Cluster, ClusterConfig, consumer, errors, failure
+from penstock.connectors.kafka.client import ANSWER_SECS, Cluster, ClusterConfig, consumer, errors, failure, is_of_group
 from penstock.connectors.kafka.rows import Records
 from penstock.errors import RetryableError, StagingLost
 from penstock.sink import Epoch, Receipt, Task, Topic
@@ -291,6 +291,8 @@ def _read(config: ClusterConfig, staging: str, chunks: Sequence[Chunk]) -> Itera
             if message is None:
                 raise RetryableError("the brokers do not answer while staged rows are read", code="PEN-2003")
             if (error := message.error()) is not None:
+                if is_of_group(error):
+                    continue
                 if error.code() in (KafkaError._PARTITION_EOF, KafkaError._AUTO_OFFSET_RESET, *_GONE):
                     raise lost(staging)
                 raise failure(error, "cannot read staged rows")

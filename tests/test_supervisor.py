@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pytest
@@ -323,6 +323,29 @@ def test_drain_ends_with_what_was_there_though_more_keeps_coming(build: Any, row
     running.ends()
     assert running.error is None
     assert rows() == list(range(10))
+
+
+class Cautious(FilesSink):
+    max_epoch_rows = 4
+
+
+class Counting(Tap):
+    """Notes how many rows it is asked for."""
+
+    limits: ClassVar[list[int | None]] = []
+
+    def latest(self, start: Next, limit: ReadLimit) -> Next:
+        self.limits.append(limit.rows)
+        return super().latest(start, limit)
+
+
+def test_a_sink_bounds_the_rows_of_an_epoch(build: Any) -> None:
+    pipeline = build(Counting(), max_epoch_rows=6)
+    wary = replace(pipeline, sinks={"lake": Cautious(pipeline.sinks["lake"].config)})
+    for each, rows in ((pipeline, 6), (wary, 4)):
+        Counting.limits.clear()
+        Running(each, drain=True).ends()
+        assert set(Counting.limits) - {None} == {rows}
 
 
 def test_a_drain_that_is_asked_for_later_takes_what_is_there_by_then(build: Any, rows: Any) -> None:

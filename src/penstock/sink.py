@@ -284,6 +284,9 @@ class SinkConnector(Connector[C], Generic[C, R]):
     whose `partitions` keep the order of each key.
     """
 
+    max_epoch_rows: ClassVar[int | None] = None
+    """About how many rows an epoch has at most, whatever `[processing]` allows: for sinks that may send a whole epoch again."""
+
     concurrent: ClassVar[bool] = False
     """True if the sink may commit in a thread of its own beside other sinks, and its topics beside one another."""
 

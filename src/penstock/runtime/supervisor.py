@@ -313,7 +313,9 @@ class _Supervisor:
             self.sinks,
             self.router,
             engine,
-            max_epoch_rows=processing.max_epoch_rows,
+            max_epoch_rows=min(
+                [processing.max_epoch_rows, *filter(None, (each.max_epoch_rows for each in self.sinks.values()))]
+            ),
             max_epoch_bytes=processing.max_epoch_bytes,
             messages=self.messages,
             on_phase=self._phase,

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.connectors.danube.gaps import Gaps
 from penstock.connectors.danube.message import envelope
 from penstock.connectors.danube.partitions import has_gap
 from penstock.connectors.danube.room import HELD, Room
@@ -37,6 +38,7 @@ from penstock.source import ConnectorMetrics, HealthStatus, Sender
 
 logger = logging.getLogger("penstock.danube")
 
+EXCLUSIVE = 0
 KEY_SHARED = 3
 """The type of subscription whose consumers do not keep their name: see `Names`."""
 KNOWN_SECS = 2.0
@@ -89,12 +91,14 @@ class Counts:
     errors: int = 0
     acked: int = 0
     refused: int = 0
+    skipped: int = 0
     reconnects: int = 0
 
     def metrics(self) -> ConnectorMetrics:
         custom = {
             "acknowledged_total": float(self.acked),
             "refused_total": float(self.refused),
+            "skipped_total": float(self.skipped),
             "reconnects_total": float(self.reconnects),
         }
         return ConnectorMetrics(self.records, self.bytes, self.errors, None, custom)
@@ -180,6 +184,7 @@ class Listener:
         self._streams: dict[str, str] = {}  # of each partition the topic that was asked for
         self._refusals = Refusals()
         self._names = Names(self.settings)
+        self._gaps = Gaps(self.settings.notes, f"{self.settings.config.url} {self.settings.subscription}")
         self._numbers = itertools.count(1)
 
     # -- the loop ------------------------------------------------------------------------------------------------
@@ -196,6 +201,7 @@ class Listener:
         self._schemas = Schemas(self.settings.config, self.settings.subject, self.settings.frames)
         self._failed: asyncio.Future[None] = self._loop.create_future()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._gaps.begin()
         self._start(self._look())
         self._start(self._hand_over())
         try:
@@ -210,6 +216,7 @@ class Listener:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await asyncio.gather(*self._closing, return_exceptions=True)
+            self._gaps.end()
             self._schemas.close()
         broken = self._failed.exception() if self._failed.done() else None
         if broken is not None and not sender.stopped:
@@ -241,6 +248,8 @@ class Listener:
             return HealthStatus.degraded(f"{len(down)} of {len(states)} are not connected: {partition}: {why}")
         if last := self._refusals.last:
             return HealthStatus.degraded(f"{self.counts.refused} deliveries were refused, the last: {last}")
+        if last := self._gaps.last:
+            return HealthStatus.degraded(last)
         return HealthStatus.healthy()
 
     async def _look(self) -> None:
@@ -399,6 +408,9 @@ class Listener:
 
     async def _take(self, session: Session, message: Any) -> None:
         frame = b""
+        if self.settings.kind == EXCLUSIVE and (gap := self._gaps.look(message.msg_id)):
+            self.counts.skipped = self._gaps.skipped
+            logger.error("%s; another consumer under this name took them, or the broker dropped them", gap)
         if self._schemas.needed:
             try:
                 frame = await self._schemas.frame(message)

@@ -75,6 +75,8 @@ class Subscription:
     """The first offset that was not handed out."""
     save_cursor: Callable[[int], None]
     dead_letter: Callable[[Any], None]
+    is_live: bool = False
+    """It began in this life of the broker, which keeps few messages for it: see `Options.live_messages`."""
     consumers: list[Consumer] = field(default_factory=list)
     in_flight: dict[int, Delivery] = field(default_factory=dict)
     acked: set[int] = field(default_factory=set)
@@ -145,6 +147,8 @@ class Subscription:
 
     def advance(self) -> None:
         """Hand out what is new, as far as the window allows."""
+        if self.is_live:  # what was dropped is never acknowledged: the cursor stays before it
+            self.next = max(self.next, len(self.log) - self.options.live_messages)
         while not self.poisoned and self.next < len(self.log) and len(self.in_flight) < self.options.max_unacked:
             message = self.log[self.next]
             key = _key(message)

@@ -26,6 +26,8 @@ class Options:
     cursor_flush_ms: int = 10_000
     """A cursor is written down at most so often: after a crash it goes back by that much."""
     heartbeat_ms: int = 500
+    live_messages: int = 256
+    """What a subscription that began in this life of the broker may be behind: older messages are dropped, and nobody is told."""
     keeps_log: bool = False
     """False: a restart loses the messages and offsets begin again, as seen on a real one. True: the log comes back."""
     auto_create: bool = True

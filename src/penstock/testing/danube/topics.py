@@ -88,7 +88,7 @@ class Topic:
         # then what comes at lower offsets is never delivered, as by a real broker.
         known = self._metadata.cursors.get(place)
         begin = len(self.log) if known is None else known + 1
-        found = Subscription(name, kind, self._options, self.log, begin, save, dead_letter)
+        found = Subscription(name, kind, self._options, self.log, begin, save, dead_letter, known is None)
         if known is None and self.reliable and self._options.keeps_log:
             found.flush()
         return found

@@ -209,6 +209,20 @@ def test_messages_name_the_version_that_the_strategy_chooses(broker: DanubeBroke
     assert {(each.schema_id, each.schema_version) for each in broker.messages(TOPIC)} == {(1, version)}
 
 
+@pytest.mark.parametrize("kind", ["string", "number", "bytes"])
+def test_a_subject_of_plain_values_is_registered_once_if_the_sink_knows_their_type(
+    broker: DanubeBroker, kind: str
+) -> None:
+    with pytest.raises(ConfigError, match="no subject 'notes'"):
+        send(broker, ROWS, schema_subject="notes")
+    for number in (1, 2):
+        send(broker, ROWS, number=number, schema_subject="notes", schema_type=kind)
+    assert {(message.schema_id, message.schema_version) for message in broker.messages(TOPIC)} == {(1, 1)}
+    registry = DanubeRegistry(DanubeConfig(url=broker.url))
+    assert [registry.fetch_schema("notes").type, registry.versions("notes")] == [kind, [1]]
+    registry.close()
+
+
 def test_messages_name_the_schema_of_their_topic_if_it_is_of_the_same_broker(broker: DanubeBroker) -> None:
     registry = DanubeRegistry(DanubeConfig(url=broker.url))
     shape: dict[str, Any] = {"type": "object", "properties": {"id": {"type": "integer"}, "name": {"type": "string"}}}
@@ -239,7 +253,9 @@ def test_what_the_broker_will_never_take_is_a_wrong_setting(broker: DanubeBroker
         send(broker, ROWS, topic="/one")
 
 
-def test_a_strategy_without_a_subject_is_refused() -> None:
+def test_a_strategy_or_a_type_without_a_subject_is_refused() -> None:
+    with pytest.raises(ValueError, match="schema_subject"):
+        DanubeSinkConfig(url="http://localhost:6650", schema_type="string")
     with pytest.raises(ValueError, match="schema_subject"):
         DanubeSinkConfig(url="http://127.0.0.1:1", version_strategy=Pinned(pinned=3))
 

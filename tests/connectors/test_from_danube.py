@@ -146,10 +146,9 @@ def test_a_webhook_becomes_a_source_routes_and_a_sink_for_each_way_to_make_topic
         ("/hooks/orders", "hooks/orders"),
         ("/hooks/notes", "hooks/notes"),
     ]
-    made_as = [(sink.partitions, sink.reliable_dispatch, sink.schema_subject) for sink in sinks]
-    assert made_as == [(2, True, None), (0, False, "notes-v1")]
+    made_as = [(sink.partitions, sink.reliable_dispatch, sink.schema_subject, sink.schema_type) for sink in sinks]
+    assert made_as == [(2, True, None, None), (0, False, "notes-v1", "string")]
     assert any("burst_size" in note for note in notes)
-    assert any("'notes-v1' must be in the registry" in note for note in notes)
 
 
 def test_a_delta_sink_becomes_sources_by_subscription_sql_and_a_table_each(tmp_path: Path) -> None:
@@ -214,9 +213,11 @@ def test_the_version_of_a_plain_schema_goes_to_the_sink_that_names_it(tmp_path: 
     file = tmp_path / "connector.toml"
     routes = "".join(f'[[mqtt.routes]]\nfrom = "{name}"\nto = "/a/{name}"\n' for name in "bc")
     schema = '[[schemas]]\ntopic = "/a/b"\nsubject = "s"\nschema_type = "string"\nversion_strategy = { pinned = 2 }\n'
+    schema += "auto_register = false\n"
     file.write_text(f'connector_name = "x"\n[mqtt]\n{routes}{schema}')
     named, other = tomllib.loads(convert(file).text("connector.toml"))["sinks"]
     assert (named["schema_subject"], named["version_strategy"]) == ("s", {"pinned": 2})
+    assert "schema_type" not in named, "theirs registers nothing either"
     assert "version_strategy" not in other
 
 

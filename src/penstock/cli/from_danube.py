@@ -141,11 +141,8 @@ def _schemas(moved: Moved, entries: Sequence[Table]) -> dict[str, Table]:
             if subject:
                 strategy = given.get("version_strategy", "latest")
                 chosen = {} if strategy == "latest" else {"version_strategy": strategy}
-                plain[given["topic"]] = {"schema_subject": subject, **chosen}
-            moved.notes.append(
-                f"schemas of {given['topic']}: the subject {subject!r} must be in the registry already; "
-                f"Penstock registers no {given['schema_type']} schemas"
-            )
+                made = {"schema_type": given["schema_type"]} if given.get("auto_register", True) else {}
+                plain[given["topic"]] = {"schema_subject": subject, **made, **chosen}
         else:
             kept = ("subject", "schema_file", "auto_register", "version_strategy")
             entry |= {key: given[key] for key in kept if given.get(key) not in (None, "")}

@@ -6,7 +6,7 @@ import hashlib
 import re
 import socket
 from collections.abc import Collection, Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import pyarrow as pa
@@ -17,6 +17,7 @@ from penstock.connectors.danube.message import BESIDE, EPOCH, INCARNATION, PIPEL
 from penstock.connectors.danube.producers import Binding, Message, Producers
 from penstock.connectors.messages import ID, SUBJECT, VERSION, Template, encode, refuse_rows
 from penstock.errors import ConfigError, DataError, RetryableError
+from penstock.formats import WireSchema
 from penstock.schema.registry.danube import DanubeRegistry, unpacked
 from penstock.schema.registry.danube_client import Calls, DanubeConfig, first
 from penstock.schema.registry.versions import Pinned, VersionStrategy, choose
@@ -51,10 +52,13 @@ class DanubeSinkConfig(DanubeConfig):
 
     schema_subject: str | None = Field(default=None, min_length=1)
     """
-    Subject in the broker's registry that producers are bound to and messages name; it must be there.
+    Subject in the broker's registry that producers are bound to and messages name; it must be there, or see `schema_type`.
 
     None: that of the topic's `[[schemas]]`, if `[registry]` is the same broker's, and otherwise no schema.
     """
+
+    schema_type: Literal["string", "number", "bytes"] | None = None
+    """With `schema_subject`: a subject that is not there is registered with this type. Others are registered by `[[schemas]]`."""
 
     version_strategy: VersionStrategy = "latest"
     """With `schema_subject`, which version they name: `"latest"`, `{ pinned = 2 }` or `{ minimum = 1 }`."""
@@ -66,11 +70,13 @@ class DanubeSinkConfig(DanubeConfig):
     """The broker's limit for a message with its key and attributes: 4 MiB unless it was raised. A larger row is a bad row."""
 
     @model_validator(mode="after")
-    def _strategy_has_subject(self) -> DanubeSinkConfig:
+    def _schema_has_subject(self) -> DanubeSinkConfig:
         if self.version_strategy != "latest" and self.schema_subject is None:
             raise ValueError(
                 "`version_strategy` is for `schema_subject`: set that too, or set the strategy in [[schemas]]"
             )
+        if self.schema_type is not None and self.schema_subject is None:
+            raise ValueError("`schema_type` is for `schema_subject`: set that too, or leave it out")
         return self
 
 
@@ -192,6 +198,8 @@ class DanubeSink(SinkConnector[DanubeSinkConfig, Receipt]):
         written = context.encoder.schema if context.encoder is not None else None
         if self.config.schema_subject is not None:
             registry = DanubeRegistry(self.config)
+            if self.config.schema_type is not None and not registry.versions(self.config.schema_subject):
+                registry.register_schema(self.config.schema_subject, WireSchema(self.config.schema_type, ""))
             chosen = choose(registry, self.config.schema_subject, self.config.version_strategy)
             registry.close()
             found = Binding(chosen.subject, *unpacked(chosen.id), self._reference())

@@ -133,6 +133,7 @@ class DanubeSink(SinkConnector[DanubeSinkConfig, Receipt]):
         self._named = {PIPELINE: epoch.pipeline, INCARNATION: epoch.incarnation, EPOCH: str(epoch.number)}
         self._task = task.partition
         self._sent: dict[Topic, int] = {}
+        self._equal: dict[tuple[Topic, bytes], int] = {}  # how many messages of the epoch were the same
         self._bindings: dict[str, Binding | None] = {}
 
     def write_batch(self, topic: Topic, batch: pa.RecordBatch) -> WriteResult:
@@ -150,11 +151,9 @@ class DanubeSink(SinkConnector[DanubeSinkConfig, Receipt]):
         most = self.config.max_message_bytes - PLACE_BYTES
         for number, (name, key, (_, payload, attributes)) in enumerate(rows, first_row):
             binding = self._binding(name, context)
-            named = {
-                **_carried(attributes, BESIDE if binding is None else BESIDE | _REF),
-                **self._named,
-                SEQUENCE: f"{self.context.name}{topic}@{self._task}.{number}",
-            }
+            carried = _carried(attributes, BESIDE if binding is None else BESIDE | _REF)
+            sequence = self._sequence(topic, name, payload or b"", key, carried)
+            named = {**carried, **self._named, SEQUENCE: sequence}
             message = made(name, binding, payload or b"", key, number, named)
             if message.stream_message.ByteSize() > most:
                 large.append(number - first_row)
@@ -175,6 +174,21 @@ class DanubeSink(SinkConnector[DanubeSinkConfig, Receipt]):
     def flush(self) -> None:
         if self._producers is not None:
             self._producers.settle()
+
+    def _sequence(self, topic: Topic, name: str, payload: bytes, key: str | None, carried: dict[str, str]) -> str:
+        """
+        Which message of the epoch this is: the digest of what it says, and how many said the same before it.
+
+        So it has the same name if the epoch is sent again in another order, or with rows more: SQL may shuffle rows, and
+        what was a bad row may be a good one by then.
+        """
+        said_beside = sorted(pair for pair in carried.items() if pair[0] not in _REF)
+        digest = hashlib.blake2b(repr((name, key, said_beside)).encode(), digest_size=8)
+        digest.update(payload)
+        said = digest.digest()
+        earlier = self._equal.get((topic, said), 0)
+        self._equal[topic, said] = earlier + 1
+        return f"{self.context.name}{topic}@{self._task}.{said.hex()}.{earlier}"
 
     def _names(self, topic: Topic, batch: pa.RecordBatch) -> list[str]:
         """Where each row goes. A value that makes no name is a bad row; without columns in it, `topic` is a wrong setting."""

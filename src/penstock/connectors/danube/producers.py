@@ -200,7 +200,8 @@ class Producers:
                 await self._create(topic, binding)
                 return
             except grpc.RpcError as error:  # a cluster makes a topic and answers that it is to be looked up again
-                if not left or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                will_not = not isinstance(failure(error, topic, self._config), RetryableError)
+                if not left or will_not or error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise
             await asyncio.sleep(0.05 * (TRIES - left))
 

@@ -156,6 +156,10 @@ _TAKEN_HINT = (
     "another consumer has the subscription: stop that one, and if it is gone, take its place by its name in `consumer_name`, "
     "which the broker keeps until it is restarted; or use another `subscription`, or share it by `subscription_type`"
 )
+_NAMESPACE_HINT = (
+    "topics are made only in namespaces that are there: `danube-admin namespaces create` makes one, and the broker's "
+    "`bootstrap_namespaces` lists those that it begins with"
+)
 _HINTS = {
     "served by another broker": "a standalone broker does not serve its topics again after a restart: make them again, or run a "
     "cluster of one",
@@ -176,6 +180,8 @@ def failure(error: Any, what: str, config: DanubeConfig | None = None) -> Connec
         return RetryableError(message, code="PEN-2000", hint=_TAKEN_HINT)
     if code in (Code.UNAUTHENTICATED, Code.PERMISSION_DENIED):
         return RetryableError(message, code="PEN-2000", hint=_TOKEN_HINT)
+    if "unable to find the namespace" in details.lower():  # of code UNAVAILABLE
+        return ConfigError(message, code="PEN-1016", hint=_NAMESPACE_HINT)
     if code in (Code.INVALID_ARGUMENT, Code.FAILED_PRECONDITION, Code.UNIMPLEMENTED):
         return ConfigError(
             message, code="PEN-1016", hint="the broker will not take this: correct the settings it names"
@@ -266,8 +272,10 @@ class Calls:
                 self._call(services.ProducerServiceStub, "CreateProducer", request, f"the topic {topic}")
                 return
             except RetryableError:
-                if not left or self.partitions(topic):
+                if self.partitions(topic):
                     return
+                if not left:
+                    raise
                 time.sleep(0.2)
 
     def subjects(self) -> list[str]:

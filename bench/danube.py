@@ -240,7 +240,7 @@ def main() -> None:
         best[what] = Spent(*(min(pair) for pair in pairs))
 
     with (
-        DanubeBroker(max_unacked=WINDOW, heartbeat_ms=20, ack_timeout_ms=600_000) as broker,
+        DanubeBroker(max_unacked=WINDOW, heartbeat_ms=20, ack_timeout_ms=600_000, live_messages=10 * ROWS) as broker,
         tempfile.TemporaryDirectory(prefix="penstock-bench-") as name,
     ):
 

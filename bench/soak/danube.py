@@ -44,6 +44,7 @@ BROKER = {
     "max_redelivery_count": 100_000,
     "max_unacked": 200,
     "keeps_log": True,
+    "live_messages": 1_000_000,
 }
 
 RELAY = """

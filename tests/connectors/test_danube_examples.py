@@ -26,7 +26,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture
 def broker() -> Iterator[DanubeBroker]:
-    with DanubeBroker(heartbeat_ms=20, max_unacked=100, keeps_log=True) as running:
+    with DanubeBroker(heartbeat_ms=20, max_unacked=100, keeps_log=True, live_messages=1_000_000) as running:
         yield running
 
 

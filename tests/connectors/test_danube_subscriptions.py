@@ -11,13 +11,15 @@ import pyarrow as pa
 import pytest
 
 from danube_source import FAST, TOPIC, Streaming, acked, source, subscribed
-from penstock.connectors.danube import DanubeSink, room, schemas, session
+from penstock.connectors.danube import DanubeSink, names, room, schemas, session
 from penstock.connectors.danube.sink import DanubeSinkConfig
 from penstock.connectors.danube.source import DanubeSourceConfig
-from penstock.errors import ConfigError, DataError, RetryableError
+from penstock.errors import ConfigError, DataError, FatalError, RetryableError
 from penstock.formats import WireSchema
+from penstock.schema.compatibility import Compatibility
 from penstock.schema.registry.danube import DanubeRegistry, unpacked
-from penstock.schema.registry.danube_client import DanubeConfig
+from penstock.schema.registry.danube_client import Calls, DanubeConfig, api, channel, services
+from penstock.schema.registry.danube_client import schemas as schema_calls
 from penstock.sink import Epoch, Task
 from penstock.source import HealthState, SourceContext
 from penstock.testing import RecordingSender
@@ -87,6 +89,41 @@ def test_a_topic_whose_name_begins_alike_is_another_topic(shared: DanubeBroker, 
         source(shared, topic[:-4]).open()
     send(shared, pa.record_batch({"id": [1]}), topic=topic[:-5])
     assert [message.payload for message in shared.messages(topic[:-5])] == [b'{"id":1}']
+
+
+def test_a_namespace_that_is_not_there_is_a_wrong_setting(own: DanubeBroker) -> None:
+    """The broker answers that it is away for now."""
+    own.tell("set", namespaces=["default"])
+    for partitions in (0, 2):
+        with pytest.raises(ConfigError, match="namespace nowhere") as caught:
+            send(own, pa.record_batch({"id": [1]}), topic="/nowhere/orders", partitions=partitions)
+        assert "namespaces create" in caught.value.hint
+        with pytest.raises(ConfigError, match="namespace nowhere"):
+            source(own, "/nowhere/orders", create_topics=True, partitions=partitions).open()
+
+
+def test_a_topic_that_cannot_be_made_is_an_error(own: DanubeBroker) -> None:
+    own.tell("fail", method="CreateProducer", code="UNAVAILABLE", times=100, what="there is no leader")
+    with pytest.raises(FatalError, match="no leader"):
+        source(own, "/default/new", create_topics=True).open()
+
+
+def test_a_topic_that_is_not_reliable_drops_what_comes_too_fast(shared: DanubeBroker, topic: str) -> None:
+    loose = f"{topic}-loose"
+    shared.tell("create", topic=loose, reliable=False)
+    request = api.ConsumerRequest(topic_name=loose, consumer_name="slow", subscription="slow")
+    with (
+        channel(DanubeConfig(url=shared.url), shared.url) as link,
+        PlainProducer(shared.url, loose, reliable=False) as producer,
+    ):
+        stub = services.ConsumerServiceStub(link)
+        consumer = stub.Subscribe(request, timeout=30).consumer_id
+        for number in range(20):
+            producer.send(str(number).encode())
+        call = stub.ReceiveMessages(api.ReceiveRequest(consumer_id=consumer), timeout=60)
+        assert [next(call).payload for _ in range(8)] == [str(number).encode() for number in range(8)]
+        producer.send(b"end")
+        assert next(call).payload == b"end"
 
 
 def test_one_partition_is_read_by_itself_under_its_own_name(shared: DanubeBroker, topic: str) -> None:
@@ -172,7 +209,7 @@ def test_with_key_shared_a_broken_stream_is_opened_under_the_same_name(
     shared: DanubeBroker, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was on its way to a name that does not come back counts as delivered."""
-    monkeypatch.setattr(session, "KNOWN_SECS", 600.0)  # however long a busy machine takes to come back
+    monkeypatch.setattr(names, "KNOWN_SECS", 600.0)  # however long a busy machine takes to come back
     with Streaming(shared, source(shared, topic, subscription_type="key_shared"), topic) as run:
         name = list(consumers(shared, topic))
         wait_until(lambda: run.source.health_check().state is HealthState.HEALTHY, "its stream")
@@ -210,6 +247,36 @@ def test_few_acknowledgements_wait_at_the_broker_at_one_time(own: DanubeBroker) 
         run.sender.make_durable()
         wait_until(lambda: acked(own, TOPIC) == 100, "the acknowledgements")
     assert 1 < own.tell("report")["most_acking"] <= 30
+
+
+def test_the_newest_message_is_acknowledged_last(own: DanubeBroker) -> None:
+    """A real broker (0.15.1) that gets it before an earlier one takes nothing more until the next message is sent."""
+    with Streaming(own, source(own, TOPIC), TOPIC) as run, PlainProducer(own.url, TOPIC) as producer:
+        for number in range(10):
+            producer.send(str(number).encode())
+        run.wait(10)
+        own.tell("fail", method="Ack", code="UNAVAILABLE")  # and this one is tried again later than the others
+        run.sender.make_durable()
+        wait_until(lambda: acked(own, TOPIC) == 10, "the acknowledgements")
+    assert own.subscription(TOPIC, "penstock")["cursor"] == 9
+
+
+def test_a_refused_message_comes_again_with_the_next_one_if_a_later_one_was_taken(own: DanubeBroker) -> None:
+    own.tell("set", max_redelivery_count=1_000_000)
+    (right,) = registered(own, "orders")
+    with Streaming(own, source(own, expected_schema_subject="orders"), TOPIC) as run:
+        with PlainProducer(own.url, TOPIC) as producer:
+            producer.send(b"bad")
+            producer.send(b"good", schema=right)
+            run.wait(1)
+            wait_until(
+                lambda: run.sender.make_durable() or own.subscription(TOPIC, "penstock")["stalled"],
+                "the acknowledgement",
+            )
+            before = own.subscription(TOPIC, "penstock")["attempts"]["0"]
+            producer.send(b"later", schema=right)
+            wait_until(lambda: own.subscription(TOPIC, "penstock")["attempts"]["0"] > before, "the next delivery")
+        assert run.wait(2, durable=True) == [b"good", b"later"]
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
@@ -325,6 +392,38 @@ def test_a_message_that_its_topic_refuses_stops_the_epoch_with_the_reason(own: D
     with pytest.raises(DataError, match="exceeds maximum") as refused:
         send(own, rows)
     assert "max_message_bytes" in refused.value.hint
+
+
+def validated(broker: DanubeBroker, topic: str, policy: str) -> None:
+    """The broker checks the payloads of a topic."""
+    request = schema_calls.ConfigureTopicSchemaRequest(
+        topic_name=topic, schema_subject="orders", validation_policy=policy, enable_payload_validation=True
+    )
+    with Calls(DanubeConfig(url=broker.url)) as calls:
+        calls.registry("ConfigureTopicSchema", request, topic)
+
+
+@pytest.mark.parametrize("policy", ["warn", "enforce"])
+def test_a_topic_that_checks_payloads_stops_the_epoch_with_the_reason(own: DanubeBroker, policy: str) -> None:
+    registry = DanubeRegistry(DanubeConfig(url=own.url))
+    shapes = [
+        f'{{"type": "object", "properties": {{"id": {{"type": {kind}}}}}}}' for kind in ('"integer"', '["string"]')
+    ]
+    registry.register_schema("orders", WireSchema("json_schema", shapes[0]))
+    bound = {"schema_subject": "orders", "topic": "/shop/orders"}
+    send(own, pa.record_batch({"id": [1]}), **bound)
+    validated(own, "/shop/orders", policy)
+    send(own, pa.record_batch({"id": [2]}), number=2, **bound)
+    with pytest.raises(ConfigError, match="Payload validation failed"):
+        send(own, pa.record_batch({"id": ["x"]}), number=3, **bound)
+    registry.set_compatibility("orders", Compatibility.NONE)
+    registry.register_schema("orders", WireSchema("json_schema", shapes[1]))
+    with pytest.raises(ConfigError, match="Payload validation failed"):  # the version that came first counts for all
+        send(own, pa.record_batch({"id": ["x"]}), number=4, **bound)
+    registry.close()
+    if policy == "enforce":
+        with pytest.raises(ConfigError, match="missing schema_id"):
+            send(own, pa.record_batch({"id": [3]}), number=5, topic="/shop/orders")
 
 
 def test_a_schema_that_changes_while_the_pipeline_runs_is_named_from_the_next_epoch_on(own: DanubeBroker) -> None:

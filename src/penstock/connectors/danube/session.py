@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import json
 import logging
-import math
 import random
-import secrets
 import time
 from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from penstock.connectors.danube.gaps import Gaps
 from penstock.connectors.danube.message import envelope
+from penstock.connectors.danube.names import EXCLUSIVE, Names, Settings
 from penstock.connectors.danube.partitions import has_gap
 from penstock.connectors.danube.room import HELD, Room
 from penstock.connectors.danube.schemas import Refusals, Refused, Schemas
 from penstock.errors import ConnectorError, RetryableError
 from penstock.schema.registry.danube_client import (
-    DanubeConfig,
     Place,
     api,
     channel,
@@ -38,11 +33,6 @@ from penstock.source import ConnectorMetrics, HealthStatus, Sender
 
 logger = logging.getLogger("penstock.danube")
 
-EXCLUSIVE = 0
-KEY_SHARED = 3
-"""The type of subscription whose consumers do not keep their name: see `Names`."""
-KNOWN_SECS = 2.0
-"""For this long a broker surely knows a consumer of `key_shared` that is away."""
 TRIES = 5
 """So many tries in a row at one partition, and the runtime learns of it: it counts them, and stops in the end."""
 LOOK_SECS = 15.0
@@ -64,22 +54,6 @@ ACK_PAUSES = (0.0, 0.2, 1.0, 5.0)
 _TOO_LATE = grpc.StatusCode.DEADLINE_EXCEEDED
 SETTLE_SECS = 2.0
 """How long a stop waits for the acknowledgements of what was handed over: the rest comes again, and is dropped."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a listener does."""
-
-    config: DanubeConfig
-    topics: tuple[str, ...]
-    subscription: str
-    kind: int
-    consumer: str
-    filters: tuple[str, ...] = ()
-    subject: str | None = None
-    frames: bool = False
-    notes: Path | None = None
-    """A directory for what `Names` writes down."""
 
 
 @dataclass
@@ -119,57 +93,9 @@ class Session:
     acks: deque[Any] = field(default_factory=deque)
     """Places of messages that are durable, and not yet acknowledged."""
     acking: set[asyncio.Task[None]] = field(default_factory=set)
-
-
-class Names:
-    """
-    What the consumer of a partition is called: always the same, so that a later one takes the place of an earlier one.
-
-    But with `key_shared` a broker (0.15.1) forgets who is away for three seconds, counts what was on its way there as
-    delivered, and delivers nothing to a later consumer of that name. So a name is used again only right after its stream broke.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._known: dict[str, tuple[str, float]] = {}  # a name, and since when nobody has it
-        self._file = settings.notes / "consumers.json" if settings.notes is not None else None
-        self._ids: dict[str, int] = {}  # by partition and name
-        with contextlib.suppress(OSError, ValueError):  # it only helps
-            self._ids = json.loads(self._file.read_bytes()) if self._file is not None else {}
-
-    def id(self, partition: str) -> int | None:
-        """The consumer that the broker made last for this partition and name."""
-        return self._ids.get(f"{partition} {self._settings.consumer}")
-
-    def keep(self, partition: str, id: int) -> None:
-        """Write down the consumer that the broker made."""
-        key = f"{partition} {self._settings.consumer}"
-        if self._ids.get(key) == id or self._settings.kind == KEY_SHARED:
-            return
-        self._ids[key] = id
-        with contextlib.suppress(OSError):
-            if self._file is not None:
-                self._file.parent.mkdir(parents=True, exist_ok=True)
-                fresh = self._file.with_suffix(".new")
-                fresh.write_text(json.dumps(self._ids))
-                fresh.replace(self._file)
-
-    def of(self, partition: str) -> str:
-        own = self._settings
-        if own.kind != KEY_SHARED:
-            return own.consumer
-        name, since = self._known.get(partition, ("", -math.inf))
-        return name if time.monotonic() - since < KNOWN_SECS else self._new(partition)
-
-    def left(self, partition: str) -> None:
-        """Its stream broke."""
-        if known := self._known.get(partition):
-            self._known[partition] = known[0], time.monotonic()
-
-    def _new(self, partition: str) -> str:
-        name = f"{self._settings.consumer}-{secrets.token_hex(4)}"
-        self._known[partition] = name, -math.inf
-        return name
+    asked: set[int] = field(default_factory=set)
+    """Offsets of acknowledgements that are on their way."""
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass
@@ -459,10 +385,20 @@ class Listener:
                 task.add_done_callback(session.acking.discard)
 
     async def _ask(self, session: Session) -> None:
-        """One acknowledgement after the other, as long as some wait."""
+        """
+        One acknowledgement after the other, as long as some wait; the newest goes out when those before it are answered.
+
+        A broker (0.15.1) that gets it while an earlier message is still on its way takes nothing more, no acknowledgement
+        and no refusal, and delivers nothing again, until somebody sends the next message.
+        """
         name, acks = self.settings.subscription, session.acks
         while acks:
-            request = api.AckRequest(request_id=next(self._numbers), msg_id=acks.popleft(), subscription_name=name)
+            place = acks.popleft()
+            session.asked.add(place.topic_offset)
+            while not acks and min(session.asked, default=place.topic_offset) < place.topic_offset:
+                session.answered.clear()
+                await session.answered.wait()
+            request = api.AckRequest(request_id=next(self._numbers), msg_id=place, subscription_name=name)
             for pause in ACK_PAUSES:
                 await asyncio.sleep(pause)
                 try:
@@ -471,6 +407,8 @@ class Listener:
                     break
                 except (grpc.RpcError, RetryableError):
                     self.counts.errors += 1  # after the last try the message comes again, and is acknowledged then
+            session.asked.discard(place.topic_offset)
+            session.answered.set()
 
     async def _refuse(self, session: Session, message: Any, reason: str) -> None:
         """Hand it back with the reason: the broker's own policy says what becomes of it."""

@@ -10,7 +10,8 @@ from pydantic import Field, NonNegativeInt, field_validator, model_validator
 from penstock.connectors.danube import partitions
 from penstock.connectors.danube.loop import submit
 from penstock.connectors.danube.message import stream_of
-from penstock.connectors.danube.session import KEY_SHARED, Listener, Settings
+from penstock.connectors.danube.names import EXCLUSIVE, KEY_SHARED, Settings
+from penstock.connectors.danube.session import Listener
 from penstock.errors import ConfigError
 from penstock.schema.registry.danube_client import Calls, DanubeConfig, first
 from penstock.source import (
@@ -140,7 +141,7 @@ class Danube(StreamingSource[DanubeSourceConfig]):
         return self._listener.counts.metrics() if self._listener is not None else ConnectorMetrics()
 
     def _settings(self, context: SourceContext) -> Settings:
-        kinds: dict[str, Any] = {"exclusive": 0, "shared": 1, "failover": 2, "key_shared": KEY_SHARED}
+        kinds: dict[str, Any] = {"exclusive": EXCLUSIVE, "shared": 1, "failover": 2, "key_shared": KEY_SHARED}
         own = self.config
         return Settings(
             config=own,

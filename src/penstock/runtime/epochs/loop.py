@@ -205,7 +205,7 @@ class EpochLoop:
         """
         Bind an epoch to versions of schemas that has none: its state was lost, or somebody asked for other ones.
 
-        One that an earlier run planned takes the schema files as they are now: nothing of it is in a target yet.
+        One that an earlier run planned takes the schema files as they are now: no sink with two phases shows any of it yet.
         """
         versions = manifest.versions or self._messages.plan(None).get("versions", {})
         if recovered and manifest.only is None:

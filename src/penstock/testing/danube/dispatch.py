@@ -86,6 +86,9 @@ class Subscription:
     acknowledged: int = 0
     nacks: list[str] = field(default_factory=list)
     poisoned: set[int] = field(default_factory=set)
+    stalled: bool = False
+    """It waits for the next message of the topic, and does nothing else: see `_stall`."""
+    _commands: list[Callable[[], None]] = field(default_factory=list)
     _saved_at: float = field(default_factory=time.monotonic)
     _turn: int = 0
 
@@ -97,28 +100,59 @@ class Subscription:
 
     def retry_now(self, consumer: Consumer) -> None:
         """A consumer left or came back: what it did not acknowledge goes out again at once."""
+        if self.stalled:
+            self._commands.append(lambda: self.retry_now(consumer))
+            return
         for delivery in self.in_flight.values() if self.kind != KEY_SHARED else ():
             if delivery.state != "poisoned" and (self.kind == EXCLUSIVE or delivery.consumer in (0, consumer.id)):
                 delivery.state, delivery.until, delivery.consumer = "waiting", 0.0, 0
         self.pump()
 
+    def published(self) -> None:
+        """The topic has a message more."""
+        self.stalled = False
+        self.advance()
+        commands, self._commands = self._commands, []
+        for command in commands:
+            command()
+
     def ack(self, offset: int) -> None:
         """Only what waits for it: one that comes too late does nothing."""
+        if self.stalled:
+            self._commands.append(lambda: self.ack(offset))
+            return
         delivery = self.in_flight.get(offset)
         if delivery is not None and delivery.state == "sent":
             self.acknowledged += 1
             self._done(offset)
         self.advance()
+        self._stall()
 
     def nack(self, offset: int, delay_ms: int, reason: str) -> None:
+        if self.stalled:
+            self._commands.append(lambda: self.nack(offset, delay_ms, reason))
+            return
         delivery = self.in_flight.get(offset)
         if delivery is not None:
             self.nacks.append(reason)
             self._fail(delivery, reason, delay_ms)
         self.pump()
+        self._stall()
+
+    def _stall(self) -> None:
+        """
+        As the real one (0.15.1) when it looks for a message that is not there: the newest was acknowledged, or dropped, and an
+        earlier one is still on its way, or was dropped. It takes the newest that it remembers for the last one it has read.
+        """
+        newest = max([*self.in_flight, self.cursor])
+        reading = self.next >= len(self.log) and len(self.in_flight) < self.options.max_unacked
+        is_served = self.kind != KEY_SHARED and any(each.active for each in self.consumers)
+        self.stalled = is_served and reading and not self.poisoned and newest < len(self.log) - 1
 
     def beat(self) -> None:
         """Twice a second: late acknowledgements, messages that are due again, consumers that are gone."""
+        if self.stalled:
+            return
         now = time.monotonic()
         for consumer in self.consumers if self.kind == KEY_SHARED else ():
             if not consumer.active and not consumer.is_evicted:

@@ -30,7 +30,11 @@ class Options:
     """What a subscription that began in this life of the broker may be behind: older messages are dropped, and nobody is told."""
     keeps_log: bool = False
     """False: a restart loses the messages and offsets begin again, as seen on a real one. True: the log comes back."""
+    loose_messages: int = 8
+    """Of a topic that is not reliable so many wait for a consumer; what comes then is dropped."""
     auto_create: bool = True
+    namespaces: list[str] = field(default_factory=list)
+    """Those in which topics can be made; none: all."""
     is_cluster: bool = False
     """A topic that is made is not served at once: the first answer asks to look it up again."""
     redirect: str = ""

@@ -75,6 +75,10 @@ class Broker(
         topic = self.topics.find(request.topic_name)
         if topic is None and not self.options.auto_create:
             await context.abort(Code.NOT_FOUND, f"Unable to find the topic: {request.topic_name}")
+        namespace = request.topic_name.split("/")[1]
+        if topic is None and self.options.namespaces and namespace not in self.options.namespaces:
+            what = f"Unable to find the namespace {namespace}, the topic can be created only for an existing namespace"
+            await context.abort(Code.UNAVAILABLE, what)
         if topic is not None:
             if topic.reliable != reliable:
                 what = "Producer requested dispatch strategy does not match topic strategy"
@@ -103,14 +107,8 @@ class Broker(
             what = f"The producer with id {request.msg_id.producer_id} does not exist"
             await context.abort(Code.NOT_FOUND, what)
             return None
-        facts = self.topics.facts(topic.name)
-        if facts["policy"] == "enforce":
-            named = self._subjects.subject_of(request.schema_id) if request.HasField("schema_id") else None
-            if named is None or named != facts["subject"]:
-                what = (
-                    f"Unable to publish the message: the topic requires subject {facts['subject']!r}, it has {named!r}"
-                )
-                await context.abort(Code.PERMISSION_DENIED, what)
+        if why := self._subjects.refusal(topic.name, request):
+            await context.abort(Code.PERMISSION_DENIED, f"Unable to publish the message: {why}")
         topic.publish(request, self.topics)
         return messages.MessageResponse(request_id=request.request_id)
 

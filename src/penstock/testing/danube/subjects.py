@@ -29,6 +29,7 @@ class Subjects(SchemaRegistryServicer):  # type: ignore[misc]
         self._metadata = metadata
         self._subjects = metadata.subjects
         self._topics = topics
+        self._first: dict[tuple[str, int], int] = {}
 
     async def RegisterSchema(self, request: Any, context: Any) -> Any:
         kind, text = request.schema_type, request.schema_definition.decode()
@@ -138,6 +139,44 @@ class Subjects(SchemaRegistryServicer):  # type: ignore[misc]
 
     def subject_of(self, schema_id: int) -> str | None:
         return next((subject for subject, known in self._subjects.items() if known["id"] == schema_id), None)
+
+    def refusal(self, topic: str, message: Any) -> str:
+        """
+        Why a topic does not take a message; empty: it does.
+
+        As the real one (0.15.1) decides: `warn` too refuses an id that nobody knows and a payload that does not fit, and the
+        version that the first message of a subject names counts for all that follow, since they have one id.
+        """
+        facts = self._topics.facts(topic)
+        policy, subject = facts["policy"], facts["subject"]
+        if policy == "none":
+            return ""
+        if not subject:
+            said = f"Topic {topic} requires schema but none is configured"
+        elif not message.HasField("schema_id"):
+            said = f"Message missing schema_id for topic {topic} (expected subject: {subject})"
+        elif (named := self.subject_of(message.schema_id)) is None:
+            return f"Schema ID {message.schema_id} not found in registry"
+        elif named != subject:
+            said = (
+                f"Schema subject mismatch for topic {topic}: message schema_id={message.schema_id} belongs to {named!r}"
+            )
+        else:
+            version = self._first.setdefault((topic, message.schema_id), message.schema_version or 1)
+            return self._unfit(subject, version, message.payload) if facts["payload"] else ""
+        return said if policy == "enforce" else ""
+
+    def _unfit(self, subject: str, version: int, payload: bytes) -> str:
+        each = next(each for each in self._subjects[subject]["versions"] if each["version"] == version)
+        if each["type"] != "json_schema":
+            return ""
+        import jsonschema_rs  # here: few topics have a payload checked
+
+        try:
+            jsonschema_rs.validate(json.loads(each["text"]), json.loads(payload))
+        except (jsonschema_rs.ValidationError, ValueError) as error:
+            return f"Payload validation failed: {str(error).splitlines()[0]}"
+        return ""
 
     def has(self, subject: str) -> bool:
         return subject in self._subjects

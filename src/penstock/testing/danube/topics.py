@@ -39,10 +39,10 @@ class Topic:
                 file.write(struct.pack("<I", len(data)) + data)
         for subscription in self.subscriptions.values():
             if self.reliable:
-                subscription.advance()
+                subscription.published()
                 continue
-            for consumer in subscription.consumers:  # no window, no acknowledgement: who is there gets it
-                if consumer.active:
+            for consumer in subscription.consumers:  # no window, no acknowledgement: who is there and has room gets it
+                if consumer.active and consumer.queue.qsize() < self._options.loose_messages:
                     consumer.queue.put_nowait(message)
         topics.published += 1
 
@@ -78,6 +78,9 @@ class Topic:
             copy.attributes["x-original-topic"] = origin.topic_name
             copy.attributes["x-original-subscription"] = name
             copy.attributes["x-original-topic-offset"] = str(origin.topic_offset)
+            copy.attributes["x-original-producer-id"] = str(origin.producer_id)
+            copy.attributes["x-original-broker-addr"] = origin.broker_addr
+            copy.attributes["x-poison-policy"] = "dead_letter"
             copy.attributes["x-delivery-attempt"] = str(delivery.attempt)
             if delivery.reason:
                 copy.attributes["x-failure-reason"] = delivery.reason
@@ -88,7 +91,8 @@ class Topic:
         # then what comes at lower offsets is never delivered, as by a real broker.
         known = self._metadata.cursors.get(place)
         begin = len(self.log) if known is None else known + 1
-        found = Subscription(name, kind, self._options, self.log, begin, save, dead_letter, known is None)
+        log = self.log if self.reliable else []  # of the others it keeps nothing
+        found = Subscription(name, kind, self._options, log, begin, save, dead_letter, known is None)
         if known is None and self.reliable and self._options.keeps_log:
             found.flush()
         return found
@@ -178,6 +182,7 @@ class Topics:
                         "in_flight": sorted(each.in_flight),
                         "attempts": {str(offset): count for offset, count in each.attempts.items()},
                         "nacks": each.nacks,
+                        "stalled": each.stalled,
                         "poisoned": sorted(each.poisoned),
                         "evicted": [one.name for one in each.consumers if one.is_evicted],
                         "consumers": {one.name: one.active for one in each.consumers},

@@ -240,6 +240,28 @@ def test_from_danube_to_danube_a_row_arrives_once_between_two_penstocks(
         assert len(relayed) > len(sent), "the kill made no repeats: the test shows nothing"
 
 
+def test_rows_that_a_corrected_schema_takes_double_none_of_the_others(broker: DanubeBroker, tmp_path: Path) -> None:
+    """An epoch that was sent, and not committed, takes the schema file of the next start: more of its rows are good then."""
+    broker.tell("create", topic="/default/first")
+    first, second = choosing(tmp_path / "relay", broker), reading(tmp_path / "read", broker)
+    properties = '"properties": {"n": {"type": "integer"}, "ok": {"type": "boolean"}}'
+    (first.directory / "first.json").write_text(f'{{"type": "object", {properties}, "required": ["n", "ok"]}}')
+    first.run_until(lambda: broker.subscription("/default/first", "relay").get("consumers"), "the first subscription")
+    subscribe_first(second, broker)
+    second.start()
+    with PlainProducer(broker.url, "/default/first") as producer:
+        for number in range(30):
+            producer.send(json.dumps({"n": number, "ok": True} if number % 3 else {"n": number}).encode())
+    first.killed("stage.task=kill@1")
+    (first.directory / "first.json").write_text(f'{{"type": "object", {properties}, "required": ["n"]}}')
+    first.start()
+    wait_until(lambda: len(payloads(second)) >= 30 and committed(first), "all messages")
+    first.stop()
+    second.stop()
+    assert len(broker.messages(TOPIC)) > 30, "the kill made no repeats: the test shows nothing"
+    assert sorted(json.loads(payload)["n"] for payload in payloads(second)) == list(range(30))
+
+
 def committed(pipe: Pipe) -> bool:
     """Nothing is in hand: what an epoch sent may be there before it is committed, and it takes the schemas of a later start."""
     newest = State(pipe.directory / "state", "relaying").peek().newest

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 SHOWN_SECS = 600.0
-"""So long health tells of messages that never came; the count stays."""
+"""For this long health tells of messages that never came; the count stays."""
 
 
 class Gaps:

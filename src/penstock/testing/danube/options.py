@@ -27,7 +27,7 @@ class Options:
     """A cursor is written down at most so often: after a crash it goes back by that much."""
     heartbeat_ms: int = 500
     live_messages: int = 256
-    """What a subscription that began in this life of the broker may be behind: older messages are dropped, and nobody is told."""
+    """So many unread messages are kept for a subscription that began since the broker started; nothing tells of the others."""
     keeps_log: bool = False
     """False: a restart loses the messages and offsets begin again, as seen on a real one. True: the log comes back."""
     loose_messages: int = 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,6 +33,7 @@ from penstock.runtime.epochs.stage import Staged
 from penstock.runtime.journal.source import JournalSource
 from penstock.runtime.messages import codecs
 from penstock.runtime.telemetry import Telemetry
+from penstock.schema import Readable
 from penstock.sink import Receipt, SinkConnector, WriteResult
 from penstock.source import Offset, PollingSource, SourceCheckpoint, SourceEnvelope, SourceRecord
 from penstock.testing import ForkEngine
@@ -1110,6 +1112,42 @@ def test_fields_of_objects_that_differ_in_case_only_make_letters_of_their_own_ro
     assert [row["n"] for row in home.rows()] == [wrapped({"a": 1}), None, wrapped({"a": 5})]
     assert sorted(json.loads(each["payload"])["id"] for each in home.letters()) == [2, 4, 6]
     assert {each["code"] for each in home.letters()} == {"PEN-4001"}
+
+
+ODD_NAMES = ["a", "A", "b", "a.b", "c", "", "_key", "_op", "\0", "é", "e\u0301", "id"]
+ODD_VALUES = [1, 2.5, "x", None, True, "", -0.0, 1e300, 2**53 + 1, 2**70, "2026-01-01", [], {}]
+
+
+def odd(choice: random.Random, depth: int = 0) -> Any:
+    """A value of any shape, with names and numbers that no table likes."""
+    kind = choice.random()
+    if depth > 4 or kind < 0.35:
+        return choice.choice(ODD_VALUES)
+    if kind < 0.6:
+        return [odd(choice, depth + 1) for _ in range(choice.randint(0, 3))]
+    return {choice.choice(ODD_NAMES): odd(choice, depth + 1) for _ in range(choice.randint(0, 4))}
+
+
+@pytest.mark.parametrize("sink", ["delta", "iceberg", "files"])
+def test_whatever_comes_each_message_is_a_row_or_a_letter(
+    home: Home, sink: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("test_messages.PIPELINE", PIPELINE.replace('connector = "delta"', f'connector = "{sink}"'))
+    choice, sent = random.Random(5), 0
+    for _ in range(3):
+        for _ in range(60):
+            value = odd(choice)
+            text = json.dumps(value if choice.random() < 0.1 else {"id": sent, "o": value})
+            home.put(text if choice.random() < 0.95 else text[: len(text) // 2])
+            sent += 1
+        home.run(processing="max_error_rate = 1.0")
+    pipeline = home.pipeline()
+    (made,) = pipeline.sinks.values()
+    made.open()
+    found = made.read_topic("/a") if isinstance(made, Readable) else None
+    assert found is not None
+    assert found.num_rows + len(home.letters()) == sent
+    assert 10 < found.num_rows < sent
 
 
 @pytest.mark.parametrize(

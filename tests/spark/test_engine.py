@@ -265,7 +265,7 @@ def test_skipped_records_are_counted_and_the_others_arrive(drained: Any, tmp_pat
 
 
 def test_too_many_bad_records_stop_the_pipeline(drained: Any, tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="PEN-3002 3 of the last 2,000"):
+    with pytest.raises(Exception, match="PEN-3002 3 of the last 2,003"):
         drained(Keyed(KeyedConfig(rows=2000, splits=2, fail="data")), on_error="skip", max_error_rate=0.001)
     assert not list((tmp_path / "lake").rglob("*.parquet")), "nothing of the epoch is visible"
 

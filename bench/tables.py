@@ -121,9 +121,8 @@ def upserts(bench: Bench, scratch: Path) -> None:
                 _, _, commit = Measured(scratch, config, "upsert", threads).epochs(EPOCHS)
                 each = (len(syncs) - before) // (EPOCHS + 1)
                 took[threads] = min(commit, took.get(threads, commit))
-        bench.row(
-            f"3 upsert tables, one after the other, {disk}", f"{took[1]:.0f} ms", f"commit of an epoch; {each} syncs"
-        )
+        about = f"commit of an epoch; {each} syncs of {statistics.median(syncs) * 1000:.1f} ms"
+        bench.row(f"3 upsert tables, one after the other, {disk}", f"{took[1]:.0f} ms", about)
         bench.row(f"3 upsert tables, at once, {disk}", f"{took[8]:.0f} ms", f"{took[8] / took[1]:.2f} of that")
         if not more:
             bench.claim("commit_at_once_vs_in_turn", took[8] / took[1], "<=", 0.5)
@@ -131,14 +130,15 @@ def upserts(bench: Bench, scratch: Path) -> None:
 
 @contextlib.contextmanager
 def slower_syncs(secs: float) -> Iterator[list[float]]:
-    """Make every sync of this process take so much longer, beside other threads; gives one entry for each."""
+    """Make every sync of this process take so much longer, beside other threads; gives the seconds of each."""
     calls, sync = [], os.fsync
 
     def slow(descriptor: int) -> None:
+        began = time.perf_counter()
         sync(descriptor)
         if secs:
             time.sleep(secs)
-        calls.append(secs)
+        calls.append(time.perf_counter() - began)
 
     os.fsync = slow  # type: ignore[assignment]
     try:
@@ -154,6 +154,8 @@ def main() -> None:
     """All parts; or those that are named, which are shown and not recorded."""
     bench, home = Bench("tables", "Many tables"), ROOT / "run"
     home.mkdir(exist_ok=True)
+    if (load := os.getloadavg()[0]) > (os.cpu_count() or 1):
+        bench.row("the machine", "busy", f"a load of {load:.0f}: times, and CPU too, are higher than on an idle one")
     with tempfile.TemporaryDirectory(dir=home, prefix="bench-tables-") as scratch:  # a disk: in memory, no fsync waits
         for name in sys.argv[1:] or PARTS:
             PARTS[name](bench, Path(scratch))

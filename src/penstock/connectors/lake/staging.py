@@ -266,8 +266,7 @@ class Stage:
             for each in list(self._open.values()):
                 self._end(each)
         self._open.clear()
-        root = self.targets.root
-        above = {each for place in self._places for each in place.parents if each == root or root in each.parents}
+        above = {each for place in self._places for each in _up_to(place, self.targets.root)}
         return above.union(self._places)
 
     def staged(self) -> dict[Topic, StagedTopic]:
@@ -332,6 +331,16 @@ class Stage:
                 stats=stats,
             )
         )
+
+
+def _up_to(place: Place, root: Place) -> list[Place]:
+    """The directories above a place, up to the root; none if it is not below it."""
+    found: list[Place] = []
+    for each in place.parents:
+        found.append(each)
+        if each == root:
+            return found
+    return []
 
 
 def finish(stages: Sequence[Stage]) -> list[dict[Topic, StagedTopic]]:

@@ -13,7 +13,8 @@ from mirrored import Database, database_on
 from penstock.capture import Delete, Upsert
 from penstock.changes import Op
 from penstock.connectors.postgres_capture.source import PostgresCapture, PostgresCaptureConfig
-from penstock.connectors.postgres_cdc.log import slot
+from penstock.connectors.postgres_cdc.log import read, slot
+from penstock.connectors.postgresql import connections
 from penstock.errors import DataError, FatalError
 from penstock.runtime.ingest.capturing import as_rows
 from penstock.source import ReadLimit, SourceBatch, SourceContext
@@ -87,6 +88,19 @@ def take(opened, most=None):
 def confirm(changes):
     for change in changes:
         change.ack.confirm()
+
+
+def test_a_long_stretch_of_log_is_read_without_the_driver_that_may_end_its_process(database, opened, monkeypatch):
+    """The Arrow driver calls `abort` when a server breaks off in the middle of an answer."""
+    monkeypatch.setattr(read, "SMALL_RANGE_BYTES", 0)
+    monkeypatch.setattr(read, "PLAIN_BYTES", 10_000)
+    monkeypatch.setattr(connections, "connect_arrow", None)
+    database.run("INSERT INTO orders SELECT i, 'n', repeat('x', 100) FROM generate_series(1, 1000) i")
+    found = take(opened)
+    assert [change.event.row["id"] for change in found] == list(range(1, 1001))
+    confirm(found)
+    database.run("UPDATE orders SET note = 'm' WHERE id = 7")
+    assert [change.event.row["note"] for change in take(opened)] == ["m"]
 
 
 class TestContract(CaptureContract):

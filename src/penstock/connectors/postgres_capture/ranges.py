@@ -183,7 +183,9 @@ class LogReader:
         self._quiet = True
         with (
             failures.errors("cannot read the log"),
-            read.changes(config, asked, publications(config), found, decoder, start.lsn, end.lsn) as changed,
+            read.changes(
+                config, asked, publications(config), found, decoder, start.lsn, end.lsn, plain=True
+            ) as changed,
         ):
             for item in changed:
                 self._quiet = False

@@ -43,6 +43,9 @@ READERS = 2
 """Server processes that decode at the same time, each with a copy of the slot. Skipping the log before its step costs one a
 fifth of decoding it."""
 
+PLAIN_BYTES = 4 << 20
+"""Messages that come as one batch over a plain connection."""
+
 PREFETCH_BYTES = 24 << 20
 """Most bytes that wait between two stages. Twice as much is no faster; there are four such stages."""
 
@@ -58,15 +61,17 @@ def changes(
     decoder: Decoder,
     start: int,
     end: int,
+    *,
+    plain: bool = False,
 ) -> Iterator[Iterator[Rows]]:
-    """The decoded changes of a range in the order of the log; the slot itself stays where it is."""
+    """The decoded changes of a range in the order of the log; the slot itself stays where it is. `plain`: see `peek_plain`."""
 
     def decoded(sent: Iterator[pa.RecordBatch]) -> Iterator[Rows]:
         for batch in sent:
             yield from decoder.feed(batch)
 
     with (
-        messages(config, connection, publications, found, start, end) as sent,
+        messages(config, connection, publications, found, start, end, plain) as sent,
         Prefetch(decoded(sent), lambda item: item.batch.nbytes) as rows,
     ):
         yield rows
@@ -80,6 +85,7 @@ def messages(
     found: Slot,
     start: int,
     end: int,
+    plain: bool = False,
 ) -> Iterator[Iterator[pa.RecordBatch]]:
     """The slot's messages up to `end`, beginning at `start` or before it; the slot itself stays where it is."""
     if end - start <= SMALL_RANGE_BYTES and end - found.restart <= STEP_BYTES:
@@ -87,6 +93,13 @@ def messages(
         if few is not None:
             yield iter([few])
             return
+    if plain:
+        with contextlib.closing(connections.connect(config)) as own:
+            own.execute(f"SET logical_decoding_work_mem = '{_memory(config)}'")
+            peeked = peek_plain(own, config.slot, publications, end)
+            with Prefetch(peeked, _size, interrupt=own.cancel) as ahead:
+                yield ahead
+        return
     step = max(STEP_BYTES, (end - found.restart) // STEPS)
     edges = [*range(start, end - step // 2, step), end] if end - start > step + step // 2 else [start, end]
     with contextlib.ExitStack() as stack:
@@ -106,7 +119,11 @@ def messages(
 
 
 def _connected(config: PostgresLogConfig) -> Any:
-    return connections.connect_arrow(config, logical_decoding_work_mem=f"{config.decoding_memory_bytes // 1024}kB")
+    return connections.connect_arrow(config, logical_decoding_work_mem=_memory(config))
+
+
+def _memory(config: PostgresLogConfig) -> str:
+    return f"{config.decoding_memory_bytes // 1024}kB"
 
 
 @dataclass(frozen=True)
@@ -326,6 +343,27 @@ def peek_small(
     offsets = np.concatenate(([0], np.cumsum(np.frombuffer(lengths or b"", ">i4"), dtype=np.int64))).astype(np.int32)
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(content or b"")]
     return pa.RecordBatch.from_arrays([pa.Array.from_buffers(pa.binary(), len(offsets) - 1, buffers)], ["data"])
+
+
+def peek_plain(
+    connection: psycopg.Connection[Any], slot_name: str, publications: Sequence[str], end: int
+) -> Iterator[pa.RecordBatch]:
+    """
+    As `peek`, over a plain connection: for the driver's own process. The Arrow driver ends its process if the server breaks
+    off without a word while it is asked.
+    """
+    query = f"COPY (SELECT data FROM {_changes(slot_name, publications, end)}) TO STDOUT (FORMAT binary)"
+    found: list[bytes] = []
+    size = 0
+    with connection.cursor() as cursor, cursor.copy(query) as copy:
+        copy.set_types(["bytea"])
+        for (data,) in copy.rows():
+            found.append(data)
+            size += len(data)
+            if size >= PLAIN_BYTES:
+                yield pa.RecordBatch.from_arrays([pa.array(found, pa.binary())], ["data"])
+                found, size = [], 0
+    yield pa.RecordBatch.from_arrays([pa.array(found, pa.binary())], ["data"])
 
 
 def consume(connection: Any, slot_name: str, publications: Sequence[str], end: int) -> Iterator[pa.RecordBatch]:

@@ -177,6 +177,14 @@ def test_placeholders_of_bytes_and_lists_are_values_left_as_they_were():
     ]
 
 
+def test_a_new_row_without_all_its_values_is_a_failure_and_not_nulls():
+    """A row that got another key: a delete and a new row, for which Debezium did not know the large values."""
+    moved = [envelope("d", before={"id": 1}), envelope("c", after={"id": 2, "note": UNAVAILABLE}, lsn=2)]
+    decoded = debezium(key=["id"]).decode(texts([*moved, envelope("u", after={"id": 3, "note": UNAVAILABLE}, lsn=3)]))
+    assert (decoded.failures.positions.tolist(), list(decoded.failures.rules)) == ([1], ["debezium.incomplete"])
+    assert decoded.rows.column("_unchanged").to_pylist() == [None, ["note"]]
+
+
 def test_positions_of_other_databases_sort_as_well():
     mysql = [envelope("c", after={"id": n}, lsn=None, file="bin.000002", pos=n * 100, row=0) for n in (9, 10)]
     for each in mysql:

@@ -128,6 +128,12 @@ class Envelopes:
         columns = self._with_keys(own, key)
         self._check(columns, names, key)
         unchanged = self._unchanged(columns)
+        self._fail(
+            self._is_op(Op.INSERT, Op.SEEDED) & unchanged.is_valid().to_numpy(zero_copy_only=False),
+            "debezium.incomplete",
+            "a new row without all its values, as Debezium writes a row that got another key; "
+            "ALTER TABLE … REPLICA IDENTITY FULL at the source",
+        )
         described = [
             pc.if_else(pa.array(self.is_tombstone), Op.DELETE.value, pc.fill_null(self.ops, "")),
             self._positions(),

@@ -307,6 +307,14 @@ def test_certificates_of_both_sides_are_checked(secure, ca, own, is_taken, certi
     assert bool(secure.asked) == is_taken
 
 
+@pytest.mark.parametrize("url", ["https://me:secret@api.example.com/", "http://secret@h", "http://me:@h/a@b"])
+def test_an_address_that_holds_a_secret_is_refused(url):
+    for config in (HttpSinkConfig, lambda **given: HttpPollConfig(stream="s", **given)):
+        with pytest.raises(ValidationError, match="auth"):
+            config(url=url)
+        assert config(url="http://h/a@b?c=d@e").url == "http://h/a@b?c=d@e"
+
+
 def test_certificates_for_plain_text_are_refused(receiver, certificates):
     with pytest.raises(ConfigError, match=r"PEN-1003.*ca_file"):
         send(receiver, ROWS, ca_file=certificates["ca.pem"])

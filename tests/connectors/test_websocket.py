@@ -388,9 +388,10 @@ def test_options_that_do_nothing_are_refused(options: dict[str, Any]) -> None:
         Websocket(WebsocketConfig(**{"url": "ws://127.0.0.1:1", **options})).open()
 
 
-def test_an_address_that_is_none_is_refused() -> None:
+@pytest.mark.parametrize("url", ["http://h", "ws://me:secret@h", "wss://secret@h/x"])
+def test_an_address_that_is_none_or_holds_a_secret_is_refused(url: str) -> None:
     with pytest.raises(ValidationError):
-        WebsocketConfig(url="http://h")
+        WebsocketConfig(url=url)
 
 
 def test_a_port_that_is_taken_is_named() -> None:

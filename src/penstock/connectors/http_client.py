@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import httpx
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, field_validator
 
 from penstock.config import Config, Secret
 from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError, keep_credentials, keep_secret
@@ -114,6 +114,13 @@ class HttpConfig(Config):
 
     cert_file: Path | None = None
     """A certificate of our own with its private key, in PEM, for servers that ask for one."""
+
+    @field_validator("url")
+    @classmethod
+    def _holds_no_secret(cls, url: str) -> str:
+        if "@" in url.partition("://")[2].partition("/")[0]:
+            raise ValueError("user and password belong into `auth`: an address is shown in messages and logs")
+        return url
 
 
 def client(config: HttpConfig, connections: int = 1) -> httpx.Client:

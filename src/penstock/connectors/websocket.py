@@ -93,6 +93,8 @@ class WebsocketConfig(Config):
         parts = urlsplit(url)
         if parts.scheme not in ("ws", "wss") or not parts.hostname:
             raise ValueError("write ws://host:port/path, or wss:// for TLS")
+        if parts.username or parts.password:
+            raise ValueError("a secret belongs into `token`: an address is shown in messages and logs")
         return url
 
 

@@ -72,6 +72,18 @@ def test_what_a_broker_drops_while_the_pipeline_is_away_is_said_at_its_return(
         assert run.source.metrics().custom["skipped_total"] == 12
 
 
+def test_a_broker_that_was_restarted_meanwhile_is_noticed(
+    broker: DanubeBroker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = SourceContext(tmp_path / "state", pipeline="orders")
+    for restarted in (False, False, True):
+        if restarted:
+            broker.restart()
+        with Streaming(broker, source(broker), TOPIC, context=context) as run:
+            wait_until(lambda: run.source.health_check().state is HealthState.HEALTHY, "its stream")
+        assert ("/default/events: the broker has forgotten the consumer" in caplog.text) == restarted
+
+
 @pytest.mark.parametrize("kind", ["shared", "key_shared"])
 def test_offsets_that_others_took_are_no_loss(broker: DanubeBroker, kind: str) -> None:
     with Streaming(broker, source(broker, subscription_type=kind), TOPIC) as run:

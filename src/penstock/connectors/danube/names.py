@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import secrets
 import time
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.schema.registry.danube_client import DanubeConfig
+
+logger = logging.getLogger("penstock.danube")
 
 EXCLUSIVE = 0
 KEY_SHARED = 3
@@ -58,8 +61,12 @@ class Names:
     def keep(self, partition: str, id: int) -> None:
         """Write down the consumer that the broker made."""
         key = f"{partition} {self._settings.consumer}"
-        if self._ids.get(key) == id or self._settings.kind == KEY_SHARED:
+        known = self._ids.get(key)
+        if known == id or self._settings.kind == KEY_SHARED:
             return
+        if known is not None:
+            what = "the broker has forgotten the consumer: it was restarted, or the topic is another broker's now"
+            logger.warning("%s: %s; what a restart may lose is on the page about Danube", partition, what)
         self._ids[key] = id
         with contextlib.suppress(OSError):
             if self._file is not None:

@@ -593,7 +593,8 @@ def _misfits_of_check(home: Home, schemas: str, capsys: Any, **parts: str) -> li
 
 def test_the_columns_of_messages_are_shown_where_they_are_known(home: Home, capsys: Any) -> None:
     both = FIXED + JSON.replace("/a", "/b")
-    (home.path / "s.json").write_text(json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}}))
+    properties = {"n": {"type": "integer"}, "nothing": {"type": "null"}}
+    (home.path / "s.json").write_text(json.dumps({"type": "object", "properties": properties}))
 
     def shown() -> Any:
         home.pipeline(both)

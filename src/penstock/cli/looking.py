@@ -166,6 +166,8 @@ def _beside(schema: pa.Schema, there: Mapping[str, pa.Schema | None], applied: C
     own = own_columns(schema)
     found: dict[str, Json] = {}
     for column in schema:
+        if pa.types.is_null(column.type):
+            continue  # it has no values, and no target gets it
         found[column.name] = {"type": str(column.type)}
         for sink, known in there.items():
             at = -1 if known is None else known.get_field_index(column.name)

@@ -185,6 +185,13 @@ def test_a_new_row_without_all_its_values_is_a_failure_and_not_nulls():
     assert decoded.rows.column("_unchanged").to_pylist() == [None, ["note"]]
 
 
+def test_infinities_in_json_are_text_beside_numbers():
+    rows = [{"id": 1, "x": 1.5}, {"id": 2, "x": "NaN"}, {"id": 3, "x": "-Infinity"}]
+    decoded = debezium(key=["id"]).decode(texts([envelope("c", after=each) for each in rows]))
+    assert decoded.rows.column("x").to_pylist() == [1.5]
+    assert decoded.failures.rules == ("json.type", "json.type")
+
+
 def test_positions_of_other_databases_sort_as_well():
     mysql = [envelope("c", after={"id": n}, lsn=None, file="bin.000002", pos=n * 100, row=0) for n in (9, 10)]
     for each in mysql:

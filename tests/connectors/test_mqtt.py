@@ -544,6 +544,21 @@ def test_a_connection_that_is_not_what_the_certificates_say_is_refused(
     source.close()
 
 
+def test_a_certificate_of_an_unknown_authority_says_which_option_names_it(secure: dict[str, str], topic: str) -> None:
+    source = source_of(secure["tls"], topic)
+    with pytest.raises(FatalError, match="certificate is not accepted") as refused:
+        source.open()
+    assert refused.value.hint == "`ca_file` names those that may have signed it"
+    source.close()
+
+
+def test_plain_text_to_a_listener_with_tls_says_so(secure: dict[str, str], topic: str) -> None:
+    source = source_of(secure["tls"].replace("mqtts://", "mqtt://"), topic)
+    with pytest.raises(FatalError, match=r"wants TLS \(mqtts://\)"):
+        source.open()
+    source.close()
+
+
 def test_tls_options_that_do_nothing_are_refused(certificates: Certificates, broker: Mosquitto, topic: str) -> None:
     for given in ({"ca_file": certificates["ca.pem"]}, {"cert_file": certificates["client.pem"]}):
         with pytest.raises(ConfigError, match="PEN-1003"):

@@ -220,6 +220,48 @@ def test_a_token_with_a_shared_secret(tmp_path):
         assert hook.post(BODY).status == 401
 
 
+@pytest.mark.parametrize(
+    ("claims", "why"),
+    [
+        ({"exp": 1}, "its time, `exp`, is over"),
+        ({"nbf": 9e9}, "its time, `nbf`, is still to come"),
+        ({"aud": "others"}, "it is for another audience, `aud`"),
+        ({"iss": "others"}, "another issuer, `iss`, has made it"),
+        ({"exp": None}, "it has no `exp`"),
+        ({"aud": None}, "it has no `aud`"),
+    ],
+)
+def test_the_answer_says_what_is_wrong_with_a_token(tmp_path, claims, why):
+    auth = {
+        "type": "jwt",
+        "algorithms": ["HS256"],
+        "secret": {"env": "HOOK_TOKEN"},
+        "audience": "hooks",
+        "issuer": "shop",
+    }
+    given = {"aud": "hooks", "iss": "shop", **claims}
+    with serving(tmp_path, auth=auth) as hook:
+        refused = hook.post(BODY, authorization=token(os.environ["HOOK_TOKEN"], "HS256", **given))
+        assert refused.body["reason"] == f"the token is not valid: {why}"
+
+
+def test_the_answer_says_what_is_wrong_with_the_signature_of_a_token(tmp_path):
+    path = tmp_path / "jwks.json"
+    path.write_text(
+        json.dumps({"keys": [{**jwt.algorithms.RSAAlgorithm.to_jwk(RSA.public_key(), as_dict=True), "kid": "a"}]})
+    )
+    other = rsa.generate_private_key(65537, 2048)
+    with serving(tmp_path, auth={"type": "jwt", "algorithms": ["RS256"], "jwks_file": path}) as hook:
+        for given, why in (
+            (token(other, "RS256", "a"), "its signature does not fit"),
+            (token(RSA, "RS256", "b"), "there is no such key here as it names"),
+            (token(RSA, "RS512", "a"), "its algorithm, `alg`, is not taken here"),
+            ("Bearer x.y.z", "it cannot be read"),
+        ):
+            refused = hook.post(BODY, authorization=given)
+            assert refused.body["reason"] == f"the token is not valid: {why}"
+
+
 def pem(key: Any) -> bytes:
     return key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import socket
+import ssl
 import struct
 import threading
 from collections import deque
@@ -196,6 +197,9 @@ class Link(Strict):
             wishes = {"clean_start": self._is_new, "properties": properties}
         try:
             self.connect(config.host, config.port, config.keepalive_secs, **wishes)
+        except ssl.SSLCertVerificationError as error:
+            why = f"the broker's certificate is not accepted: {error.verify_message}"
+            raise self._unreachable(why, "`ca_file` names those that may have signed it") from error
         except OSError as error:  # TLS as well
             raise self._unreachable(str(error)) from error
         self.loop_start()
@@ -314,6 +318,7 @@ class Link(Strict):
                 why = "another client took the session over (the same `client_id`)"
             elif why == "Unspecified error":  # brokers that say nothing, also where a session is taken over
                 why = "without a word; if that repeats, another client has the same `client_id`, or the line breaks"
+                why += "" if self._config.url.startswith("mqtts://") else ", or the broker wants TLS (mqtts://)"
             self.failure = self.failure or self._unreachable(f"the connection ended: {why}")
         self._finish()
 
@@ -344,5 +349,5 @@ class Link(Strict):
         with self._ack_lock:
             return self._acknowledged.setdefault(mid, (threading.Event(), []))
 
-    def _unreachable(self, why: str) -> RetryableError:
-        return RetryableError(f"{self._config.url}: {why}", code="PEN-2001")
+    def _unreachable(self, why: str, hint: str = "") -> RetryableError:
+        return RetryableError(f"{self._config.url}: {why}", code="PEN-2001", hint=hint)

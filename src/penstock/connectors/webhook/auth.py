@@ -150,6 +150,18 @@ class Signed(Open):
             raise _unauthorized(f"the timestamp is more than {self._auth.tolerance_secs} s away from now")
 
 
+_FAULTS = {
+    "ExpiredSignatureError": "its time, `exp`, is over",
+    "ImmatureSignatureError": "its time, `nbf`, is still to come",
+    "InvalidAudienceError": "it is for another audience, `aud`",
+    "InvalidIssuerError": "another issuer, `iss`, has made it",
+    "InvalidSignatureError": "its signature does not fit",
+    "InvalidAlgorithmError": "its algorithm, `alg`, is not taken here",
+    "DecodeError": "it cannot be read",
+}
+"""What is wrong with a token, by the names of PyJWT."""
+
+
 class Token(Open):
     def __init__(self, auth: JwtAuth) -> None:
         import jwt
@@ -184,7 +196,7 @@ class Token(Open):
             self._jwt.PyJWTError,
             TypeError,
         ) as error:  # TypeError: a key of the set that is of another kind than `alg`
-            raise _unauthorized(f"the token is not valid: {type(error).__name__}") from None
+            raise _unauthorized(f"the token is not valid: {self._fault(error)}") from None
         if auth.scope is not None and auth.scope not in _words(claims.get("scope", claims.get("scp"))):
             raise Refused(403, "forbidden", f"the token does not have the scope {auth.scope}")
 
@@ -219,8 +231,15 @@ class Token(Open):
         if kid is None and len(keys) == 1:
             return next(iter(keys.values()))
         if str(kid) not in keys:
-            raise self._jwt.InvalidTokenError("the key is not in the set")
+            raise self._jwt.InvalidKeyError
         return keys[str(kid)]
+
+    def _fault(self, error: Exception) -> str:
+        if isinstance(error, self._jwt.MissingRequiredClaimError):
+            return f"it has no `{error.claim}`"
+        if isinstance(error, self._jwt.InvalidKeyError | TypeError):
+            return "there is no such key here as it names"
+        return _FAULTS.get(type(error).__name__, "it cannot be checked")
 
 
 def _words(scope: Any) -> list[str]:

@@ -646,3 +646,23 @@ mode = "upsert"
     shop.put(50, 6)
     shop.orders = [each for each in shop.orders if each["id"] != 7]
     assert rows() == {each["id"]: each["updated"] for each in shop.orders}
+
+
+def test_check_asks_for_a_page_and_says_what_a_run_would_meet():
+    with receiving() as server:
+        server.answer = lambda asked: (200, {"data": []})
+        found = {}
+        for name, options in {"good": {"records": "data"}, "records": {"records": "items"}}.items():
+            source = HttpPoll(HttpPollConfig(url=f"{server.url}/x", stream="orders", **options))
+            source.open()
+            found[name] = source.check()
+            source.close()
+        address = server.url
+    source = HttpPoll(HttpPollConfig(url=f"{address}/x", stream="orders"))
+    source.open()
+    [away] = source.check()
+    source.close()
+    assert not found["good"]
+    assert [finding.ok for finding in found["records"]] == [False]
+    assert "PEN-2001" in away.what
+    assert away.fix == "check `url`, and that the server runs"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -16,7 +16,8 @@ from penstock.connectors.http_poll.known import Known
 from penstock.connectors.http_poll.pages import Api, Marks, Page, member
 from penstock.connectors.http_poll.values import is_after, is_same
 from penstock.durable import Json, canonical
-from penstock.errors import FatalError, RetryableError
+from penstock.errors import ConnectorError, FatalError, RetryableError
+from penstock.health import Finding
 from penstock.source import (
     ENVELOPE_SCHEMA,
     HealthStatus,
@@ -87,6 +88,19 @@ class HttpPoll(PollingSource[HttpPollConfig]):
 
     def schema(self) -> Schemas:
         return {self.config.stream: ENVELOPE_SCHEMA}
+
+    def check(self) -> Sequence[Finding]:
+        """Ask for the first page, as a run would: address, certificate, credentials and `records` are seen with it."""
+        if self._api is None:
+            return ()
+        start = self.config.incremental.start if self.config.incremental is not None else None
+        try:
+            self._api.page(None, start, Marks())
+        except ConnectorError as error:
+            return [
+                Finding(False, f"{error.code} {error.message}", error.hint or "check `url`, and that the server runs")
+            ]
+        return ()
 
     def health_check(self) -> HealthStatus:
         waits = self._api.waits if self._api is not None else ""

@@ -454,7 +454,7 @@ class TestCheck:
     @pytest.mark.parametrize(
         ("options", "part", "why"),
         [
-            ('metrics_port = 0\nmetrics_host = "0.0.0.0"', "processing", "PEN-1009 the console is not served on 0.0.0.0"),
+            ('metrics_port = 0\nmetrics_host = "0.0.0.0"', "processing", "PEN-1000 the console is not served on 0.0.0.0"),
             ('metrics_port = 0\nconsole_token = { env = "NOT_THERE" }', "processing", "NOT_THERE is not set"),
             ('openlineage_url = "http://127.0.0.1:1/"\nopenlineage_token = { env = "NOT_THERE" }', "telemetry", "NOT_THERE"),
             ('otlp_endpoint = "http://127.0.0.1:1/"\notlp_headers = { key = { env = "NOT_THERE" } }', "telemetry", "NOT_THERE"),

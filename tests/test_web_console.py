@@ -404,6 +404,10 @@ def test_a_store_of_letters_that_is_away_holds_nothing_up(running: Running, monk
 def test_another_address_needs_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="without a token"):
         serve_all([tmp_path], "0.0.0.0", 0, None)
+    for host in ("0.0.0.0", "127.0.0.1"):
+        monkeypatch.setenv("CONSOLE_TEST_TOKEN", " ")
+        with pytest.raises(ConfigError, match="PEN-1005 the token of the console is empty"):
+            serve_all([tmp_path], host, 0, Secret(env="CONSOLE_TEST_TOKEN"))
     monkeypatch.setenv("CONSOLE_TEST_TOKEN", TOKEN)
     with serve_all([tmp_path], "0.0.0.0", 0, Secret(env="CONSOLE_TEST_TOKEN")) as open_server:
         url = f"http://127.0.0.1:{open_server.port}"

@@ -72,10 +72,17 @@ class Access:
         if not is_loopback(host) and token is None:
             raise ConfigError(
                 f"the console is not served on {host} without a token",
-                code="PEN-1009",
-                hint='set console_token = { env = "PENSTOCK_TOKEN" }, or leave the address at 127.0.0.1',
+                hint='set console_token = { env = "PENSTOCK_TOKEN" }, for `penstock console` --token-env PENSTOCK_TOKEN; '
+                "or leave the address at 127.0.0.1",
             )
-        return cls(host, token.reveal() if token is not None else None)
+        known = token.reveal() if token is not None else None
+        if known is not None and not known.strip():
+            raise ConfigError(
+                "the token of the console is empty",
+                code="PEN-1005",
+                hint="set it to a long random text, or leave it out",
+            )
+        return cls(host, known)
 
     def admits(self, authorization: str | None) -> bool:
         """True if the header is `Bearer` and the token, in UTF-8; the server reads a header as Latin-1."""

@@ -217,13 +217,13 @@ def test_files_of_one_age_came_due_all_at_once():
 def test_every_epoch_left_a_small_file_for_ever(make, table):
     sink = make()
     state, counts = {}, []
-    for number in range(1, 41):
+    for number in range(1, 21):
         new = {number * 10 + place: f"row {number}" for place in range(9)}
         commit(sink, number, upserts(new))
         state.update(new)
         counts.append(len(files(table(), DataFileContent.DATA)))
     assert names(table()) == state
-    assert max(counts) < 20
+    assert max(counts) < 16
 
 
 def test_files_that_upserts_drop_go_with_the_last_snapshot_that_names_them(make, table, tmp_path):

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 from deltalake.exceptions import CommitFailedError
+from lake_readers import table_of
 from sink_protocol import END, ORDERS, commit_in_a_process, epoch, rows, stage
 
 from penstock.connectors.delta import Delta, DeltaConfig, upkeep
@@ -93,6 +94,28 @@ def test_tables_with_deletion_vectors_are_left_as_they_are(make, target):
     for number in range(1, 15):
         commit(sink, number, rows(number * 10))
     assert len(live(target)) == 14
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"mode": "upsert", "key": ["id"], "apply": "vectors"}], ids=["append", "vectors"]
+)
+@pytest.mark.parametrize(
+    "deed", [lambda table: table.optimize.compact(), lambda table: table.delete("id < 15")], ids=["compact", "delete"]
+)
+def test_a_compaction_that_others_began_before_small_files_were_joined_doubled_their_rows(make, target, options, deed):
+    sink = make(**options)
+    for number in range(1, upkeep.FAN):
+        commit(sink, number, rows(number * 10))
+    theirs = DeltaTable(str(target))
+    commit(sink, upkeep.FAN, rows(80))  # joins all files
+    assert len(live(target)) == 1
+    with pytest.raises(CommitFailedError, match="Metadata changed"):
+        deed(theirs)
+    assert sorted(table_of(target).column("id").to_pylist()) == list(range(10, 90))
+    theirs = DeltaTable(str(target))
+    theirs.delete("id < 15")
+    commit(sink, upkeep.FAN + 1, rows(90))
+    assert sorted(table_of(target).column("id").to_pylist()) == list(range(15, 100))
 
 
 def test_a_join_that_loses_to_another_writer_leaves_nothing_and_never_fails_the_epoch(

@@ -218,6 +218,22 @@ def with_vectors(table: DeltaTable) -> tuple[Action, Action]:
     return named, {**metadata, "configuration": {**metadata["configuration"], _ENABLED: "true"}}
 
 
+def joined_away(files: Sequence[StagedFile]) -> Iterator[Action]:
+    """Actions that remove files without deletion vectors, whose rows are in others now."""
+    now = int(time.time() * 1000)
+    for file in files:
+        yield {
+            "remove": {
+                "path": quoted(file.path),
+                "deletionTimestamp": now,
+                "dataChange": False,
+                "extendedFileMetadata": True,
+                "partitionValues": file.partition,
+                "size": file.bytes,
+            }
+        }
+
+
 def quoted(path: str) -> str:
     """A path as it is written into the log."""
     return re.sub(

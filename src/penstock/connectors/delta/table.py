@@ -21,7 +21,7 @@ from pyarrow import types
 from pydantic import ValidationError
 
 from penstock import durable, failpoints, store
-from penstock.connectors.delta.entries import VECTORS, Action, Entries, Marked, described, with_vectors
+from penstock.connectors.delta.entries import VECTORS, Action, Entries, Marked, described, joined_away, with_vectors
 from penstock.connectors.delta.hint import identity_of
 from penstock.connectors.lake.staging import StagedFile
 from penstock.connectors.lake.targets import HIDDEN, Targets
@@ -175,15 +175,21 @@ class Table:
         store.delete(hidden / name for old, names in sidecars if old < sequence - 1 for name in names)
 
     def replace(self, files: Sequence[StagedFile], removed: Sequence[StagedFile]) -> None:
-        """Make the next version of the same rows in other files, or raise `CommitFailedError`."""
-        version = self.delta.version() + 1
-        info = {"penstock": {"joined": len(removed)}}
-        if self.has_vectors():
-            actions = self.entries.changes(files, [file.path for file in removed], [], data_change=False)
-            self.publish(actions, {"operation": "OPTIMIZE", **info})
-        else:
-            _write(self.delta, self.hooks, files, removed, (), info, data_change=False)
-        self.sync(version)
+        """
+        Make the next version of the same rows in other files, or raise `FileExistsError`.
+
+        It writes the metadata again. The client sees no conflict in files that were only joined: a compaction or delete that
+        another writer has begun before would go through, and double their rows. By the metadata it is refused.
+        """
+        gone = (
+            self.entries.changes([], [file.path for file in removed], [], data_change=False)
+            if self.has_vectors()
+            else joined_away(removed)
+        )
+        added = self._entries.changes(files, [], [], data_change=False)
+        info = {"operation": "OPTIMIZE", "penstock": {"joined": len(removed)}}
+        self.publish([{"metaData": described(self.delta)}, *gone, *added], info)
+        self.sync(self.delta.version())
 
     def _append(self, actions: Iterable[Action], info: Action) -> None:
         """Make the next version by an entry that only adds files, or raise `FileExistsError`; the client need not read it."""

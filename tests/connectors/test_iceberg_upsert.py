@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyiceberg.catalog.sql import SqlCatalog
-from pyiceberg.manifest import DataFile, DataFileContent
+from pyiceberg.manifest import DataFile, DataFileContent, ManifestFile
 from sink_protocol import END, ORDERS, SinkProtocol, epoch, stage
 
 from penstock.changes import CHANGE_FIELDS
@@ -224,6 +224,16 @@ def test_every_epoch_left_a_small_file_for_ever(make, table):
         counts.append(len(files(table(), DataFileContent.DATA)))
     assert names(table()) == state
     assert max(counts) < 16
+
+
+def test_manifests_of_which_all_files_are_gone_were_read_in_every_epoch(make, table, monkeypatch):
+    sink, reads, fetch = make(keep_snapshots=20), [], ManifestFile.fetch_manifest_entry
+    monkeypatch.setattr(ManifestFile, "fetch_manifest_entry", lambda *a, **k: reads.append(1) or fetch(*a, **k))
+    for number in range(1, 16):
+        reads.clear()
+        commit(sink, number, upserts(dict.fromkeys(range(10), str(number))))
+    assert len(reads) <= 10
+    assert names(table()) == dict.fromkeys(range(10), "15")
 
 
 def test_files_that_upserts_drop_go_with_the_last_snapshot_that_names_them(make, table, tmp_path):

@@ -255,8 +255,9 @@ class Table:
         }
         manifests = {path: manifest for each in known.lists.values() for path, manifest in each.items()}
         known.files = {
-            path: known.files.get(path)
-            or frozenset(Path(e.data_file.file_path).name for e in manifest.fetch_manifest_entry(io))
+            path: known.files[path]
+            if path in known.files  # an empty one too
+            else frozenset(Path(e.data_file.file_path).name for e in manifest.fetch_manifest_entry(io))
             for path, manifest in manifests.items()
         }
         return set().union(*known.files.values())

@@ -27,7 +27,7 @@ from pyiceberg.table.snapshots import Snapshot
 
 from penstock.changes import own_columns
 from penstock.changes.collapse import Collapsed
-from penstock.changes.keys import Equality, Ints
+from penstock.changes.keys import Equality, Ints, Mask
 from penstock.connectors.iceberg.columns import Columns, iceberg_schema
 from penstock.connectors.iceberg.config import IcebergConfig
 from penstock.connectors.iceberg.worn import Group, group_of, joined, worst_first
@@ -160,7 +160,9 @@ class Contents:
         io, snapshot = table.iceberg.io, head(table)
         manifests = {each.manifest_path: each for each in (snapshot.manifests(io) if snapshot else [])}
         known.manifests = {
-            path: known.manifests.get(path) or [entry.data_file for entry in each.fetch_manifest_entry(io)]
+            path: known.manifests[path]
+            if path in known.manifests  # an empty one too
+            else [entry.data_file for entry in each.fetch_manifest_entry(io)]
             for path, each in manifests.items()
         }
         files = [file for each in known.manifests.values() for file in each]
@@ -181,7 +183,7 @@ class Contents:
             for path, positions in found.items():
                 dead.setdefault(path, []).append(positions)
         self.data = [
-            TableFile(file, np.unique(np.concatenate(dead[file.file_path])) if file.file_path in dead else _NONE)
+            TableFile(file, _in_order(dead[file.file_path]) if file.file_path in dead else _NONE)
             for file in files
             if file.content == DataFileContent.DATA
         ]
@@ -246,7 +248,7 @@ class Upsert:
         for file in files:
             part: Part = index.part(file)
             positions, places = wanted.find(part)
-            alive = ~np.isin(positions, file.dead)
+            alive = ~_are_in(file.dead, positions)
             self._remove_from(file, positions[alive], places[alive], changes)
 
     def look_up(self, changes: Collapsed, files: Sequence[TableFile]) -> None:
@@ -258,7 +260,7 @@ class Upsert:
         )
         for file in files if changes.kept else ():
             positions, _ = wanted.find(index.part(file))
-            self._keep(file, positions[~np.isin(positions, file.dead)], changes)
+            self._keep(file, positions[~_are_in(file.dead, positions)], changes)
 
     def _remove_from(self, file: TableFile, positions: Ints, places: Ints, changes: Collapsed) -> None:
         self._keep(file, positions, changes)
@@ -273,7 +275,7 @@ class Upsert:
                 marks = pa.repeat(True, rows.num_rows)
                 named = rows.set_column(place, DELETED, marks) if place >= 0 else rows.append_column(DELETED, marks)
                 self._write(named)
-        dead = np.union1d(file.dead, positions)
+        dead = _in_order([file.dead, positions])
         if len(dead) == file.rows and file.rows:
             self.written.dropped.append(file.path)
         else:
@@ -312,7 +314,7 @@ class Upsert:
         groups: dict[Group, list[tuple[TableFile, Ints]]] = {}
         for file, dead in self._doomed:
             group = group_of(file.data)
-            positions = dead if group in merging else np.setdiff1d(dead, file.dead)
+            positions = dead if group in merging else np.setdiff1d(dead, file.dead, assume_unique=True)
             if len(positions):
                 groups.setdefault(group, []).append((file, positions))
         for number, found in enumerate(groups.values()):
@@ -428,6 +430,21 @@ def own_rows(config: IcebergConfig, topic: Topic, schema: pa.Schema) -> pa.Schem
     refuse_own_mark(config, topic, schema.names)
     fields = [schema.field(name).remove_metadata() for name in own_columns(schema)]
     return pa.schema([*fields, *([pa.field(DELETED, pa.bool_())] if config.soft_delete else [])])
+
+
+def _in_order(pieces: Sequence[Ints]) -> Ints:
+    """All positions, each once. To sort them takes a fifth of the time of `np.unique`, which hashes them."""
+    every = np.sort(np.concatenate(pieces))
+    found: Ints = every[np.append(True, every[1:] != every[:-1])] if len(every) else every
+    return found
+
+
+def _are_in(dead: Ints, positions: Ints) -> Mask:
+    """Which positions are among those in `dead`, which are in their order."""
+    if not len(dead):
+        return np.zeros(len(positions), bool)
+    found: Mask = dead[np.minimum(np.searchsorted(dead, positions), len(dead) - 1)] == positions
+    return found
 
 
 def _positions(table: Table, file: DataFile) -> dict[str, Ints]:

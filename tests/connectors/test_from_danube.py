@@ -304,3 +304,11 @@ def test_a_file_of_an_earlier_version_is_refused_and_not_moved_without_its_route
     file.write_text(text)
     with pytest.raises(ConfigError, match=f"earlier Danube Connect: it has .*{what}"):
         convert(file)
+
+
+@pytest.mark.parametrize("kind", ["api_key", "HMAC", ""])
+def test_a_webhook_is_not_left_open_where_its_credentials_are_misspelled(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "connector.toml"
+    file.write_text(WEBHOOK.replace('type = "apikey"', f'type = "{kind}"'))
+    with pytest.raises(ConfigError, match=f"has the type '{kind}'"):
+        convert(file)

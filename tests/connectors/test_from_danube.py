@@ -312,3 +312,10 @@ def test_a_webhook_is_not_left_open_where_its_credentials_are_misspelled(tmp_pat
     file.write_text(WEBHOOK.replace('type = "apikey"', f'type = "{kind}"'))
     with pytest.raises(ConfigError, match=f"has the type '{kind}'"):
         convert(file)
+
+
+def test_a_signature_whose_header_is_not_named_is_looked_for_where_theirs_looks(tmp_path: Path) -> None:
+    text = WEBHOOK.replace('type = "apikey"', 'type = "hmac"').replace('header = "x-api-key"\n', "")
+    made, _ = written(tmp_path, text)
+    [source] = tomllib.loads(made.read_text())["sources"]
+    assert source["auth"]["header"] == "X-Signature"

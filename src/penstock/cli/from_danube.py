@@ -242,7 +242,12 @@ def _auth(given: Table) -> Table:
         preset = {"stripe-signature": "stripe", "x-hub-signature-256": "github"}.get(str(header).lower())
         if preset is not None:
             return {"type": "hmac", "secrets": [secret], "preset": preset}
-        return {"type": "hmac", "secrets": [secret], "header": header, "algorithm": algorithm or "sha256"}
+        return {
+            "type": "hmac",
+            "secrets": [secret],
+            "header": header or "X-Signature",
+            "algorithm": algorithm or "sha256",
+        }
     if kind == "jwt":
         if "public_key_path" in given:
             return {"type": "jwt", "algorithms": ["RS256"], "key_file": given.pop("public_key_path")}

@@ -252,7 +252,7 @@ def _auth(given: Table) -> Table:
         if "public_key_path" in given:
             return {"type": "jwt", "algorithms": ["RS256"], "key_file": given.pop("public_key_path")}
         return {"type": "jwt", "algorithms": ["HS256"], "secret": secret}
-    if kind != "none":  # its own connector refuses it, too; ours must not stand open instead
+    if kind != "none":  # its own connector refuses it, too; ours must not be open to all instead
         raise ConfigError(
             f"[auth] has the type {kind!r}, which Danube Connect does not have",
             code="PEN-1016",

@@ -367,15 +367,14 @@ def _write(
     markers: Iterable[tuple[str, int]],
     info: dict[str, Any],
     schema: pa.Schema | None = None,
-    data_change: bool = True,
 ) -> None:
     """Make the next version by the client."""
     now = int(time.time() * 1000)
     gone = removed if schema is None else ()
     delta.create_write_transaction(
         [
-            *(AddAction(f.path, f.bytes, f.partition, now, data_change, f.stats or "") for f in files),
-            *(RemoveAction(f.path, data_change, now, f.bytes, f.partition) for f in gone),
+            *(AddAction(f.path, f.bytes, f.partition, now, True, f.stats or "") for f in files),
+            *(RemoveAction(f.path, True, now, f.bytes, f.partition) for f in gone),
         ],
         "append" if schema is None else "overwrite",
         delta.schema() if schema is None else DeltaSchema.from_arrow(schema),

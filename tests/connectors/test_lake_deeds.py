@@ -225,6 +225,7 @@ def test_spark_reads_what_has_happened(tmp_path, need, java):
         deed(partial(kind, tmp_path / f"{kind.__name__}_{deed.__name__}"))
         for deed in DEEDS
         for kind in (InDelta, InIceberg)
+        if (kind, deed) != (InIceberg, soft_deleted)  # Spark refuses its column, as the page says
     ]
     found = spark_reader.rows([f"select * from {it.in_spark}" for it, _ in done], tmp_path)
     for rows, (it, expected) in zip(found, done, strict=True):

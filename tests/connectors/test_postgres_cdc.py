@@ -564,7 +564,7 @@ class TestSetUp:
             opened.close()
         wrong = {what: finding.fix for what, finding in found.items() if not finding.ok}
         assert wrong.pop("public.keyless is left out: it has no replica identity") == (
-            'ALTER TABLE "public"."keyless" REPLICA IDENTITY FULL'
+            'ALTER TABLE "public"."keyless" REPLICA IDENTITY FULL; for a sink that upserts rather ADD PRIMARY KEY'
         )
         assert [what for what in wrong if what.startswith("public.logged: replica identity full, key none")]
         assert len(wrong) == 1

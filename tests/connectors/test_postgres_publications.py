@@ -303,6 +303,38 @@ class TestPermissions:
         finally:
             opened.close()
 
+    def test_a_user_who_may_make_no_publication_is_told_which_right_is_missing(self, database, reader):
+        name = f"reader_{database.name}"
+        database.run(
+            f"REVOKE CREATE ON DATABASE {database.name} FROM {name}",
+            f"ALTER TABLE orders OWNER TO {name}",
+            f"ALTER TABLE others OWNER TO {name}",
+        )
+        opened = database.source(dsn=reader)
+        opened.open()
+        try:
+            with pytest.raises(ConfigError, match="permission denied for database") as refused:
+                opened.initial()
+        finally:
+            opened.close()
+        assert "GRANT CREATE ON DATABASE" in refused.value.hint
+
+    def test_a_publication_of_another_user_is_named_as_what_has_to_be_altered(self, database, reader):
+        name = f"reader_{database.name}"
+        database.run(
+            f"ALTER TABLE orders OWNER TO {name}",
+            f"ALTER TABLE others OWNER TO {name}",
+            "CREATE PUBLICATION penstock WITH (publish_via_partition_root = true, publish_generated_columns = stored)",
+        )
+        opened = database.source(dsn=reader)
+        opened.open()
+        try:
+            with pytest.raises(ConfigError, match="must be owner of publication") as refused:
+                opened.initial()
+        finally:
+            opened.close()
+        assert 'ALTER PUBLICATION … ADD TABLE "public"."orders"' in refused.value.hint
+
     def test_columns_that_are_captured_are_all_that_must_be_read(self, database, reader):
         database.run(
             f"GRANT SELECT (id, number) ON orders TO reader_{database.name}",

@@ -335,7 +335,7 @@ def identity_fix(table: Table) -> str:
     """The SQL that lets updates and deletes of a table be published."""
     if table.primary_key:
         return f"ALTER TABLE {table.sql} REPLICA IDENTITY DEFAULT"
-    return f"ALTER TABLE {table.sql} REPLICA IDENTITY FULL"
+    return f"ALTER TABLE {table.sql} REPLICA IDENTITY FULL; for a sink that upserts rather ADD PRIMARY KEY"
 
 
 def with_publications(tables: Tables, config: PostgresLogConfig, held: Mapping[str, Publication]) -> Tables:

@@ -39,9 +39,7 @@ def table_errors(table: Table, doing: Literal["copy", "publish"] = "copy") -> It
             raise
         text = str(error).strip().partition("\n")[0]
         hints = {
-            "42501": _grant(table, text)
-            if doing == "copy" or "for schema" in text
-            else f"ALTER TABLE {table.sql} OWNER TO that user, or add it to the publication yourself",
+            "42501": _grant(table, text) if doing == "copy" or "for schema" in text else _right_to_publish(table, text),
             "42P01": "it was dropped or renamed",
             _CANCELLED: "raise `statement_timeout_secs`, or lower `seed_chunk_rows`",
             _LOCKED: "a session holds a lock on it: see pg_locks",
@@ -56,3 +54,12 @@ def _grant(table: Table, refusal: str) -> str:
     if "for schema" in refusal:
         return f"GRANT USAGE ON SCHEMA {quoted(table.namespace)} TO the user that reads"
     return f"GRANT SELECT ON {table.sql} TO the user that reads"
+
+
+def _right_to_publish(table: Table, refusal: str) -> str:
+    """What lets a table be published, by the server's own words."""
+    if "for database" in refusal:
+        return "GRANT CREATE ON DATABASE to that user, or make the publication yourself: `penstock check` shows its SQL"
+    if "owner of publication" in refusal:
+        return f"as the owner of the publication or a superuser: ALTER PUBLICATION … ADD TABLE {table.sql}"
+    return f"ALTER TABLE {table.sql} OWNER TO that user, or add it to the publication yourself"

@@ -425,6 +425,14 @@ def test_without_a_token_it_is_read_only(tmp_path: Path) -> None:
         )
 
 
+def test_the_console_of_a_machine_says_where_the_addresses_of_a_run_are(running: Running, tmp_path: Path) -> None:
+    assert "/metrics" in ask(running.url, "/metric")[1]["error"]
+    with serve_all([tmp_path], "127.0.0.1", 0, None) as machine:
+        code, answer = ask(machine.url, "/api/status")
+        assert code == 404
+        assert "are on the `metrics_port` of each pipeline" in answer["error"]
+
+
 def test_the_console_of_a_machine_survives_a_pipeline_that_dies(running: Running, tmp_path: Path) -> None:
     (tmp_path / "deep" / "down").mkdir(parents=True)
     code = f"""if True:

@@ -210,7 +210,11 @@ class _Handler(BaseHTTPRequestHandler):
         match = _ONE.fullmatch(path)
         watched = self.fleet.get(match[1]) if match else None
         if match is None or watched is None or match[2] == "actions":
-            self._refuse(404, "there are /, /metrics, /healthz, /readyz, /api/status and /api/pipelines")
+            own = "/metrics, /healthz, /readyz and /api/status"
+            there = f"there are /, /api/pipelines, {own}"
+            if self.telemetry is None:
+                there = f"there are / and /api/pipelines; {own} are on the `metrics_port` of each pipeline"
+            self._refuse(404, there)
             return
         looks: dict[str, Callable[[], Json]] = {
             "status": watched.status,

@@ -44,11 +44,13 @@ from penstock.source import (
     RangeSource,
     ReadLimit,
     Schemas,
+    Sender,
     SourceBatch,
     SourceCheckpoint,
     SourceContext,
     SourceEnvelope,
     SourceRecord,
+    StreamingSource,
 )
 from penstock.spark import engine_for
 from penstock.tables import TableSource, TableState
@@ -220,6 +222,23 @@ def test_a_source_that_signals_is_not_polled(build: Any) -> None:
     time.sleep(0.3)  # the point is that nothing happens meanwhile
     assert tap.looked == looked
     running.stopped()
+
+
+class Flood(StreamingSource[Config]):
+    """Sends more than the journal takes."""
+
+    name = "flood"
+
+    def start_streaming(self, sender: Sender) -> None:
+        for _ in range(60):
+            sender.send(SourceEnvelope(SourceRecord("rows", os.urandom(1000))))
+        sender.wait(3600)
+
+
+def test_a_full_journal_is_emptied_at_once_however_long_the_interval(build: Any, tmp_path: Path) -> None:
+    running = Running(build(Flood(Config()), epoch_interval_ms=600_000, journal_max_bytes=20_000))
+    until(lambda: read_published(tmp_path / "lake" / "rows").num_rows == 60, seconds=60)
+    assert running.stopped().epochs > 1
 
 
 def test_a_requested_epoch_is_cut_now_and_the_request_is_cleared(build: Any, rows: Any) -> None:

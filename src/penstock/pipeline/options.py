@@ -28,7 +28,7 @@ class Processing(Config):
     """How often a source that sends no signal is asked for new data while it is idle."""
 
     epoch_interval_ms: NonNegativeInt = 200
-    """Least time between the starts of two epochs, unless a source asks for one."""
+    """Least time between the starts of two epochs, unless a source asks for one or its journal is full."""
 
     max_batch_records: PositiveInt = 65536
     """Hint for how many records one poll of a polling source returns."""

@@ -48,6 +48,9 @@ from penstock.source import (
 )
 from penstock.tables import TableSource, routed
 
+FULL_SECS = 1.0
+"""How often the journals are asked whether they are full, while an epoch waits for its interval."""
+
 REQUEST_SECS = 1.0
 """How often requests for a replay are looked for, where nothing else needs a timer."""
 
@@ -395,8 +398,8 @@ class _Supervisor:
                 if ingest.failure is not None:
                     raise ingest.failure
             early = last + interval - time.monotonic()
-            if early > 0 and not self.draining and not any(event.is_set() for event in self.requests):
-                waker.wait(early)
+            if early > 0 and not self.draining and not self._cuts_now():
+                waker.wait(min(early, FULL_SECS))
                 continue
             last = time.monotonic()
             self.step = Step(last)
@@ -425,6 +428,11 @@ class _Supervisor:
                 if self.draining and not loop.unacked:
                     return
                 waker.wait(processing.max_backoff_ms / 1000 if loop.unacked and timer is None else timer)
+
+    def _cuts_now(self) -> bool:
+        """A source asks for an epoch, or is held back by a full journal until one is committed."""
+        is_full = any(ingest.journal.full for ingest in self.ingests.values())
+        return is_full or any(event.is_set() for event in self.requests)
 
     def _own_ranges(self) -> list[tuple[str, RangeSource[Any, Any]]]:
         """Those of the pipeline's own sources."""

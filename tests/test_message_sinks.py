@@ -6,12 +6,14 @@ import json
 import pickle
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from penstock.config import Config
+from penstock.connectors.kafka.rows import as_messages
 from penstock.connectors.messages import (
     ATTRIBUTES,
     ID,
@@ -142,6 +144,24 @@ def test_a_payload_whose_fields_are_called_like_those_of_a_message_goes_on_whole
 def test_a_decoded_row_with_the_very_columns_of_a_message_is_a_row() -> None:
     assert is_envelope(ENVELOPE_SCHEMA)
     assert not is_envelope(with_ref(ENVELOPE_SCHEMA, WireSchema("avro", "{}", "events", 1, 1)))
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.large_binary(), pa.binary_view()], ids=str)
+def test_messages_that_a_query_gave_as_text_go_on_under_their_keys(kind: pa.DataType) -> None:
+    came = pa.record_batch(
+        {
+            "key": pa.array([b"k", None]).cast(kind),
+            "payload": pa.array([b'{"id":1}', None]).cast(kind),
+            "attributes": pa.array([[("a", "b")], []], ATTRIBUTES),
+            "timestamp": pa.array([1, 2], pa.timestamp("us", tz="UTC")),
+        }
+    )
+    assert is_envelope(came.schema)
+    assert listed(encode(came, JSON)) == [(b"k", b'{"id":1}', [("a", "b")]), (None, None, [])]
+    records = as_messages(
+        came, JSON, SimpleNamespace(mode="append", key=[], keep_timestamps=True, partition_column=None)
+    )
+    assert records.batch.select(["key", "value"]).to_pylist()[0] == {"key": b"k", "value": b'{"id":1}'}
 
 
 def test_a_column_that_is_not_there_is_named() -> None:

@@ -20,7 +20,7 @@ from deltalake import DeltaTable
 from penstock import cli
 from penstock.config import Config
 from penstock.connectors.files.sink import read_published
-from penstock.connectors.messages import encode
+from penstock.connectors.messages import ATTRIBUTES, encode
 from penstock.connectors.postgres import Postgres
 from penstock.errors import ConfigError, ConnectorError, DataError, FatalError
 from penstock.formats import WireSchema
@@ -35,7 +35,7 @@ from penstock.runtime.messages import codecs
 from penstock.runtime.telemetry import Telemetry
 from penstock.schema import Readable
 from penstock.sink import Receipt, SinkConnector, WriteResult
-from penstock.source import Offset, PollingSource, SourceCheckpoint, SourceEnvelope, SourceRecord
+from penstock.source import Offset, PollingSource, SourceBatch, SourceCheckpoint, SourceEnvelope, SourceRecord
 from penstock.testing import ForkEngine
 from penstock.testing.postgres import PostgresServer
 
@@ -76,6 +76,34 @@ class Listed(PollingSource[ListedConfig]):
 
     def restore(self, checkpoint: SourceCheckpoint) -> None:
         self._at = checkpoint.offsets["at"]
+
+
+class Texts(PollingSource[ListedConfig]):
+    """Messages in columns of its own making: keys and payloads are text."""
+
+    name = "texts"
+
+    def __init__(self, config: ListedConfig) -> None:
+        super().__init__(config)
+        self._at = 0
+
+    def schema(self) -> dict[str, pa.Schema]:
+        return {}
+
+    def poll_batch(self, max_records: int) -> SourceBatch | None:
+        lines = self.config.path.read_text().splitlines()[self._at :]
+        self._at += len(lines)
+        _, keys, payloads = zip(*map(json.loads, lines), strict=True) if lines else ((), (), ())
+        columns = {
+            "key": pa.array(keys, pa.string()),
+            "payload": pa.array(payloads, pa.string()),
+            "attributes": pa.array([[("site", "north")]] * len(lines), ATTRIBUTES),
+            "timestamp": pa.array(range(len(lines)), pa.timestamp("ms", tz="UTC")),
+        }
+        return SourceBatch(pa.record_batch(columns), stream="a") if lines else None
+
+    def checkpoint(self) -> SourceCheckpoint:
+        return SourceCheckpoint(offsets={"at": self._at})
 
 
 class SentConfig(Config):
@@ -188,6 +216,28 @@ def test_a_schema_finds_its_topic_without_the_leading_slash_too(home: Home) -> N
     home.put({"id": 1})
     home.run(JSON.replace("/a", "a"))
     assert home.rows() == [{"id": 1}]
+
+
+@pytest.mark.parametrize("topic", ["#", "+/a", "*/a"])
+def test_a_wildcard_that_fits_without_a_slash_is_left_alone_and_a_manifest_finds_its_version(
+    home: Home, topic: str
+) -> None:
+    (entry,) = home.pipeline(JSON.replace("/a", topic)).schemas.entries
+    assert entry.place == topic
+    assert entry.takes("/a")
+    home.put({"id": 1})
+    home.run(JSON.replace("/a", topic))
+    assert home.rows() == [{"id": 1}]
+
+
+def test_messages_of_a_source_that_gives_text_are_decoded_and_bad_ones_are_letters(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "Listed", Texts)
+    home.put(("k", {"id": 1}), ("l", "no JSON"))
+    home.run(JSON + 'metadata = ["key"]\n')
+    assert home.rows() == [{"id": 1, "_key": b"k"}]
+    assert [(each["key"], each["payload"]) for each in home.letters()] == [(b"l", b"no JSON")]
 
 
 @pytest.mark.parametrize("unknown", [None, [], {}, [{}], {"x": None}, {"x": [], "y": {}}])

@@ -15,7 +15,7 @@ from pyarrow import types
 from penstock.errors import ConfigError, ConnectorError, DataError, RetryableError, SchemaError
 from penstock.formats.json import Json, JsonConfig
 from penstock.formats.json_text import objects, text_of
-from penstock.schema import SchemaRef, is_envelope, key_of, ref_of
+from penstock.schema import SchemaRef, as_came, is_envelope, key_of, ref_of
 from penstock.sink import Topic, TopicContext
 from penstock.source import ENVELOPE_SCHEMA
 
@@ -93,7 +93,8 @@ def _forwarded(batch: pa.RecordBatch, key: Sequence[str], attributes: Sequence[s
             code="PEN-4002",
             hint="give the topic a [[schemas]] entry, or leave out the sink's `key` and `attributes`",
         )
-    return Messages(batch.column("payload"), batch.column("key"), batch.column("attributes"))
+    came = as_came(batch)
+    return Messages(came.column("payload"), came.column("key"), came.column("attributes"))
 
 
 class Template:

@@ -240,6 +240,9 @@ class SchemaEntry(Config):
     @field_validator("topic")
     @classmethod
     def _with_slash(cls, topic: str) -> str:
+        first, slash, _ = topic.partition("/")
+        if topic == "#" or (slash and first in ("+", "*")):
+            return topic  # these fit topics as they are: all, or those whose slash the wildcard leaves out
         return "/" + topic.lstrip("/")
 
     @field_validator("subject")

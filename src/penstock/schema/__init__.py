@@ -55,7 +55,8 @@ def is_envelope(schema: pa.Schema) -> bool:
     """
     True for rows that are messages as they came, and not yet decoded.
 
-    Rows of a table and objects in payloads may have columns of these names, but hardly of these types.
+    Rows of a table and objects in payloads may have columns of these names, but hardly a map and a time among them. Key
+    and payload may be text.
     """
     named = ((name, schema.get_field_index(name)) for name in ("key", "payload", "attributes", "timestamp"))
     alike = (at >= 0 and _is_alike(schema.field(at).type, ENVELOPE_SCHEMA.field(name).type) for name, at in named)
@@ -65,8 +66,29 @@ def is_envelope(schema: pa.Schema) -> bool:
 def _is_alike(kind: pa.DataType, own: pa.DataType) -> bool:
     """True if a column may be one of an envelope: a file or a query gives such columns with other widths and units."""
     if types.is_binary(own):
-        return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_null(kind))
+        return any(of_kind(kind) for of_kind in _BYTES)
     return bool(kind.id == own.id)
+
+
+_BYTES = (
+    types.is_binary,
+    types.is_large_binary,
+    types.is_binary_view,
+    types.is_string,
+    types.is_large_string,
+    types.is_string_view,
+    types.is_null,
+)
+
+
+def as_came(messages: pa.RecordBatch) -> pa.RecordBatch:
+    """Messages with keys and payloads in bytes: a query or a source may give text, which is its bytes in UTF-8."""
+    for name in ("key", "payload"):
+        at = messages.schema.get_field_index(name)
+        if not types.is_binary(messages.schema.field(at).type):
+            field = messages.schema.field(at).with_type(pa.binary())
+            messages = messages.set_column(at, field, messages.column(at).cast(pa.binary()))
+    return messages
 
 
 class ChangeKind(StrEnum):

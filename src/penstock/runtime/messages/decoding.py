@@ -15,7 +15,7 @@ from penstock.formats.inference import fit, merge
 from penstock.pipeline.options import Metadata
 from penstock.pipeline.schemas import TopicSchema, TopicSchemas
 from penstock.runtime.messages import pinning
-from penstock.schema import is_envelope, key_of, with_key, with_ref
+from penstock.schema import as_came, is_envelope, key_of, with_key, with_ref
 from penstock.sink import Topic
 from penstock.source import ENVELOPE_SCHEMA
 
@@ -66,6 +66,7 @@ class Decoder:
     def decode(self, envelopes: pa.RecordBatch, known: pa.Schema | None = None) -> DecodedRows:
         """Every envelope is a row or a failure, in order. `known`: the columns that a task has met so far, if more."""
         met = self.known if known is None else known
+        envelopes = as_came(envelopes)
         decoded = self._read(envelopes, met)
         if self.format.columns() is None:
             decoded = self._pinned(envelopes, decoded, met)

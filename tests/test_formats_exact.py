@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.formats import Format, WireSchema, load
+from penstock.formats.exact import beyond_years
 
 LARGE = 2**53 + 1
 """The first whole number that a double does not hold."""
@@ -130,3 +131,12 @@ class TestAvro:
         values, failed = decode(made("avro", json.dumps(reader), resolve, framing="confluent"), payloads)
         assert failed == {0: "avro.exact", 2: "avro.exact"}
         assert [each[0] for each in values] == [large - 1, 3]
+
+
+@pytest.mark.parametrize(("kind", "size"), [(pa.ListArray, pa.int32()), (pa.LargeListArray, pa.int64())])
+def test_times_that_a_null_list_hides_are_not_looked_at(kind: Any, size: pa.DataType) -> None:
+    far = 10**14
+    moments = pa.array([far, 1, 2, far, 3], pa.timestamp("s"))
+    lists = kind.from_arrays(pa.array([0, 2, 3, 4, 5], size), moments, mask=pa.array([True, False, False, False]))
+    assert beyond_years(lists).tolist() == [False, False, True, False]
+    assert beyond_years(lists.slice(1)).tolist() == [False, True, False]

@@ -92,8 +92,11 @@ def beyond_years(values: pa.Array) -> Mask:
             found |= beyond_years(child)
     elif types.is_nested(kind):
         lists = values if types.is_list(kind) else values.cast(pa.list_(kind.field(0)))
-        inner = beyond_years(lists.flatten())
-        found[pc.list_parent_indices(lists).to_numpy(zero_copy_only=False)[inner]] = True
+        valid = pc.is_valid(lists)
+        places = np.flatnonzero(valid.to_numpy(zero_copy_only=False))
+        shown = lists.filter(valid)  # a null list may hide elements, which only one of the two below would count
+        inner = beyond_years(shown.flatten())
+        found[places[pc.list_parent_indices(shown).to_numpy(zero_copy_only=False)[inner]]] = True
     elif values.null_count < len(values):
         low, high = _bounds(kind)
         numbers = values.cast(pa.int32() if types.is_date32(kind) else pa.int64())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import io
 import json
 import os
 import pickle
@@ -757,3 +758,33 @@ class TestRenewed:
         sink = make()
         commit(sink, 1, insert(1))
         assert sink.evaluate_evolution(retyped, refilled=ORDERS)
+
+
+class Counted(io.BytesIO):
+    """The reader of an object, which counts the bytes that were asked for."""
+
+    taken = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        self.taken += len(data)
+        return data
+
+
+def test_a_large_staged_file_in_an_object_store_is_not_read_before_it_is_open(monkeypatch):
+    made = []
+
+    def reader(place):
+        made.append(Counted(b"x" * sizes[place]))
+        return made[-1]
+
+    monkeypatch.setattr(changed.store, "reader", reader)
+    sizes = {object(): changed.SMALL_BYTES + 1}
+    large = changed._opened(*sizes)
+    assert made == [large]
+    assert (large.taken, large.tell()) == (0, 0)
+    sizes = {object(): changed.SMALL_BYTES}
+    for _ in range(2):
+        assert changed._opened(*sizes).size() == changed.SMALL_BYTES
+    assert len(made) == 2
+    assert made[1].taken == changed.SMALL_BYTES

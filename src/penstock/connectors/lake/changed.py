@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import quote
 
 import pyarrow as pa
@@ -82,17 +83,26 @@ def _opened(path: Place) -> Any:
         return path
     try:
         return pa.BufferReader(_small(path))
-    except OverflowError:
-        return store.reader(path)
+    except _Large as large:
+        return large.reader
+
+
+class _Large(Exception):
+    """A file that is not read whole, with its reader, which has asked for its size already."""
+
+    def __init__(self, reader: IO[bytes]) -> None:
+        super().__init__()
+        self.reader = reader
 
 
 @lru_cache(SMALL_FILES)
 def _small(path: ObjectPath) -> bytes:
     reader = store.reader(path)
-    data = reader.read(SMALL_BYTES + 1)
-    if len(data) > SMALL_BYTES:
-        raise OverflowError
-    return data
+    size = reader.seek(0, os.SEEK_END)
+    reader.seek(0)
+    if size > SMALL_BYTES:
+        raise _Large(reader)
+    return reader.read(size)
 
 
 def as_stored(rows: pa.Table, schema: pa.Schema, gone: Iterable[str]) -> pa.Table:

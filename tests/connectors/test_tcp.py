@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from penstock.connectors import sockets
 from penstock.connectors.tcp import Tcp, TcpConfig, _Bell, _Connection
 from penstock.errors import FatalError, RetryableError
 from penstock.runtime.journal import Journal
@@ -204,23 +205,27 @@ def test_slow_and_silent_and_endless_clients_keep_nobody_else_waiting(serve: Cal
         sock.close()
 
 
-def test_lines_that_are_begun_and_never_ended_are_bounded_together(
+def test_of_lines_that_are_begun_and_never_ended_the_longest_is_dropped_and_not_who_sends_next(
     serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.connectors.tcp._BEGUN_BYTES", 1)
+    monkeypatch.setattr(sockets, "BEGUN_BYTES", 1)
     source, sender = serve(max_line_bytes=61_000)
-    with dial(source) as one, dial(source) as two, dial(source) as other, dial(source) as good:
-        for number, sock in enumerate((one, two), 1):
-            sock.sendall(b"x" * 60_000)
-            wait_until(lambda: source._begun == number * 60_000, "the beginnings of two")  # noqa: B023
-        other.sendall(b"x" * 60_000)
-        assert other.recv(1) == b""
-        good.sendall(b"good\n")
-        one.sendall(b"\n")
-        wait_until(lambda: len(sender.kept) == 2, "the lines of both that are left")
+    with dial(source) as small, dial(source) as one, dial(source) as two, dial(source) as good:
+        held = 0
+        for sock, size in ((small, 1_000), (one, 60_000), (two, 60_000)):
+            sock.sendall(b"x" * size)
+            held += size
+            wait_until(lambda: source._begun.bytes == held, "the beginnings")  # noqa: B023
+        good.sendall(b"y" * 5_000)
+        assert one.recv(1) == b"", "it holds most, and longer than the other that holds as much"
+        for sock in (good, small, two):
+            sock.sendall(b"\n")
+        wait_until(lambda: len(sender.kept) == 3, "the lines of all that are left")
+        two.sendall(b"half")
+        wait_until(lambda: source._begun.bytes == 4, "a beginning")
         two.close()
-        wait_until(lambda: source._begun == 0, "nothing to be left")
-    assert sorted(map(len, sender.payloads)) == [4, 60_000]
+        wait_until(lambda: source._begun.bytes == 0, "nothing to be left")
+    assert sorted(map(len, sender.payloads)) == [1_000, 5_000, 60_000]
 
 
 def test_a_line_that_is_too_long_within_a_piece_keeps_those_before_it(serve: Callable[..., Any]) -> None:

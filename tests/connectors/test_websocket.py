@@ -20,7 +20,7 @@ from websockets.sync.client import connect
 from websockets.sync.server import serve
 
 from brokers import Certificates
-from penstock.connectors import websocket
+from penstock.connectors import sockets, websocket
 from penstock.connectors.websocket import Websocket, WebsocketConfig, _Teller
 from penstock.errors import ConfigError, FatalError, RetryableError
 from penstock.source import ProducerConfig, SourceContext
@@ -189,32 +189,34 @@ def test_broken_frames_huge_messages_and_slow_clients_keep_nobody_else_waiting(r
 
 
 @pytest.mark.parametrize("how", ["a frame", "fragments"])
-def test_messages_that_are_begun_and_never_ended_are_bounded_together(
+def test_of_messages_that_are_begun_and_never_ended_the_largest_goes_and_not_who_sends_next(
     how: str, running: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(websocket, "_BEGUN_BYTES", 1)
+    monkeypatch.setattr(sockets, "BEGUN_BYTES", 1)
     source, sender, url = running(max_message_bytes=61_000)
 
-    def begin(client: Any) -> None:
+    def begin(client: Any, size: int) -> None:
         if how == "a frame":  # of which the end is missing
-            client.socket.sendall(b"\x82\xff" + (60_001).to_bytes(8, "big") + bytes(4) + b"x" * 60_000)
+            client.socket.sendall(b"\x82\xff" + (size + 1).to_bytes(8, "big") + bytes(4) + b"x" * size)
         else:
-            client.socket.sendall(b"\x02\xff" + (60_000).to_bytes(8, "big") + bytes(4) + b"x" * 60_000)
+            client.socket.sendall(b"\x02\xff" + size.to_bytes(8, "big") + bytes(4) + b"x" * size)
 
-    with connect(url) as one, connect(url) as two, connect(url) as other, connect(url) as good:
+    with connect(url) as one, connect(url) as two, connect(url) as good:
         for number, client in enumerate((one, two), 1):
-            begin(client)
-            wait_until(lambda: source._gate.begun >= number * 60_000, "the beginnings of two")  # noqa: B023
-        begin(other)
+            begin(client, 60_000)
+            wait_until(lambda: source._gate.begun.bytes >= number * 60_000, "the beginnings of two")  # noqa: B023
+        begin(good, 5_000)
         with pytest.raises(ConnectionClosed):
-            other.recv(timeout=60)
-        good.send("good")
-        one.socket.sendall(b"x" if how == "a frame" else b"\x80\x80" + bytes(4))
+            one.recv(timeout=60)
+        for client in (good, two):
+            client.socket.sendall(b"x" if how == "a frame" else b"\x80\x80" + bytes(4))
         wait_until(lambda: sender.count == 2, "the messages of both that are left")
+        begin(two, 5_000)
+        wait_until(lambda: source._gate.begun.bytes >= 5_000, "a beginning")
         two.socket.shutdown(socket.SHUT_RDWR)  # without a word
-    wait_until(lambda: source._gate.begun == 0, "nothing to be left")
+        wait_until(lambda: source._gate.begun.bytes == 0, "nothing to be left")
     assert source.metrics().errors_total == 1
-    assert sorted(map(len, sender.rows["messages"])) in ([4, 60_000], [4, 60_001])
+    assert sorted(map(len, sender.rows["messages"])) in ([5_000, 60_000], [5_001, 60_001])
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from pydantic import PositiveFloat, PositiveInt, field_validator
 
 from penstock.config import Config
-from penstock.connectors.sockets import allow_connections
+from penstock.connectors.sockets import Begun, allow_connections
 from penstock.errors import FatalError, RetryableError
 from penstock.source import (
     ConnectorMetrics,
@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 _READ_BYTES = 1 << 18
 _LOOK_SECS = 0.5
 """How long a stop may go unnoticed."""
-_BEGUN_BYTES = 256 << 20
-"""What all connections together may have sent of lines that are not whole yet; then the one that sends more is ended."""
 _NO_FILES_SECS = 0.05
 """The listener stays ready for a connection that cannot be taken: it is not looked at all the time."""
 
@@ -98,7 +96,7 @@ class Tcp(StreamingSource[TcpConfig]):
         self._connections: dict[int, _Connection] = {}
         self._ended = threading.Event()
         self._refused = self._cut = 0
-        self._begun = 0  # bytes of lines that are not whole yet, of all connections
+        self._begun: Begun[_Connection] = Begun(config.max_line_bytes)
 
     def open(self, context: SourceContext = SourceContext()) -> None:
         self.close()
@@ -118,7 +116,7 @@ class Tcp(StreamingSource[TcpConfig]):
     def close(self) -> None:
         for connection in list(self._connections.values()):
             connection.sock.close()
-        self._connections, self._begun = {}, 0
+        self._connections, self._begun = {}, Begun(self.config.max_line_bytes)
         if self._listener is not None:
             self._listener.close()
         self._listener = None
@@ -205,15 +203,15 @@ class Tcp(StreamingSource[TcpConfig]):
         selector.register(sock, selectors.EVENT_READ, connection)
 
     def _receive(self, selector: selectors.BaseSelector, connection: _Connection, sender: Sender) -> None:
+        if self._connections.get(connection.fileno) is not connection:
+            return  # it was ended after the selector had found it
         try:
             raw = connection.sock.recv(_READ_BYTES)
         except BlockingIOError:
             return
         except OSError:
             raw = b""
-        before = len(connection.rest)
         lines = list(connection.lines(raw))
-        self._begun += len(connection.rest) - before
         if lines:
             connection.number = number = connection.number + len(lines)
             rows = SourceBatch.of_messages(self.config.stream, lines, {"tcp.peer": connection.peer}).records
@@ -223,21 +221,29 @@ class Tcp(StreamingSource[TcpConfig]):
             sender.send(batch, lambda: connection.is_durable(number))
             for each in self._connections.values():  # while the journal was full, it was we who did not listen
                 each.heard_at += time.monotonic() - began
-        is_too_much = bool(connection.rest) and self._begun > max(_BEGUN_BYTES, 2 * self.config.max_line_bytes)
-        if not raw or connection.is_too_long or is_too_much:
-            if connection.rest:
-                self._cut += 1
-                why = "ended in the middle of a line"
-                if connection.is_too_long:
-                    why = f"sent a line of over {self.config.max_line_bytes:,} bytes"
-                elif raw:
-                    why = "began a line while many bytes of others wait for their ends"
-                logger.warning("%s: %s %s; that line is dropped", self.config.url, connection.peer, why)
-            connection.sends_no_more = not raw
-            if raw or not self.config.acknowledge:
+        if connection.is_too_long:
+            self._drop(connection, f"sent a line of over {self.config.max_line_bytes:,} bytes")
+            self._end(selector, connection)
+        elif raw:
+            largest = self._begun.count(connection, len(connection.rest))
+            if largest is not None:
+                self._drop(largest, "began a line that is the longest of too many that wait for their ends")
+                self._end(selector, largest)
+        else:
+            self._drop(connection, "ended in the middle of a line")
+            connection.sends_no_more = True
+            if not self.config.acknowledge:
                 self._end(selector, connection)
             else:  # it may still wait to hear what is on disk
                 selector.unregister(connection.sock)
+
+    def _drop(self, connection: _Connection, why: str) -> None:
+        """Forget the line that a connection has begun."""
+        if connection.rest:
+            self._cut += 1
+            logger.warning("%s: %s %s; that line is dropped", self.config.url, connection.peer, why)
+            connection.rest.clear()
+        self._begun.count(connection, 0)
 
     def _acknowledge(self, selector: selectors.BaseSelector) -> None:
         for connection in list(self._connections.values()) if self.config.acknowledge else ():
@@ -255,7 +261,7 @@ class Tcp(StreamingSource[TcpConfig]):
 
     def _end(self, selector: selectors.BaseSelector, connection: _Connection) -> None:
         if self._connections.pop(connection.fileno, None) is not None:
-            self._begun -= len(connection.rest)
+            self._begun.count(connection, 0)
             with contextlib.suppress(KeyError):
                 selector.unregister(connection.sock)
             connection.sock.close()

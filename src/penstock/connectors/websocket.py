@@ -20,7 +20,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from websockets.frames import DATA_OPCODES, Frame
 
 from penstock.config import Config, Secret
-from penstock.connectors.sockets import allow_connections
+from penstock.connectors.sockets import Begun, allow_connections
 from penstock.errors import ConfigError, FatalError, RetryableError
 from penstock.source import (
     ConnectorMetrics,
@@ -40,8 +40,6 @@ _CLOSE_SECS = 10.0
 """A connection that is ended waits for the other side, which may have vanished, for at most this long."""
 _HELD_BYTES = 16 << 20
 """What all connections together may send while the journal is full; after that nothing is read until there is room."""
-_BEGUN_BYTES = 256 << 20
-"""What all connections together may have sent of messages that are not whole yet; then the one that sends more is ended."""
 
 
 class WebsocketConfig(Config):
@@ -334,11 +332,10 @@ class _Gate:
         self.opened_at = 0.0
         """When connections were last read again."""
         self.is_shut = False
-        self.begun = 0
-        """Bytes of messages that are not whole yet, of all connections."""
+        self.begun: Begun[_Counted] = Begun(config.max_message_bytes)
+        """Of messages that are not whole yet, of all connections."""
         self.ended = 0
         """Connections that were ended for what they had begun."""
-        self._most_begun = max(_BEGUN_BYTES, 2 * config.max_message_bytes)
         self._sender = sender
 
     def enter(self, connection: _Counted) -> None:
@@ -365,11 +362,11 @@ class _Gate:
 
     def begin(self, connection: _Counted, size: int) -> None:
         """So much of a message has come, and its rest has not."""
-        self.begun += size - connection.begun
-        connection.begun = size
-        if size and self.begun > self._most_begun:
+        largest = self.begun.count(connection, size)
+        if largest is not None:
+            self.begun.count(largest, 0)  # the loop may hear others before it hears that this one is gone
             self.ended += 1
-            connection.transport.abort()
+            largest.transport.abort()
 
     def look(self) -> None:
         """Go on if there is room again: first what is held, then what comes."""
@@ -387,7 +384,7 @@ class _Counted(Connection):
     """A connection that says what it holds. The library bounds messages, and each connection for itself."""
 
     gate: _Gate
-    held = begun = 0
+    held = 0
     fragments = 0
     """Bytes of the frames of a message whose last one has not come."""
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -21,7 +22,7 @@ from penstock.connectors.danube.source import DanubeSourceConfig
 from penstock.errors import ConfigError, FatalError, RetryableError
 from penstock.formats import WireSchema
 from penstock.schema.registry.danube import DanubeRegistry, unpacked
-from penstock.schema.registry.danube_client import DanubeConfig, api
+from penstock.schema.registry.danube_client import DanubeConfig, api, grpc
 from penstock.sink import Epoch, Task
 from penstock.source import HealthState
 from penstock.testing import RecordingSender, SourceContract
@@ -457,6 +458,27 @@ def test_an_acknowledgement_that_fails_is_tried_again(own: DanubeBroker) -> None
         run.wait(1)
         wait_until(lambda: run.sender.make_durable() or acked(own, TOPIC) == 1, "its acknowledgement")
         assert own.subscription(TOPIC, "penstock")["attempts"] == {"0": 1}, "it did not have to come again"
+
+
+def test_an_acknowledgement_that_cannot_be_made_holds_up_no_later_one(
+    own: DanubeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own.tell("set", ack_timeout_ms=3_600_000)
+    own.tell("create", topic=TOPIC)
+    asked: list[Any] = []
+
+    def ask(**fields: Any) -> Any:
+        asked.append(fields)
+        if len(asked) == 1:
+            raise grpc.aio.UsageError("the channel is closed")
+        return api.AckRequest(**fields)
+
+    monkeypatch.setattr(session, "api", SimpleNamespace(**{**vars(api), "AckRequest": ask}))
+    with Streaming(own, source(own), TOPIC) as run, PlainProducer(own.url, TOPIC) as producer:
+        producer.send(b"one")
+        wait_until(lambda: run.sender.make_durable() or asked, "the acknowledgement that fails")
+        producer.send(b"two")
+        wait_until(lambda: run.sender.make_durable() or run.source.metrics().custom["acknowledged_total"], "the next")
 
 
 def test_a_source_ends_beside_a_broker_that_answers_nothing(own: DanubeBroker, monkeypatch: pytest.MonkeyPatch) -> None:

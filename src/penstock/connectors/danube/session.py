@@ -395,20 +395,22 @@ class Listener:
         while acks:
             place = acks.popleft()
             session.asked.add(place.topic_offset)
-            while not acks and min(session.asked, default=place.topic_offset) < place.topic_offset:
-                session.answered.clear()
-                await session.answered.wait()
-            request = api.AckRequest(request_id=next(self._numbers), msg_id=place, subscription_name=name)
-            for pause in ACK_PAUSES:
-                await asyncio.sleep(pause)
-                try:
-                    await session.stub.Ack(request, **self._with(session.place))
-                    self.counts.acked += 1
-                    break
-                except (grpc.RpcError, RetryableError):
-                    self.counts.errors += 1  # after the last try the message comes again, and is acknowledged then
-            session.asked.discard(place.topic_offset)
-            session.answered.set()
+            try:
+                while not acks and min(session.asked, default=place.topic_offset) < place.topic_offset:
+                    session.answered.clear()
+                    await session.answered.wait()
+                request = api.AckRequest(request_id=next(self._numbers), msg_id=place, subscription_name=name)
+                for pause in ACK_PAUSES:
+                    await asyncio.sleep(pause)
+                    try:
+                        await session.stub.Ack(request, **self._with(session.place))
+                        self.counts.acked += 1
+                        break
+                    except (grpc.RpcError, RetryableError):
+                        self.counts.errors += 1  # after the last try the message comes again, and is acknowledged then
+            finally:
+                session.asked.discard(place.topic_offset)
+                session.answered.set()
 
     async def _refuse(self, session: Session, message: Any, reason: str) -> None:
         """Hand it back with the reason: the broker's own policy says what becomes of it."""

@@ -10,10 +10,11 @@ import pytest
 
 from kafka_topics import QUIET, delete_topic, fresh, make_topic, records, truncate
 from penstock.connectors.kafka import send
+from penstock.connectors.kafka.shards import CLAIM
 from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
 from penstock.connectors.kafka.staging import SHARDS, divided, shard_of
 from penstock.errors import DataError, FatalError, SchemaError
-from penstock.sink import Task
+from penstock.sink import CommittedEpoch, Task
 from penstock.source import ENVELOPE_SCHEMA, HealthState
 from penstock.testing.kafka import KafkaServer
 from penstock.testing.processes import wait_until
@@ -265,6 +266,27 @@ def test_markers_of_shards_that_somebody_deleted_stop_the_sink(kafka: KafkaServe
         assert 0 < before == len(seen(kafka, stem))
         again = epoch_of(1, "two")  # after `offsets reset`
         driver.commit_epoch(again, [stage(sink, again, rows(200))], END)
+
+
+def test_without_markers_of_shards_the_claim_of_an_earlier_version_leaves_a_way_on(kafka: KafkaServer) -> None:
+    """Such a claim does not say whose it is, so that `offsets reset` alone does not help."""
+    stem = fresh("claims")
+    sink = make_sink(kafka, stem, publish_in_tasks_bytes=0, key=("id",), marker_topic=(name := f"_{stem}"))
+    before, after = epoch_of(1), epoch_of(1, "two")  # the second after `offsets reset`
+    with opened_sink(sink) as driver:
+        driver.plan_epoch(before, [stage(sink, before, rows(0, 100))])
+        with driver._publisher.transaction(before):
+            driver._publisher.mark("kit", CLAIM, CommittedEpoch(incarnation="a claim", number=0))
+    delete_topic(kafka.bootstrap, f"{name}.shards")
+    receipts = [stage(sink, after, rows(200, 100))]
+    with opened_sink(sink) as driver:
+        with pytest.raises(FatalError, match=r"PEN-5020 .*\.shards") as stopped:
+            driver.plan_epoch(after, receipts)
+        assert "then make it again all the same" in stopped.value.hint
+    make_topic(kafka.bootstrap, f"{name}.shards", SHARDS, cleanup_policy="compact")
+    with opened_sink(sink) as driver:
+        driver.commit_epoch(after, receipts, END)
+    assert len(seen(kafka, stem)) == 100
 
 
 @pytest.mark.parametrize(("options", "said"), [({"replication": 3}, True), ({"replication": 1}, False), ({}, False)])

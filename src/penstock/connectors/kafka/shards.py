@@ -31,6 +31,12 @@ CLAIM = "@claim"
 SHARD = "@shard"
 """What the marker of a shard is for."""
 
+_AFTER_RESET = (
+    ", and then make it again all the same: an earlier version began that epoch, "
+    "and nothing says whether that was before the reset"
+)
+"""A claim that does not name its incarnation may be this one's, so that it stops the sink after a reset, too."""
+
 
 class ShardWork(Work):
     """One shard of an epoch."""
@@ -103,12 +109,13 @@ class Shards:
         topic = topic_of(self._main.name)
         if topic in self._cluster.describe([topic]):
             return True
+        after = "" if "incarnation" in claim.end else _AFTER_RESET
         raise FatalError(
             f"the topic {topic!r} is gone, and it says which parts of a large epoch are in Kafka",
             code="PEN-5020",
             hint=f"if no run ended while it published a large epoch, make it again with {SHARDS} partitions and "
             "`cleanup.policy` = compact; else some of its rows may be there already: start over with "
-            "`penstock offsets reset FILE`",
+            f"`penstock offsets reset FILE`{after}",
         )
 
     def work(self, epoch: Epoch, receipts: Sequence[KafkaReceipt]) -> list[ShardWork]:

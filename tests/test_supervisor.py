@@ -31,7 +31,7 @@ from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableEr
 from penstock.pipeline import Pipeline, Processing
 from penstock.pipeline.routing import Route, Router
 from penstock.runtime import commands, monitor, readiness, supervisor
-from penstock.runtime.epochs import State, reset
+from penstock.runtime.epochs import State, Wiring, reset
 from penstock.runtime.telemetry import Telemetry
 from penstock.schema import with_key
 from penstock.sink import DeliveryGuarantee
@@ -364,6 +364,32 @@ def test_a_sink_bounds_the_rows_of_an_epoch(build: Any, sink: type[FilesSink], r
     pipeline = build(Counting(), max_epoch_rows=6)
     Running(replace(pipeline, sinks={"lake": sink(pipeline.sinks["lake"].config)}), drain=True).ends()
     assert set(Counting.limits) - {None} == {rows}
+
+
+def test_sources_share_what_a_sink_takes_in_an_epoch(build: Any, tmp_path: Path) -> None:
+    Counting.limits.clear()
+    pipeline = build(Counting(), max_epoch_rows=6)
+    config = pipeline.sinks["lake"].config
+    to_both = [Route(source=name, to=f"/{name}") for name in ("one", "two")]
+    routes = (*to_both, Route(source="three", to="/three", sinks=("free",)))
+    sinks = {"lake": Cautious(config), "free": FilesSink(FilesSinkConfig(path=str(tmp_path / "free" / "{topic}")))}
+    sources = {name: Counting() for name in ("one", "two", "three")}
+    router = Router(routes, tuple(sinks))
+    Running(replace(pipeline, sources=sources, sinks=sinks, router=router), drain=True).ends()
+    assert set(Counting.limits) - {None} == {2}, "two of the three share four"
+
+
+def test_the_sink_of_the_letters_is_shared_by_all_sources(tmp_path: Path) -> None:
+    sinks = {
+        name: kind(FilesSinkConfig(path=str(tmp_path))) for name, kind in (("lake", Cautious), ("free", FilesSink))
+    }
+    routes = (Route(source="one"), Route(source="two"), Route(sinks=("free",)))
+    wiring = Wiring({}, sinks, Router(routes, tuple(sinks)))
+    assert wiring.rows_of_each(100, ("one", "two")) == 2
+    for letters, rows in ((None, 2), ("lake", 1), ("free", 2)):
+        assert wiring.rows_of_each(100, ("one", "two", "three", "four"), letters) == rows
+    assert wiring.rows_of_each(100, [f"s{n}" for n in range(9)], "lake") == 1, "never none"
+    assert wiring.rows_of_each(100, ("three", "four")) == 100, "none of them leads there"
 
 
 def test_a_drain_that_is_asked_for_later_takes_what_is_there_by_then(build: Any, rows: Any) -> None:

@@ -285,7 +285,11 @@ class SinkConnector(Connector[C], Generic[C, R]):
     """
 
     max_epoch_rows: ClassVar[int | None] = None
-    """About how many rows an epoch has at most, whatever `[processing]` allows: for sinks that may send a whole epoch again."""
+    """
+    About how many rows an epoch reads at most, whatever `[processing]` allows: for sinks that may send a whole epoch again.
+
+    Sources that lead to the sink share it. A row may still become several: by routes to several topics, and by SQL.
+    """
 
     concurrent: ClassVar[bool] = False
     """True if the sink may commit in a thread of its own beside other sinks, and its topics beside one another."""

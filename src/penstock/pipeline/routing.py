@@ -173,6 +173,10 @@ class Router:
             found = self._targets[source, stream] = tuple(self._find(source, stream))
         return found
 
+    def leads_to(self, source: str, sink: str) -> bool:
+        """True if a route may take rows of the source to the sink, whatever its streams are."""
+        return any(route.source in (None, source) and sink in (route.sinks or self.sinks) for route in self.effective)
+
     def leaves_out(self, source: str, stream: str) -> bool:
         """True if no route takes any row of the stream, and `unrouted` says that this is meant."""
         return self.unrouted == "skip" and not self.targets(source, stream)

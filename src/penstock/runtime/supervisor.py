@@ -316,8 +316,8 @@ class _Supervisor:
             self.sinks,
             self.router,
             engine,
-            max_epoch_rows=min(
-                [processing.max_epoch_rows, *filter(None, (each.max_epoch_rows for each in self.sinks.values()))]
+            max_epoch_rows=self.contexts.wiring.rows_of_each(
+                processing.max_epoch_rows, self.pipeline.sources, self.messages.letters
             ),
             max_epoch_bytes=processing.max_epoch_bytes,
             messages=self.messages,

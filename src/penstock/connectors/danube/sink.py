@@ -88,13 +88,14 @@ class DanubeSink(SinkConnector[DanubeSinkConfig, Receipt]):
 
     At-least-once: a repeat after a crash carries the same `penstock.pipeline`, `penstock.incarnation`, `penstock.epoch` and
     `penstock.sequence` in its attributes, by which our own source drops it, as long as the first is among its last 100,000
-    messages: so an epoch has at most about 50,000 rows. Between two Penstocks a row then arrives exactly once, if an epoch
-    that is staged again is read by as many tasks as before: always, where one task sends it.
+    messages: so an epoch reads about 50,000 rows at most, which are as many messages unless routes or SQL make more of them.
+    Between two Penstocks a row then arrives exactly once, as long as the next one knows the whole epoch, and if an epoch that
+    is staged again is read by as many tasks as before: always, where one task sends it.
     """
 
     name = "danube"
     in_order = True
-    max_epoch_rows = 50_000  # half of what a source knows: beside as many of others, all of a repeated epoch is known
+    max_epoch_rows = 50_000  # half of what a source knows, so that as many others may come between
 
     _producers: Producers | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from penstock.errors import ConfigError, ConnectorError, is_of_stream
@@ -53,6 +53,19 @@ class Wiring:
             if not self.is_told_later(error):
                 raise
             return []
+
+    def rows_of_each(self, most: int, sources: Collection[str], letters: str | None = None) -> int:
+        """
+        About how many rows of each source an epoch reads: `most`, or less where sources share what a sink takes.
+
+        `letters` is the sink that takes the dead letters of all sources.
+        """
+        found = most
+        for name, sink in self.sinks.items():
+            leading = sum(name == letters or self.router.leads_to(source, name) for source in sources)
+            if sink.max_epoch_rows is not None and leading:
+                found = min(found, max(1, sink.max_epoch_rows // leading))
+        return found
 
     def is_told_later(self, error: ConnectorError) -> bool:
         """True if following the streams tells of each one that it is about, and goes on with the others."""

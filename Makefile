@@ -90,7 +90,7 @@ java:
 		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y default-jre-headless >/dev/null; } || true
 	@$(BIN)/python -m penstock.spark.java
 
-servers:  # what single tests need; a test whose server is not there says so
+servers: $(SET_UP_DEV)  # what single tests need; a test whose server is not there says so
 	@command -v mosquitto >/dev/null || [ -x /usr/sbin/mosquitto ] || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 		echo "installing Mosquitto; only this once" && apt-get -qq update && \
 		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y mosquitto >/dev/null; } || true

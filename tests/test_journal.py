@@ -313,6 +313,16 @@ def test_the_window_of_keys_is_bounded(tmp_path: Path, monkeypatch: pytest.Monke
     assert rows(tmp_path)["s"] == [*range(20), 0]
 
 
+def test_a_record_costs_the_same_after_many_as_at_first() -> None:
+    repeats, spent = enveloped.Repeats(), []
+    for first in range(0, 4 * enveloped.DEDUPE_KEYS, enveloped.DEDUPE_KEYS // 2):
+        envelopes = [envelope(n, key=str(n)) for n in range(first, first + enveloped.DEDUPE_KEYS // 2)]
+        began = time.thread_time()
+        repeats.without(envelopes)
+        spent.append(time.thread_time() - began)
+    assert spent[-1] < 10 * max(spent[:2]), spent  # it was 80 times as much, and went on growing
+
+
 def test_an_envelope_that_cannot_be_stored_is_refused_in_the_senders_thread(tmp_path: Path) -> None:
     writer = Journal(tmp_path)
     for bad in (

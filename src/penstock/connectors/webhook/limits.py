@@ -6,6 +6,7 @@ import ipaddress
 import math
 import re
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -41,7 +42,7 @@ class Rates:
         self._overall = overall
         self._each = each
         self._all = Bucket(max(1.0, overall or 0), time.monotonic())
-        self._clients: dict[str, Bucket] = {}
+        self._clients: OrderedDict[str, Bucket] = OrderedDict()
 
     def take_of(self, client: str) -> None:
         """Count a request of this client, before it is known who sends; `Refused` if there are too many."""
@@ -51,7 +52,7 @@ class Rates:
         bucket = self._clients.pop(client, None) or Bucket(max(1.0, self._each), now)
         self._clients[client] = bucket  # at the end: it sent last
         if len(self._clients) > MOST_CLIENTS:
-            del self._clients[next(iter(self._clients))]
+            self._clients.popitem(last=False)
         if pause := bucket.take(self._each, now):
             raise _too_many("this client sends too many requests", pause)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
@@ -95,7 +96,7 @@ class Repeats:
     """Knows the dedupe keys of the last envelopes, and leaves out those that come again."""
 
     def __init__(self, known: Sequence[str] = ()) -> None:
-        self._seen = dict.fromkeys(known)
+        self._seen = OrderedDict.fromkeys(known)  # a dict looks for its first key past all that were taken away
 
     def without(self, envelopes: Sequence[SourceEnvelope]) -> Sequence[SourceEnvelope]:
         """The envelopes whose key is new; from now on it is known."""
@@ -108,6 +109,6 @@ class Repeats:
                     continue
                 self._seen[envelope.dedupe_key] = None
                 if len(self._seen) > DEDUPE_KEYS:
-                    del self._seen[next(iter(self._seen))]
+                    self._seen.popitem(last=False)
             kept.append(envelope)
         return kept

@@ -37,6 +37,8 @@ from penstock.testing.postgres import PostgresServer
 SECONDS = int(os.environ.get("SOAK_SECONDS", 240))
 EVERY = 20
 """Seconds between two killed executors."""
+PATIENCE_SECS = 600
+"""How long a driver may take to start or to end, on a busy machine."""
 SEED = int(os.environ.get("SOAK_SEED", time.time_ns() % 1_000_000))
 
 NUMBERS = '''
@@ -189,7 +191,14 @@ def write(dsn: str, limit: Path, stop: threading.Event, choice: random.Random) -
             some = [choice.randint(1, number) for _ in range(10)]
             connection.execute("UPDATE orders SET name = name || '+' WHERE id = ANY(%s)", (some[:7],))
             connection.execute("DELETE FROM orders WHERE id = ANY(%s)", (some[7:],))
-            limit.write_text(str(number))
+            told(limit, number)
+
+
+def told(limit: Path, number: int) -> None:
+    """The source reads the file whenever it likes: it must never see an empty one."""
+    following = limit.with_suffix(".next")
+    following.write_text(str(number))
+    following.replace(limit)
 
 
 def executors(worker: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -200,11 +209,14 @@ def executors(worker: subprocess.Popen[bytes]) -> list[psutil.Process]:
         return []
 
 
-def soak(cluster: Cluster, driver: Driver, workers: list[Any], choice: random.Random) -> dict[str, int]:
-    counts = {"executors_killed": 0, "workers_lost": 0, "drivers_killed": 0}
+def soak(cluster: Cluster, driver: Driver, workers: list[Any], choice: random.Random) -> tuple[dict[str, int], int]:
+    """Gives what was killed how often, and how the last driver ended when it was asked to."""
+    counts = {"executor": 0, "worker": 0, "driver": 0}
     running = driver.start()
+    give_up = time.monotonic() + PATIENCE_SECS
     while not any(executors(worker) for worker in workers):
         assert running.poll() is None, f"the driver ended by itself\n{driver.log}"
+        assert time.monotonic() < give_up, f"no executor came\n{driver.log}\n{cluster.log}"
         time.sleep(0.2)
     began = time.monotonic()
     events = {SECONDS * 4 // 10: "worker", SECONDS * 7 // 10: "driver"}
@@ -217,7 +229,7 @@ def soak(cluster: Cluster, driver: Driver, workers: list[Any], choice: random.Ra
             alive = [each for worker in workers for each in executors(worker)]
             if alive:  # none while the driver starts
                 choice.choice(alive).kill()
-                counts["executors_killed"] += 1
+                counts["executor"] += 1
         for when in [when for when in events if at >= when]:
             if events.pop(when) == "worker":
                 lost = choice.randrange(len(workers))
@@ -227,16 +239,15 @@ def soak(cluster: Cluster, driver: Driver, workers: list[Any], choice: random.Ra
                     each.kill()
                 time.sleep(5)
                 workers[lost] = cluster.start_worker(lost)
-                counts["workers_lost"] += 1
+                counts["worker"] += 1
             else:
                 driver.kill()
                 driver.move()
                 running = driver.start()
-                counts["drivers_killed"] += 1
+                counts["driver"] += 1
         print(f"\r{at:4.0f} s {counts}", end="", file=sys.stderr, flush=True)
     running.terminate()
-    running.wait()
-    return counts
+    return counts, running.wait(PATIENCE_SECS)
 
 
 def compare(dsn: str, lake: Path, limit: int) -> dict[str, int]:
@@ -247,7 +258,7 @@ def compare(dsn: str, lake: Path, limit: int) -> dict[str, int]:
     plain = read_published(lake / "numbers" / "plain")["id"].to_pylist()
     even = read_published(lake / "numbers" / "even")["id"].to_pylist()
     return {
-        "table_rows": len(expected),
+        "rows": len(expected),
         "messages": limit,
         "lost": len(set(expected.items()) - set(found))
         + len(set(range(limit)) - set(plain))
@@ -267,7 +278,7 @@ def main() -> None:
         lake.mkdir()
         lake.chmod(0o777)
         limit = home.with_name(f"{home.name}-limit")
-        limit.write_text("0")
+        told(limit, 0)
         with psycopg.connect(server.dsn, autocommit=True) as connection:
             connection.execute("CREATE TABLE orders (id int PRIMARY KEY, name text)")
         (home / "soak_numbers.py").write_text(NUMBERS)
@@ -278,25 +289,25 @@ def main() -> None:
         writing = threading.Thread(target=write, args=(server.dsn, limit, stop, choice))
         writing.start()
         try:
-            counts = soak(cluster, driver, cluster.workers, choice)
+            kills, ended = soak(cluster, driver, cluster.workers, choice)
             assert writing.is_alive(), "nobody has changed the table"
         finally:
             stop.set()
             writing.join()
             driver.kill()
         drained = driver.start("--drain")
-        assert drained.wait() == 0, driver.log
+        assert drained.wait(PATIENCE_SECS) == 0, driver.log
         compared = compare(server.dsn, lake, int(limit.read_text()))
         apart = cluster.other_user is not None
     result = {"soak": "cluster", "commit": commit(), "machine": machine(), "seed": SEED, "seconds": SECONDS}
-    result |= {"workers_are_another_user": apart, **counts, **compared}
+    result |= {"kills": kills, "exit_code_after_sigterm": ended, "workers_are_another_user": apart, **compared}
     (RESULTS / "soak-cluster.json").write_text(json.dumps(result, indent=2) + "\n")
     PAGE.write_text(page())
     print("\r" + json.dumps(result, indent=2))
     for left in (limit, environment):
         left.unlink()
     shutil.rmtree(driver._home)
-    sys.exit(bool(result["lost"] or result["doubled"] or result["others"]))
+    sys.exit(bool(result["lost"] or result["doubled"] or result["others"] or ended))
 
 
 if __name__ == "__main__":

@@ -258,6 +258,10 @@ class TestMirror:
             start = opened.initial()
             (part,) = opened.split(start, opened.latest(start, ReadLimit(parallelism=2)))
             opened.session.release_snapshot()
+            held = (
+                "SELECT FROM pg_stat_activity WHERE state LIKE 'idle in transaction%' AND datname = current_database()"
+            )
+            wait_until(lambda: not database.rows(held), "the server to notice it")
             with pytest.raises(RetryableError, match="is gone"):
                 list(opened.read(part))
 

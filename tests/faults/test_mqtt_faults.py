@@ -151,10 +151,9 @@ def test_a_full_journal_withholds_acknowledgements_and_keeps_the_connection(
 ) -> None:
     run = pipeline(tmp_path, broker.url, topic, keepalive_secs=1)
     text = run.file.read_text()
-    waits = "journal_max_bytes = 100_000\nepoch_interval_ms = 100_000_000\npoll_interval_ms = 600_000\n"
-    run.file.write_text(text.replace("[processing]", f"[processing]\n{waits}"))
+    run.file.write_text(text.replace("[processing]", "[processing]\njournal_max_bytes = 100_000"))
     client = f"c-{topic}"
-    running = run.start()  # no epoch makes room
+    running = run.start("stage.begin=stop")  # no epoch makes room
     wait_until(lambda: broker.log().count(f"as {client} ") == 2, "the source to connect")
     sent = [json.dumps({"id": id, "pad": "x" * 1000}).encode() for id in range(300)]
     with peer(broker) as sender:

@@ -26,6 +26,7 @@ ELSEWHERE = {
     "danube_to_delta",
     "debezium_avro",
     "debezium_kafka",
+    "files_to_mqtt",
     "http",
     "http_poll",
     "lake",

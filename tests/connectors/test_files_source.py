@@ -828,6 +828,44 @@ def test_an_empty_list_stays_a_list_though_nothing_tells_the_type_of_its_items(s
     assert drained(source, position)[0] == [{"id": 3, "tags": ["x"]}]
 
 
+def test_a_list_that_was_empty_at_first_takes_any_items_later(source, landing):
+    """Its items were taken for text; a number among them used to stop the pipeline, with no way on but a reset."""
+    put(landing / "a.jsonl", [{"id": 1, "tags": []}], 40)
+    _, position = drained(source)
+    later = {2: [1, None, 20], 3: ["x", "2024-01-01"], 4: [{"at": "2024-01-01", "n": [1.5]}], 5: None, 6: [], 7: [True]}
+    put(landing / "b.jsonl", [{"id": id, "tags": tags} for id, tags in later.items()], 30)
+    found, position = drained(source, position)
+    texts = {2: ["1", None, "20"], 4: ['{"at":"2024-01-01","n":[1.5]}'], 7: ["true"]}
+    assert found == [{"id": id, "tags": tags} for id, tags in (later | texts).items()]
+    put(landing / "c.jsonl", [{"id": 8, "tags": [30]}, {"id": 9, "tags": ["y"]}], 20)
+    found, position = drained(source, position)
+    assert found == [{"id": 8, "tags": ["30"]}, {"id": 9, "tags": ["y"]}]
+    put(landing / "d.jsonl", [{"id": 10, "tags": "no list"}], 10)
+    with pytest.raises(DataError, match=r"column 'tags' is a str, not list"):
+        drained(source, position)
+
+
+def test_an_empty_list_has_the_type_of_the_items_in_a_file_that_is_seen_together_with_it(source, landing):
+    put(landing / "a.jsonl", [{"id": 1, "tags": []}], 20)
+    put(landing / "b.jsonl", [{"id": 2, "tags": [3]}], 10)
+    assert drained(source)[0] == [{"id": 1, "tags": []}, {"id": 2, "tags": [3]}]
+
+
+def test_a_list_that_a_task_met_first_and_empty_takes_any_items_later(landing, tmp_path, monkeypatch):
+    monkeypatch.setattr(splits, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(readers, "_HEAD_BYTES", 1000)
+    put(landing / "a.jsonl", [*ids(*range(500)), {"id": 500, "late": []}], 20)
+    source = make(landing, tmp_path / "state")
+    end = source.latest(Inventoried(), LIMIT)
+    found = items(source, Inventoried(), end)
+    assert [row for item in found if isinstance(item, SourceBatch) for row in item.records.to_pylist()][500:] == [
+        {"id": 500, "late": []}
+    ]
+    start = source.next_start(end, [item.value for item in found if isinstance(item, Note)])
+    put(landing / "b.jsonl", [{"id": 501, "late": [7]}], 10)
+    assert rows(source, start, source.latest(start, LIMIT)) == [{"id": 501, "late": ["7"]}]
+
+
 def test_nulls_at_the_beginning_of_a_list_are_kept_where_a_task_meets_the_column_first(landing, tmp_path, monkeypatch):
     monkeypatch.setattr(splits, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(readers, "_HEAD_BYTES", 1000)

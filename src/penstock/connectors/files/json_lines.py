@@ -6,13 +6,23 @@ import json
 from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.json
 
 from penstock.connectors.files import splits
 from penstock.connectors.files.splits import BadRows, FileSplit, cast, opened, salvage, stream_of
-from penstock.connectors.files.types import fits, fixed, inferred_from_json, merge, widest
+from penstock.connectors.files.types import (
+    empty_lists,
+    fits,
+    fixed,
+    inferred_from_json,
+    merge,
+    text_time,
+    widest,
+)
 from penstock.formats.exact import ROUNDED
 from penstock.formats.json_parse import has_large, has_whole_lists, inexact
+from penstock.formats.json_text import text_of
 
 
 def read_jsonl(split: FileSplit, file: pa.NativeFile, bad: BadRows) -> Iterator[pa.RecordBatch]:
@@ -142,17 +152,42 @@ def _lines_before(split: FileSplit, offset: int) -> int:
 def _json_batch(data: bytes, schema: pa.Schema | None, explicit: bool) -> pa.RecordBatch | None:
     """The rows in `data`; unless the schema is explicit, with the columns that it does not know after its own."""
     if explicit:
-        return parse(data, schema, "ignore")
-    batch = parse(data, schema, "infer")
+        return _parse(data, schema, "ignore")
+    batch = _parse(data, schema, "infer")
     if schema is not None and batch.schema.equals(schema):
-        return batch
+        return batch.replace_schema_metadata(schema.metadata)
     wanted = merge(schema, inferred_from_json(batch.schema), widen=fixed)
     if not len(wanted):
         return None
     as_wanted = all(batch.schema.field(name).type == wanted.field(name).type for name in wanted.names)
     if as_wanted and all(map(has_whole_lists, batch.columns)):
-        return batch.select(wanted.names)
-    return parse(data, wanted, "ignore")
+        return batch.select(wanted.names).replace_schema_metadata(wanted.metadata)
+    return _parse(data, wanted, "ignore").replace_schema_metadata(wanted.metadata)
+
+
+def _parse(data: bytes, schema: pa.Schema | None, unexpected: str) -> pa.RecordBatch:
+    """The rows; of lists that were empty when they were taken for lists of text, other items are text as well."""
+    try:
+        return parse(data, schema, unexpected)
+    except pa.ArrowInvalid:
+        if schema is None or not (empty := empty_lists(schema).intersection(schema.names)):
+            raise
+        found = parse(data, pa.schema([field for field in schema if field.name not in empty]), "infer").schema
+        kinds = {name: text_time(found.field(name).type) for name in empty.intersection(found.names)}
+        others = {name: kind for name, kind in kinds.items() if kind is not None and kind != pa.list_(pa.string())}
+        if not others or not all(map(pa.types.is_list, others.values())):
+            raise
+    batch = parse(data, pa.schema([(each.name, others.get(each.name, each.type)) for each in schema]), unexpected)
+    for name in others:
+        batch = batch.set_column(batch.schema.get_field_index(name), name, _as_texts(batch.column(name)))
+    return batch
+
+
+def _as_texts(lists: pa.ListArray) -> pa.ListArray:
+    """Each item as its JSON text."""
+    items = lists.values
+    texts = pc.if_else(items.is_valid(), text_of(items, "item"), pa.scalar(None, pa.string()))
+    return pa.ListArray.from_arrays(lists.offsets, texts, mask=lists.is_null() if lists.null_count else None)
 
 
 def _exact(data: bytes, batch: pa.RecordBatch) -> pa.RecordBatch:

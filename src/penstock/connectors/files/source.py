@@ -84,8 +84,8 @@ class FilesConfig(Config):
     """
     Arrow type of each column, e.g. `{ id = "int64", at = "timestamp[us, UTC]", tags = "list<string>" }`; fields that it does
     not name are ignored. None: inferred from the first files; fields that appear later are added, and numbers widen. A list that
-    is empty in all of the first files is taken for one of text: name its type here before the first run. Later, name it here, and
-    cast it to text in the SQL of the route that the stream has, since the target has it so: `CAST(tags AS array<string>)`.
+    is empty in all of the first files is taken for one of text, and whatever items it has later are text too, numbers and objects
+    as their JSON: to have another type, name it here before the first run.
     """
 
     stream: str = "files"

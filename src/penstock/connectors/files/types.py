@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pyarrow as pa
@@ -11,15 +12,37 @@ import pyarrow.csv
 
 from penstock.formats.exact import ROUNDED, rounds
 
+_EMPTY = b"penstock.empty_lists"
+
+
+def empty_lists(schema: pa.Schema | None) -> set[str]:
+    """Columns whose lists had no items when their type was chosen: it is text, and the items of later files become text."""
+    return set(json.loads((schema.metadata or {}).get(_EMPTY, b"[]"))) if schema is not None else set()
+
+
+def _with_empty_lists(schema: pa.Schema, names: Iterable[str]) -> pa.Schema:
+    named = sorted(set(names).intersection(schema.names))
+    return schema.with_metadata({_EMPTY: json.dumps(named).encode()} if named else None)
+
 
 def merge(
     old: pa.Schema | None, new: pa.Schema | None, *, widen: Callable[[pa.DataType, pa.DataType], pa.DataType]
 ) -> pa.Schema:
     """The old columns, in their order, and after them the columns that only the new schema has."""
     fields = {field.name: field.type for field in old or ()}
+    before, now = empty_lists(old), empty_lists(new)
+    empty = set(before)
     for field in new or ():
-        fields[field.name] = widen(fields[field.name], field.type) if field.name in fields else field.type
-    return pa.schema(list(fields.items()))
+        name = field.name
+        if name not in fields:
+            fields[name] = field.type
+            empty |= {name} & now
+        elif name in before and name not in now and widen in (widest, widest_text) and pa.types.is_list(field.type):
+            fields[name] = field.type  # no row was read yet
+            empty.discard(name)
+        elif name in before or name not in now:
+            fields[name] = widen(fields[name], field.type)
+    return _with_empty_lists(pa.schema(list(fields.items())), empty)
 
 
 def widest(old: pa.DataType, new: pa.DataType) -> pa.DataType:
@@ -69,17 +92,19 @@ def inferred_from_json(schema: pa.Schema) -> pa.Schema:
 
     Of a list that was always empty the items are taken for text: left out, its rows would hold a null instead of a list.
     """
-    types = ((field.name, _text_time(field.type)) for field in schema)
-    return pa.schema([(name, kind) for name, kind in types if kind is not None])
+    types = ((field.name, text_time(field.type)) for field in schema)
+    empty = [field.name for field in schema if pa.types.is_list(field.type) and pa.types.is_null(field.type.value_type)]
+    return _with_empty_lists(pa.schema([(name, kind) for name, kind in types if kind is not None]), empty)
 
 
-def _text_time(kind: pa.DataType) -> pa.DataType | None:
+def text_time(kind: pa.DataType) -> pa.DataType | None:
+    """An inferred type without times, which are text in JSON; None if nothing shows what it is."""
     if pa.types.is_null(kind):
         return None
     if pa.types.is_timestamp(kind):
         return pa.string()
     if pa.types.is_list(kind):
-        return pa.list_(_text_time(kind.value_type) or pa.string())
+        return pa.list_(text_time(kind.value_type) or pa.string())
     if pa.types.is_struct(kind):
         inside = inferred_from_json(pa.schema(list(kind)))
         return pa.struct(list(inside)) if len(inside) else None

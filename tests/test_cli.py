@@ -806,6 +806,20 @@ class TestOffsets:
         assert cli("offsets", file, "restage", "--without", "/orders", "--yes")[0] == 0
         assert State(file.parent / "state", "orders").peek().newest.restage == ["/orders"]
 
+    def test_forget_asks_and_names_the_targets(self, cli, file, state, monkeypatch):
+        state.open()
+        state.save(state.newest.model_copy(update={"held": {"lake": {"/orders": ("", 3), "/items": ("", 4)}}}))
+        state.close()
+        asked = []
+        monkeypatch.setattr("typer.confirm", lambda question: asked.append(question))
+        assert cli("offsets", "forget", file, "orders")[0] == 1
+        assert "Rows of /orders that were committed" in asked[0]
+        assert "needs a topic" in cli("offsets", "forget", file)[2]
+        code, _, err = cli("offsets", "forget", file, "/users", "--yes")
+        assert (code, "/items, /orders" in err) == (2, True)
+        assert "/orders in sink 'lake'" in cli("offsets", file, "forget", "orders", "--yes")[1]
+        assert State(file.parent / "state", "orders").peek().newest.held == {"lake": {"/items": ("", 4)}}
+
     def test_restage_without_a_prepared_epoch_is_refused(self, cli, file):
         code, _, err = cli("offsets", file, "restage")
         assert code == 2
@@ -813,7 +827,7 @@ class TestOffsets:
 
     def test_a_word_that_is_no_command_is_named_and_not_the_file(self, cli, file):
         for words in (("shw", file), (file, "shw")):
-            assert "'shw' is not a command; there are show, reset, restage" in cli("offsets", *words)[2]
+            assert "'shw' is not a command; there are show, reset, restage, forget" in cli("offsets", *words)[2]
 
     def test_file_and_word_come_in_any_order(self, cli, file, state):
         assert cli("offsets", "show", file) == cli("offsets", file, "show")

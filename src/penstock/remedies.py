@@ -60,7 +60,8 @@ REMEDIES: dict[str, str] = {
     "PEN-5007": "`penstock run FILE --lost-state resume` goes on from the end that the targets record",
     "PEN-5008": "stop one of the two runs, and delete its copy of the state directory",
     "PEN-5009": "make room, or give this user write permission, and start again: nothing is lost",
-    "PEN-5010": "restore the newest backup of the target; or `penstock offsets reset FILE`, and empty the other targets",
+    "PEN-5010": "restore the newest backup of the target; or `penstock offsets forget FILE TOPIC`, then `penstock tables "
+    "resync`; or `penstock offsets reset FILE`, and empty the other targets",
     "PEN-5011": "restore what it names; or read again from the beginning: `penstock offsets reset FILE`",
     "PEN-5012": "run it again with `--verbose` to see where, and look into spark.log in the state directory",
     "PEN-5013": "remove the cause and start again, or raise `max_retries`: nothing is lost",

@@ -178,7 +178,7 @@ def is_committed(marker: CommittedEpoch | None, epoch: Epoch) -> bool:
     if marker.incarnation == epoch.incarnation:
         if marker.number > epoch.number:
             raise Fenced(f"the target holds epoch {marker.number}, and this run wants to commit {epoch.number}")
-        if marker.number == epoch.number and not _same_ranges(marker, epoch):
+        if marker.number == epoch.number and not same_ranges(marker.end, _edges(epoch)):
             raise Fenced(
                 f"the target holds an epoch {marker.number} of other ranges: another run of this incarnation wrote it",
                 hint="two runs work on copies of one state directory: stop this one and keep the state of the other",
@@ -197,11 +197,19 @@ ABOUT = "@epoch"
 its own: enough to go on from a lost state."""
 
 
-def _same_ranges(marker: CommittedEpoch, epoch: Epoch) -> bool:
-    """Compared for the sources that both know: a pipeline may have got or lost one in between."""
-    began = (marker.end.get(ABOUT) or {}).get("start", {})
-    edges = ((marker.end, epoch.end), (began, epoch.start))
-    return all(marked[source] == own[source] for marked, own in edges for source in marked.keys() & own.keys())
+def same_ranges(one: Positions, other: Positions) -> bool:
+    """Compared for the sources that both ends know: a pipeline may have got or lost one in between."""
+    began, too = ((end.get(ABOUT) or {}).get("start", {}) for end in (one, other))
+    edges = ((_of_sources(one), _of_sources(other)), (began, too))
+    return all(left[source] == right[source] for left, right in edges for source in left.keys() & right.keys())
+
+
+def _edges(epoch: Epoch) -> Positions:
+    return {**epoch.end, ABOUT: {"start": epoch.start}}
+
+
+def _of_sources(end: Positions) -> dict[str, Json]:
+    return {source: edge for source, edge in end.items() if source != ABOUT}
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 
 from penstock import failpoints
-from penstock.errors import ConnectorError, FatalError, Fenced, RetryableError, SchemaError
+from penstock.errors import ConfigError, ConnectorError, FatalError, Fenced, RetryableError, SchemaError
 from penstock.pipeline.routing import Router
-from penstock.runtime.epochs import EpochLoop, State, reset
+from penstock.runtime.epochs import EpochLoop, State, forget, reset, restage
 from penstock.runtime.epochs import sweep as protocol
 from penstock.runtime.task import run_task, run_work
 from penstock.sink import SinkConnectorCapabilities, Task
@@ -382,6 +382,24 @@ def test_a_target_that_the_newest_epoch_did_not_touch_is_missed_when_it_is_put_b
             run.step()
 
 
+@pytest.mark.parametrize("failpoint", [None, "plan.after=fail", "prepare.after=fail"])
+def test_a_target_that_is_to_be_forgotten_is_not_missed_and_goes_on(tmp_path, failpoint):
+    run = Run(tmp_path)
+    run.step(count=2)
+    run.step(failpoint)
+    shutil.rmtree(run.path / "lake" / "b")
+    with pytest.raises(FatalError, match=r"(?s)PEN-5010.*penstock offsets forget FILE /b"):
+        run.step()
+    with pytest.raises(ConfigError, match=r"(?s)was committed to /c.*/a, /b"):
+        forget(run.path / "state", "orders", ["/b", "/c"])
+    assert forget(run.path / "state", "orders", ["/b"]) == [("lake", "/b")]
+    assert run.step(count=2) is None
+    assert run.ids("/b") == run.ids("/a")[-2:]
+    put_back(run, "b", 1)
+    with pytest.raises(FatalError, match="PEN-5010"):
+        run.step()
+
+
 def test_a_target_of_before_a_resume_is_missed_when_it_is_put_back(run):
     run.step(count=3)
     run.lose_state()
@@ -405,11 +423,46 @@ def test_each_target_is_asked_once_at_a_start(tmp_path, monkeypatch):
 
 def test_a_run_on_a_copy_of_the_state_that_reached_the_same_number_with_another_end_is_fenced(tmp_path):
     run = Run(tmp_path)
+    copy = copied(run)
+    run.step(count=1)
+    with pytest.raises(Fenced, match="other ranges"):
+        copy.step()
+    copy.state.close()
+    assert run.ids("/a") == run.ids("/b") == [0, 1]
+
+
+def copied(run, epochs=1):
+    """A loop on a copy of the state, whose next epoch is prepared and has two rows of each topic, not one."""
+    run.step(count=epochs)
+    shutil.copytree(run.path / "state", run.path / "copy")
+    copy = run.loop(state="copy")
+    copy.max_epoch_rows = 4
+    failpoints.arm("prepare.after=fail")
+    with pytest.raises(RetryableError):
+        copy.step()
+    failpoints.arm(None)
+    return copy
+
+
+def test_an_epoch_that_was_fenced_is_not_taken_for_committed_when_it_is_staged_again(run):
+    copy = copied(run)
+    run.step(count=1)
+    copy.state.close()
+    restage(run.path / "copy", "orders")
+    for _ in range(2):
+        copy = run.loop(state="copy")
+        with pytest.raises(Fenced, match="other ranges"):
+            copy.step()
+        copy.state.close()
+    assert run.ids("/a") == run.ids("/b") == [0, 1]
+
+
+def test_a_try_that_fails_while_another_run_commits_its_number_is_fenced(run, monkeypatch):
     run.step(count=1)
     shutil.copytree(run.path / "state", run.path / "copy")
     copy = run.loop(state="copy")
-    copy.max_epoch_rows = 4  # its epoch 2 has two rows of each topic, that of the other run has one
-    failpoints.arm("prepare.after=fail")
+    copy.max_epoch_rows = 4
+    failpoints.arm("stage.after=fail")
     with pytest.raises(RetryableError):
         copy.step()
     failpoints.arm(None)
@@ -417,7 +470,26 @@ def test_a_run_on_a_copy_of_the_state_that_reached_the_same_number_with_another_
     with pytest.raises(Fenced, match="other ranges"):
         copy.step()
     copy.state.close()
-    assert run.ids("/a") == run.ids("/b") == [0, 1]
+
+
+def test_targets_that_two_runs_have_each_given_an_epoch_of_one_number_are_no_place_to_resume_from(
+    run, tmp_path_factory
+):
+    other = Run(tmp_path_factory.mktemp("other") / "copy")
+    run.step(count=1)
+    shutil.copytree(run.path, other.path)
+    loop = other.loop()
+    loop.max_epoch_rows = 4
+    loop.step()
+    loop.state.close()
+    run.step("commit.topic=fail")  # `/a` is committed, and `/b` is the other run's
+    shutil.rmtree(run.path / "lake" / "b")
+    shutil.copytree(other.path / "lake" / "b", run.path / "lake" / "b")
+    assert (run.ids("/a"), run.ids("/b")) == ([0, 1], [0, 1, 2])
+    run.lose_state()
+    for _ in range(2):
+        with pytest.raises(FatalError, match="PEN-5007 some targets hold an epoch 2 of other ranges"):
+            run.step(on_lost="resume")
 
 
 class TwoTables(MemorySource, TableSource):

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from penstock.cli.groups import File, FileFirst
+from penstock.cli.groups import File, FileFirst, file_and_names
 from penstock.cli.terminal import json_text, listing
 
 if TYPE_CHECKING:
@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from penstock.runtime.epochs import Manifest, State
 
 app = typer.Typer(cls=FileFirst, no_args_is_help=True, help="Show or change how far the sources have been read.")
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[FILE] [TOPIC]...", help="The pipeline's TOML file, then topics.", show_default=False),
+]
 
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask first.")]
 
@@ -107,6 +112,27 @@ def _restage(
 
     pipeline = load(file)
     restage(State(pipeline.processing.state_dir, pipeline.name).peek(), without or [], yes)
+
+
+@app.command("forget")
+def _forget(words: Words = None, yes: Yes = False) -> None:
+    """Have the next run not miss what was committed to a topic whose target was deleted, or restored from an older copy."""
+    from penstock.cli import load
+    from penstock.errors import ConfigError
+    from penstock.runtime.epochs import forget
+
+    file, topics = file_and_names(words or ())
+    if not topics:
+        raise ConfigError("offsets forget needs a topic", hint="the one that the error names, such as /orders")
+    pipeline, named = load(file), [f"/{topic.lstrip('/')}" for topic in topics]
+    question = (
+        f"Rows of {', '.join(named)} that were committed and are not in the target any more will be missing there; those of "
+        "captured tables until `penstock tables resync`. Go on?"
+    )
+    if not yes and not typer.confirm(question):
+        raise typer.Exit(1)
+    for sink, topic in forget(pipeline.processing.state_dir, pipeline.name, named):
+        print(f"the next run takes {topic} in sink {sink!r} as it is")
 
 
 def show(pipeline: Pipeline, state: State, console: Console, json: bool) -> None:

@@ -7,7 +7,7 @@ The manifest is the only authority. `docs/spec/epochs.md` has the crash matrix.
 from penstock.runtime.epochs.contexts import Contexts
 from penstock.runtime.epochs.loop import EpochLoop, EpochReport
 from penstock.runtime.epochs.manifest import Identity, Manifest, Range
-from penstock.runtime.epochs.state import State, reset, restage
+from penstock.runtime.epochs.state import State, forget, reset, restage
 from penstock.runtime.epochs.wiring import Wiring, followed
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "State",
     "Wiring",
     "followed",
+    "forget",
     "reset",
     "restage",
 ]

@@ -12,11 +12,9 @@ from penstock.errors import ConnectorError, FatalError
 from penstock.runtime.epochs.manifest import Held, Manifest, Range
 from penstock.runtime.epochs.state import State
 from penstock.runtime.epochs.wiring import Pair, Wiring
-from penstock.sink import ABOUT, CommittedEpoch, Topic
+from penstock.sink import ABOUT, CommittedEpoch, Topic, is_committed, same_ranges
 
 OnLost = Literal["stop", "resume", "start-over"]
-
-_RESTORE = "restore the target from its newest backup, or read everything again with `penstock offsets reset FILE`"
 
 THREADS = 8
 """Targets that are asked at the same time."""
@@ -65,9 +63,11 @@ class Markers:
         return held
 
     def holds(self, sink: str, topic: Topic, manifest: Manifest) -> bool:
-        """True if the target has this very epoch."""
+        """True if the target has this very epoch; `Fenced` if it has that of another run under its number."""
         marker = self._wiring.sinks[sink].committed_epoch(self._state.pipeline, topic)
-        return marker is not None and (marker.incarnation, marker.number) == (manifest.incarnation, manifest.number)
+        if marker is None or (marker.incarnation, marker.number) != (manifest.incarnation, manifest.number):
+            return False
+        return is_committed(marker, self._state.epoch(manifest))
 
     def _held(self) -> Held:
         return self._state.newest.held if self._state.newest else {}
@@ -103,7 +103,7 @@ class Markers:
             raise FatalError(
                 f"sink {sink!r} holds nothing of {topic}, to which epoch {number} was committed: the target was dropped",
                 code="PEN-5010",
-                hint=_RESTORE,
+                hint=_way_on(topic),
             )
         mine = incarnation or identity.incarnation
         older = marker.incarnation == mine and marker.number < number
@@ -113,7 +113,7 @@ class Markers:
                 + ("" if older else " of an earlier incarnation")
                 + ": the target was restored from an older backup",
                 code="PEN-5010",
-                hint=_RESTORE,
+                hint=_way_on(topic),
             )
 
     def _is_foreign(self, pair: Pair, marker: CommittedEpoch) -> bool:
@@ -162,6 +162,7 @@ class Markers:
                 found = self._wiring.sinks[name].committed_epoch(self._state.pipeline, each)
                 if found is not None:
                     markers.add((found.incarnation, found.number))
+                    _refuse_others(one, [found])
                 if found is None or (found.incarnation, found.number) != (one.incarnation, one.number):
                     missing.append((name, each))
         held: Held = {}
@@ -190,6 +191,13 @@ class Markers:
         self._state.save(manifest)
 
 
+def _way_on(topic: Topic) -> str:
+    return (
+        "restore the target from its newest backup, or read everything again with `penstock offsets reset FILE`; if the rows "
+        f"are not to be missed, or are to be copied again (`penstock tables resync`), `penstock offsets forget FILE {topic}`"
+    )
+
+
 def _newest(markers: Iterable[CommittedEpoch]) -> CommittedEpoch:
     """The last epoch of the incarnation that all others came before; refuses markers that do not tell which it is."""
     found = list(markers)
@@ -199,9 +207,24 @@ def _newest(markers: Iterable[CommittedEpoch]) -> CommittedEpoch:
     if one is not None:
         before = {one.incarnation: one.number, **dict((one.end.get(ABOUT) or {}).get("replaces", ()))}
         if all(marker.number <= before.get(marker.incarnation, -1) for marker in found):
+            _refuse_others(one, found)
             return one
     raise FatalError(
         "the targets hold epochs of more than one incarnation, and none of them tells which came last",
         code="PEN-5007",
         hint="another pipeline of this name writes there as well: empty the targets, and `--lost-state start-over`",
     )
+
+
+def _refuse_others(one: CommittedEpoch, found: Iterable[CommittedEpoch]) -> None:
+    """Refuse markers of two epochs under one number: of neither can be said what the other's topics lack."""
+    for marker in found:
+        is_twin = (marker.incarnation, marker.number) == (one.incarnation, one.number)
+        if is_twin and not same_ranges(one.end, marker.end):
+            raise FatalError(
+                f"some targets hold an epoch {one.number} of other ranges than the others do: two runs on copies of one state "
+                "directory have each committed theirs",
+                code="PEN-5007",
+                hint="go on with the state directory of the run that you keep, once the targets that hold the other run's epoch "
+                "are put back to before it; or empty the targets, and `--lost-state start-over`",
+            )

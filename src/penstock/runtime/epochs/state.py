@@ -203,6 +203,32 @@ def restage(directory: Path, pipeline: str, without: Sequence[Topic] = ()) -> Ma
         state.close()
 
 
+def forget(directory: Path, pipeline: str, topics: Sequence[Topic]) -> list[tuple[str, Topic]]:
+    """`offsets forget`: the next run does not miss what was committed to these topics; gives their targets."""
+    state = State(directory, pipeline)
+    state.open()
+    try:
+        newest = state.newest
+        held = newest.held if newest is not None else {}
+        forgotten = [
+            (sink, topic) for sink, known in sorted(held.items()) for topic in sorted(known) if topic in topics
+        ]
+        unknown = sorted(set(topics).difference(topic for _, topic in forgotten))
+        if newest is None or unknown:
+            every = sorted({topic for known in held.values() for topic in known})
+            raise ConfigError(
+                f"no epoch of {pipeline} was committed to {', '.join(unknown or topics)}",
+                hint=f"topics that targets hold: {', '.join(every[:10]) or 'none'}{' …' if len(every) > 10 else ''}",
+            )
+        left = {
+            sink: {topic: one for topic, one in known.items() if topic not in topics} for sink, known in held.items()
+        }
+        state.save(newest.model_copy(update={"held": left}))
+        return forgotten
+    finally:
+        state.close()
+
+
 def _store(path: Path, value: BaseModel) -> None:
     body = canonical(value.model_dump(mode="json"))
     write_atomic(

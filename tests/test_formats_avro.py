@@ -302,6 +302,12 @@ def test_a_wrong_payload_falls_out_with_its_rule(way, kind, payload, rule):
     assert decoded.rows.to_pylist() == [{"f": None}]
 
 
+def test_what_is_wrong_with_the_form_counts_before_what_is_wrong_with_a_value(way):
+    avro = format_of(record(("f", {"type": "array", "items": "string"})))
+    decoded = avro.decode(binary([b"\x04\x02\xff\x02", b"\x02\x02\xff\x00\x00", b"\x02\x02\xff\x00"]))
+    assert decoded.failures.rules == ("avro.truncated", "avro.trailing", "avro.utf8")
+
+
 def test_hostile_counts_cost_neither_memory_nor_time():
     deep = {"type": "array", "items": {"type": "array", "items": {"type": "array", "items": "null"}}}
     avro = format_of(record(("f", deep), ("g", {"type": "array", "items": "string"})))

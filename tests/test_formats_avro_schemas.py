@@ -150,6 +150,22 @@ def test_defaults_aliases_and_symbols_are_the_readers():
     }  # fmt: skip
 
 
+def test_a_null_is_no_symbol_that_the_reader_lacks():
+    colour = {"type": "enum", "name": "Colour", "symbols": ["RED", "BLUE"]}
+    inner = record(("c", "Colour"), name="In")
+    writer = record(("colour", ["null", colour]), ("inner", ["null", inner]))
+    reader = json.loads(json.dumps(writer).replace('"RED", "BLUE"', '"BLUE", "GREEN"'))
+    rows = [
+        {"colour": None, "inner": None},
+        {"colour": "BLUE", "inner": {"c": "BLUE"}},
+        {"colour": "RED", "inner": None},
+    ]
+    avro = format_of(reader, "confluent", {1: WireSchema("avro", json.dumps(writer))}.__getitem__, id=2)
+    decoded = avro.decode(framing.add(binary(written(writer, rows)), 1))
+    assert decoded.rows.to_pylist() == rows[:2]
+    assert decoded.failures.rules == ("avro.enum",)
+
+
 def test_rows_of_several_writers_stay_in_order_and_only_unknown_or_unfit_ones_fail():
     one, two = record(("a", "int")), record(("b", "string"), ("a", "long"))
     unfit = record(("a", "string"))
@@ -219,6 +235,10 @@ def test_single_objects_are_read_by_their_fingerprint():
         ({"type": "array"}, "items"),
         (record(("a", logical("bytes", "decimal", precision=90))), "90 digits"),
         (record(("x", {"type": "enum", "name": "E", "symbols": ["A"], "default": "B"})), "default"),
+        (record(("a", "int"), aliases=5), "aliases of R"),
+        (record(("a", "int")) | {"fields": [{"name": "a", "type": "int", "aliases": [1]}]}, "aliases of a"),
+        (record(("a", "int"), namespace=5), "namespace of R"),
+        (record(("a", {"type": "array", "items": []})), "union"),
     ],
 )
 def test_a_schema_that_cannot_be_read_is_refused_with_its_reason(schema, said):

@@ -93,8 +93,8 @@ def _alone(node: Node, scan: Scan, rows: Ints, starts: Ints, ends: Ints, positio
         reader = Reader(scan.data[starts[row] : ends[row]].tobytes())
         try:
             value = node.one(reader)
-            if reader.at < len(reader.data):
-                raise BadRow(*TRAILING)
+            if wrong := TRAILING if reader.at < len(reader.data) else reader.late:
+                raise BadRow(*wrong)
         except BadRow as error:
             result.fail(positions[row : row + 1], error.reason)
             continue

@@ -155,10 +155,11 @@ class Enum(Node):
         self.is_unknown = np.array([each is None for each in self.symbols] or [True])
 
     def scan(self, scan: Scan, cursors: Cursors) -> Ints:
+        is_there = cursors.at < scan.pad  # the others are nulls, of which zeros are read
         values = scan.long(cursors, self.path)
-        scan.refuse(cursors, (values < 0) | (values >= len(self.symbols)), self._wrong(), values)
+        scan.refuse(cursors, is_there & ((values < 0) | (values >= len(self.symbols))), self._wrong(), values)
         if self.is_unknown.any():
-            scan.refuse(cursors, self.is_unknown[values], self._unknown(), values)
+            scan.refuse(cursors, is_there & self.is_unknown[values], self._unknown(), values)
         return values
 
     def build(self, scan: Scan, found: Ints, count: int) -> pa.Array:
@@ -220,13 +221,14 @@ class Text(Node):
     def one(self, reader: Reader) -> Any:
         value = reader.take(reader.long(self.path), self.path)
         if self.reader.logical == "decimal":
-            return decimal(self, value)
+            return _decimal_of(self, reader, value)
         if not self.is_text:
             return value
         try:
             return value.decode()
         except UnicodeDecodeError:
-            raise BadRow(*self._not_utf8()) from None
+            reader.late = reader.late or self._not_utf8()
+            return ""
 
     def _not_utf8(self) -> Reason:
         return Reason("avro.utf8", f"text that is no UTF-8 in {self.path}")
@@ -256,7 +258,8 @@ class Fixed(Node):
         return pa.StructArray.from_arrays(arrays, fields=list(self.arrow))
 
     def one(self, reader: Reader) -> Any:
-        return fixed_value(self, reader.take(self.writer.size, self.path))
+        value = reader.take(self.writer.size, self.path)
+        return _decimal_of(self, reader, value) if self.reader.logical == "decimal" else fixed_value(self, value)
 
 
 def fixed_value(node: Node, value: bytes) -> Any:
@@ -277,6 +280,14 @@ def decimal(node: Node, value: bytes) -> Decimal:
         raise BadRow(*_no_decimal(node))
     with localcontext(prec=80):
         return Decimal(number).scaleb(-node.reader.scale)
+
+
+def _decimal_of(node: Node, reader: Reader, value: bytes) -> Decimal:
+    try:
+        return decimal(node, value)
+    except BadRow as error:
+        reader.late = reader.late or error.reason
+        return Decimal(0)
 
 
 def decimals(node: Node, scan: Scan, starts: Ints, sizes: Ints, rows: Ints) -> pa.Array:

@@ -149,6 +149,8 @@ class Reader:
 
     def __init__(self, data: bytes) -> None:
         self.data, self.at, self.empty_items = data, 0, 0
+        self.late: Reason | None = None
+        """What is wrong with a value that could be passed over; what is wrong with the form counts before it, as in bulk."""
 
     def long(self, path: str) -> int:
         at = self.at

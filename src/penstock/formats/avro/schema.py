@@ -208,8 +208,8 @@ class _Parser:
     def union(self, found: list[Any], space: str, depth: int) -> Type:
         branches = tuple(self.type(each, space, depth + 1) for each in found)
         names = [each.name or each.kind for each in branches]
-        if "union" in names or len(set(names)) < len(names):
-            raise _wrong("a union holds each unnamed type once, and no other union")
+        if not names or "union" in names or len(set(names)) < len(names):
+            raise _wrong("a union holds some types, each unnamed one once, and no other union")
         return Type("union", branches=branches)
 
     def named(self, name: str, space: str) -> Type:
@@ -229,10 +229,12 @@ class _Parser:
         if not isinstance(name, str) or not _NAME.match(name):
             raise _wrong(f"a type {kind!r} with the name {name!r}")
         space = name.rpartition(".")[0] if "." in name else found.get("namespace", space) or ""
+        if not isinstance(space, str):
+            raise _wrong(f"the namespace of {name} is no name")
         full = name if "." in name or not space else f"{space}.{name}"
         if full in self.names:
             raise _wrong(f"the type {full} is defined twice")
-        aliases = tuple(a if "." in a or not space else f"{space}.{a}" for a in found.get("aliases", ()))
+        aliases = tuple(a if "." in a or not space else f"{space}.{a}" for a in _aliases(found))
         self.names[full] = None
         if kind in ("record", "error"):
             fields = found.get("fields")
@@ -265,12 +267,21 @@ class _Parser:
         if not _NAME.match(found["name"]) or "." in found["name"]:
             raise _wrong(f"a field of {record} with the name {found['name']!r}")
         kind = self.type(found["type"], space, depth + 1)
-        return Field(found["name"], kind, found.get("default", MISSING), tuple(found.get("aliases", ())))
+        return Field(found["name"], kind, found.get("default", MISSING), _aliases(found))
+
+
+def _aliases(found: dict[str, Any]) -> tuple[str, ...]:
+    aliases = found.get("aliases", [])
+    if not isinstance(aliases, list) or not all(isinstance(each, str) for each in aliases):
+        raise _wrong(f"the aliases of {found['name']} are no list of names")
+    return tuple(aliases)
 
 
 def _logical(found: dict[str, Any], kind: str, size: int) -> dict[str, Any]:
     """The logical type if it fits what it annotates; otherwise none, as the specification has it."""
     name = found.get("logicalType")
+    if not isinstance(name, str):
+        return {}
     if name == "decimal" and kind in ("bytes", "fixed"):
         precision, scale = found.get("precision"), found.get("scale", 0)
         if not isinstance(precision, int) or not isinstance(scale, int) or not 0 <= scale <= precision or not precision:

@@ -129,7 +129,7 @@ class _Parser:
         for each in fields:
             if not isinstance(each, dict) or not isinstance(each.get("name"), str) or "type" not in each:
                 raise self._invalid(f"a field of {node.name!r} needs `name` and `type`")
-            made = Field(each["name"], self.node(each["type"], space), tuple(each.get("aliases", ())))
+            made = Field(each["name"], self.node(each["type"], space), self._aliases(each))
             if any(other.name == made.name for other in node.fields):
                 raise self._invalid(f"{node.name!r} has the field {made.name!r} twice")
             made.default = each.get("default", _MISSING)
@@ -156,11 +156,17 @@ class _Parser:
             raise self._invalid(f"the type {node.kind} needs a `name`")
         space = name.rpartition(".")[0] if "." in name else given.get("namespace", space) or ""
         node.name = name if "." in name or not space else f"{space}.{name}"
-        node.aliases = tuple(a if "." in a or not space else f"{space}.{a}" for a in given.get("aliases", ()))
+        node.aliases = tuple(a if "." in a or not space else f"{space}.{a}" for a in self._aliases(given))
         if node.name in self._names or node.name in PRIMITIVES:
             raise self._invalid(f"{node.name!r} is defined twice")
         self._names[node.name] = node
         return node, space
+
+    def _aliases(self, given: dict[str, Any]) -> tuple[str, ...]:
+        aliases = given.get("aliases", [])
+        if not isinstance(aliases, list) or not all(isinstance(each, str) for each in aliases):
+            raise self._invalid(f"the aliases of {given['name']!r} are no list of names")
+        return tuple(aliases)
 
     def _invalid(self, reason: str) -> Exception:
         return invalid(self._schema, reason)

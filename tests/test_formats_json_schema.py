@@ -125,6 +125,34 @@ class TestTypes:
         with pytest.raises(SchemaError, match="PEN-4000 the JSON Schema cannot be used"):
             made({"type": "object", "properties": {"x": {"type": "integer", "minimum": "a"}}})
 
+    @pytest.mark.parametrize(
+        "schema",
+        [
+            {"type": "object", "properties": [1]},
+            {"type": {"a": 1}, "properties": {"x": {}}},
+            {"type": "object", "properties": {"x": {"type": ["integer", 5]}}},
+            {"type": "object", "properties": {"x": {}}, "required": 5},
+            {"type": "object", "properties": {"x": {"enum": 5}}},
+            {"type": "object", "properties": {"x": {"type": "string", "format": []}}},
+            {"type": "object", "properties": {"x": {"$ref": "#/more/y"}}, "more": {"y": {"properties": 5}}},
+        ],
+        ids=str,
+    )
+    def test_a_schema_whose_keywords_hold_anything_is_refused(self, schema):
+        with pytest.raises(SchemaError, match="PEN-4000 the JSON Schema "):
+            made(schema)
+
+    def test_a_schema_that_grows_beyond_bounds_when_written_out_is_refused(self):
+        kinds = {f"d{n}": {"properties": {name: {"$ref": f"#/$defs/d{n + 1}"} for name in "ab"}} for n in range(30)}
+        schema = {"properties": {"x": {"$ref": "#/$defs/d0"}}, "$defs": {**kinds, "d30": {"type": "integer"}}}
+        with pytest.raises(SchemaError, match="PEN-4000 the JSON Schema has more than 20,000 fields"):
+            made(schema)
+
+    def test_a_schema_that_is_nested_too_deeply_is_refused(self):
+        text = '{"properties": {"x":' * 400 + "{}" + "}}" * 400
+        with pytest.raises(SchemaError, match="PEN-4000 the JSON Schema"):
+            made(text)
+
     def test_a_schema_is_needed(self):
         with pytest.raises(ConfigError, match="PEN-1004 the format json_schema needs a schema"):
             JsonSchema(JsonSchemaConfig())
@@ -303,6 +331,36 @@ class TestRows:
         assert decode(format, [b'{"id": 1}']).rows.column("id").to_pylist() == [1]
 
 
+OPEN = {"type": "object", "properties": {"id": {"type": "integer"}, "ratio": {"type": "number"}}}
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        "9" * 5000,
+        "-" + "9" * 309,
+        "9" * 308 + "e1",
+        "9" * 309 + ".5",
+        "1.8e308",
+        "99E+308",
+        "[" + "9" * 400 + "]",
+        "1e999",
+    ],
+    ids=lambda each: each[:3] + each[-4:],
+)
+def test_a_number_beyond_double_is_a_failure_in_any_member_and_whatever_comes_beside_it(number):
+    payload = f'{{"id": 1, "ratio": 1e300, "more": {number}}}'.encode()
+    for others in ([], [b'{"id": 2}'], [b'{"id": 1.0}'], [b'{"id": "a"}']):
+        assert rules(decode(made(OPEN), [payload, *others]))[0] == "json.number"
+
+
+@pytest.mark.parametrize("number", ["9" * 308, "0." + "9" * 5000, "1.7e308", "1e-999", "0e999", "9" * 400 + "e-200"])
+def test_a_long_number_that_a_double_can_hold_is_none(number):
+    payload = f'{{"id": 1, "ratio": 1e300, "more": {number}}}'.encode()
+    for others in ([], [b'{"id": 1.0}']):
+        assert decode(made(OPEN), [payload, *others]).rows.to_pylist()[0] == {"id": 1, "ratio": 1e300}
+
+
 class TestFrames:
     def test_a_frame_is_taken_off_and_put_on(self):
         format = made(ORDER, id=258, framing="confluent")
@@ -359,6 +417,34 @@ class TestEncoding:
     def test_the_first_and_the_last_year_can_be_written(self, at):
         rows = pa.record_batch({"id": [1], "at": pa.array([at], pa.timestamp("us", "UTC"))})
         assert decode(made(ORDER), made(ORDER).encode(rows).to_pylist()).rows.column("at").equals(rows.column("at"))
+
+    @pytest.mark.parametrize(
+        "schema",
+        [
+            {
+                "allOf": [
+                    {"properties": {"a": {"type": ["string", "null"]}}, "required": ["a"]},
+                    {"properties": {"b": {}}},
+                ]
+            },
+            {
+                "$ref": "#/$defs/open",
+                "required": ["a"],
+                "$defs": {"open": {"properties": {"a": {"type": "null"}, "b": {}}}},
+            },
+        ],
+        ids=["of a part", "beside a reference"],
+    )
+    def test_a_null_that_a_combined_schema_requires_is_written(self, schema):
+        format = made({"type": "object", **schema})
+        assert format.encode(decode(format, [b'{"a": null, "b": 1}']).rows).to_pylist() == [b'{"a":null,"b":1}']
+
+    def test_lists_of_nothing_but_nulls_are_written(self):
+        format = made({"properties": {"m": {"additionalProperties": {"type": "array", "items": {"type": "null"}}}}})
+        payloads = [b'{"m": {"k": [null, null], "l": []}}', b'{"m": {}}', b'{"m": {"k": [null]}}']
+        assert format.encode(decode(format, payloads).rows).to_pylist() == [
+            each.replace(b" ", b"") for each in payloads
+        ]
 
     def test_a_year_that_no_text_has_is_refused(self):
         rows = pa.record_batch({"id": [1], "at": pa.array([1 << 60], pa.timestamp("us", "UTC"))})

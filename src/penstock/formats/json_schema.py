@@ -24,11 +24,13 @@ from penstock.formats.inference import fields_of as kinds_of
 from penstock.formats.json_parse import Bodies, Screened, explain, of_another_kind, read, spans, unbalanced, value
 from penstock.formats.json_schema_bulk import certain, check_of
 from penstock.formats.json_schema_types import ANY, Map, Node, Struct, fields_of, is_plain, parsed, type_of
-from penstock.formats.json_text import entries, list_text, map_text, members, text_of, with_nulls_of
+from penstock.formats.json_text import entries, items_of, list_text, map_text, members, text_of, with_nulls_of
 
 _INT64 = range(-(1 << 63), 1 << 63)
 _NOT_EXACT = r"[0-9]{19}|[0-9][.eE]"
 """Bodies whose numbers the fast parser may not give back as they came: of more than 64 bits, or with a fraction."""
+_MANY_DIGITS = 100
+"""Digits in a row that are looked for; a number beyond double has twice as many before its point, or an exponent of three."""
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
@@ -54,7 +56,7 @@ class JsonSchema(Format[JsonSchemaConfig]):
         super().__init__(options, schema, resolve)
         assert schema is not None
         self._schema = schema
-        self._fields = fields_of(schema)
+        self._fields = _fields(schema)
         _validator(schema)  # an invalid schema is refused here
 
     @classmethod
@@ -127,6 +129,7 @@ class JsonSchema(Format[JsonSchemaConfig]):
         unexpected: Literal["error", "ignore"] = "error" if check.is_closed else "ignore"
         is_sure = np.ones(len(bodies), bool)
         is_sure[_with_constants(bodies)] = False
+        is_sure[_with_huge_numbers(bodies)] = False
         for suspects in (_no_one, partial(of_another_kind, fields=kinds_of(asked)), unbalanced):
             is_sure[suspects(bodies)] = False
             try:
@@ -240,8 +243,34 @@ def _with_constants(bodies: pa.Array) -> Positions:
     return found
 
 
+def _with_huge_numbers(bodies: pa.Array) -> Positions:
+    """The bodies that may hold a number beyond the range of double, which pyarrow passes over in what it ignores."""
+    edges, data = spans(bodies)
+    is_digit = (data - 0x30) < 10
+    power = np.flatnonzero(is_digit[:-4] & ((data[1:-3] | 0x20) == 0x65) & is_digit[3:-1])
+    follows = data[power + 2]
+    power = power[((follows == 0x2B) & is_digit[power + 4]) | (is_digit[power + 2] & is_digit[power + 4])]
+    marks = np.arange(0, len(data) - _MANY_DIGITS, _MANY_DIGITS)
+    marks = marks[is_digit[marks] & is_digit[marks + _MANY_DIGITS]]
+    marks = marks[is_digit[marks[:, None] + np.arange(_MANY_DIGITS)].all(axis=1)]
+    found: Positions = np.unique(np.searchsorted(edges, np.concatenate([power, marks]), side="right") - 1)
+    return found
+
+
 def _no_one(bodies: pa.Array) -> Positions:
     return np.empty(0, np.int64)
+
+
+def _fields(schema: WireSchema) -> Struct:
+    """The columns; of a schema whose keywords hold what they may not hold, the validator says which."""
+    try:
+        return fields_of(schema)
+    except (AttributeError, TypeError) as error:
+        _validator(schema)
+        raise SchemaError(
+            "the JSON Schema cannot be used: something in it is of another kind than its keyword asks for",
+            hint="correct the schema",
+        ) from error
 
 
 @lru_cache
@@ -452,7 +481,7 @@ def _text(column: pa.Array, node: Node, name: str) -> pa.Array:
     if isinstance(node, Struct) and types.is_struct(kind):
         return with_nulls_of(column, _members([field.name for field in kind], column.flatten(), len(column), node))
     if isinstance(node, list) and types.is_list(kind):
-        items = pc.fill_null(_text(column.flatten(), node[0], name), "null")
+        items = pc.fill_null(_text(items_of(column), node[0], name), "null")
         return list_text(column, items)
     if isinstance(node, Map) and types.is_map(kind):
         keys, values = entries(column)

@@ -23,6 +23,9 @@ ANY = "any"
 Node: TypeAlias = "pa.DataType | str | list[Node] | Struct | Map | None"
 """None: nothing is known but that it may be null."""
 
+MAX_FIELDS = 20_000
+"""Fields of a schema with every reference written out: a few lines can refer to each other to billions."""
+
 _TIMES = {"date-time": pa.timestamp("us", "UTC"), "date": pa.date32()}
 _SCALARS = {"boolean": pa.bool_(), "integer": pa.int64(), "number": pa.float64(), "string": pa.string()}
 _VALUES = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
@@ -45,7 +48,12 @@ class Struct(dict[str, "Node"]):
 def fields_of(schema: WireSchema) -> Struct:
     """The columns that a schema describes, which must be one of objects with properties."""
     mapping = _Mapping(schema)
-    node = mapping.node(mapping.root, mapping.root, frozenset())
+    try:
+        node = mapping.node(mapping.root, mapping.root, frozenset())
+    except RecursionError:
+        raise SchemaError(
+            "the JSON Schema is nested too deeply to make columns of it", hint="describe fewer levels in it"
+        ) from None
     if not isinstance(node, Struct):
         raise SchemaError(
             "the JSON Schema does not describe objects with properties, and columns are made of properties",
@@ -82,14 +90,21 @@ class _Mapping:
     def __init__(self, schema: WireSchema) -> None:
         self.root = parsed(schema)
         self._named = dict(_references(schema))
+        self._left = MAX_FIELDS
 
     def node(self, schema: Any, root: Any, seen: frozenset[str]) -> Node:
         """What a schema makes of a value; `seen` are the references on the way to it."""
         if not isinstance(schema, dict):
             return ANY
+        self._left -= 1
+        if self._left < 0:
+            raise SchemaError(
+                f"the JSON Schema has more than {MAX_FIELDS:,} fields with every reference written out",
+                hint="leave open what you need no columns of: `true` in place of a `$ref` makes a column of JSON text",
+            )
         found = [each(schema, root, seen) for each in (self._own, self._referred, self._combined)]
         known = [node for node in found if node is not _UNKNOWN]
-        return reduce(_both, known) if known else ANY
+        return _requiring(reduce(_both, known), schema.get("required")) if known else ANY
 
     def _own(self, schema: dict[str, Any], root: Any, seen: frozenset[str]) -> Any:
         """By `type`, or by what only makes sense for one type."""
@@ -115,9 +130,7 @@ class _Mapping:
 
     def _of_object(self, schema: dict[str, Any], root: Any, seen: frozenset[str]) -> Any:
         if schema.get("properties"):
-            found = Struct({name: self.node(each, root, seen) for name, each in schema["properties"].items()})
-            found.required = frozenset(schema.get("required", ()))
-            return found
+            return Struct({name: self.node(each, root, seen) for name, each in schema["properties"].items()})
         values = schema.get("additionalProperties")
         if isinstance(values, dict) and values and "patternProperties" not in schema:
             return Map(self.node(values, root, seen))
@@ -207,4 +220,16 @@ def _both(one: Node, other: Node) -> Node:
     """What holds values that two schemas describe at once: the one that says more."""
     if one == ANY or other == ANY:
         return other if one == ANY else one
-    return _either(one, other)
+    met = _either(one, other)
+    if isinstance(one, Struct) and isinstance(other, Struct):
+        met = _requiring(met, [*one.required, *other.required])
+    return met
+
+
+def _requiring(node: Node, names: Any) -> Node:
+    """The node, an object's with these members among those that it must have."""
+    if not isinstance(node, Struct) or not isinstance(names, list) or node.required.issuperset(names):
+        return node
+    made = Struct(node)
+    made.required = node.required.union(names)
+    return made

@@ -122,7 +122,14 @@ def _list_text(column: pa.Array, name: str) -> pa.Array:
         return map_text(column, keys, text_of(values, name))
     if not types.is_list(column.type):  # a cast to the same type breaks lists of structs of nulls
         column = pc.cast(column, pa.list_(column.type.value_type))
-    return list_text(column, text_of(column.flatten(), name))
+    return list_text(column, text_of(items_of(column), name))
+
+
+def items_of(column: pa.Array) -> pa.Array:
+    """The items of all lists, one after the other; pyarrow loses some of lists that hold nothing but nulls."""
+    if types.is_null(column.type.value_type):
+        return pa.nulls(pc.sum(pc.list_value_length(column)).as_py() or 0)
+    return column.flatten()
 
 
 def list_text(column: pa.Array, items: pa.Array, brackets: str = "[]") -> pa.Array:

@@ -579,6 +579,17 @@ def test_a_message_that_contains_itself_holds_its_bytes_there():
     assert protobuf.encode(rows.select(["x"])).to_pylist() == [b"\x08\x01"]
 
 
+def test_the_bytes_of_a_message_within_itself_keep_their_groups():
+    schema = WireSchema(
+        "protobuf",
+        'syntax = "proto2"; message M { optional group G = 1 { optional int32 x = 1; } optional M next = 2; }',
+    )
+    m = classes(compiled(schema), "M")
+    payload = m(g={"x": 1}, next={"g": {"x": 2}}).SerializeToString()
+    row = Protobuf(ProtobufConfig(), schema).decode(binary([payload])).rows.to_pylist()[0]
+    assert row == {"g": {"x": 1}, "next": m(g={"x": 2}).SerializeToString()}
+
+
 def test_deep_payloads_neither_crash_nor_hang():
     schema = WireSchema("protobuf", 'syntax = "proto3"; message N { N next = 2; repeated N many = 3; }')
     deep = b""
@@ -597,6 +608,11 @@ def length(number):
     return out + bytes([number])
 
 
+GROWING = 'syntax = "proto3"; message M30 { int32 a = 1; }' + "".join(
+    f"message M{n} {{ M{n + 1} a = 1; M{n + 1} b = 2; }}" for n in range(30)
+)
+
+
 @pytest.mark.parametrize(
     ("schema", "message", "said"),
     [
@@ -605,7 +621,9 @@ def length(number):
         ('syntax = "proto3"; message M {}', "N", "no message N"),
         ('syntax = "proto3";', "", "no message"),
         ("AAAA", "", "descriptor set"),
+        (GROWING, "M0", "more than 20,000 fields"),
     ],
+    ids=lambda each: each[:20],
 )
 def test_a_schema_that_cannot_be_used_is_refused_with_its_reason(schema, message, said):
     with pytest.raises(SchemaError, match=said):

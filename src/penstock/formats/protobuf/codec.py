@@ -251,6 +251,7 @@ def codec_for(data: bytes, name: str) -> Codec:
         raise SchemaError(
             f"the Protobuf schema has no message {full}", hint=f"set message to one of {', '.join(names.values())}"
         ) from None
+    columns.refuse_too_many_fields(message)
     swapped = columns.without_free_form(files)
     _add_probe(swapped, message)
     shell = message_factory.GetMessageClass(pool_of(swapped).FindMessageTypeByName(f"{_PROBE}.Rows"))

@@ -21,7 +21,28 @@ FREE_FORM: dict[str, Callable[[], Any]] = {
 }
 """Messages that hold any JSON: a column of JSON text."""
 
+MAX_FIELDS = 20_000
+"""Fields of a message with every message in it written out: a few lines can hold each other to billions."""
+
 _PROTO = descriptor_pb2.FieldDescriptorProto
+
+
+def refuse_too_many_fields(message: Descriptor) -> None:
+    """Refuses a message that has too many fields; one within itself is a field of bytes there."""
+    left = MAX_FIELDS
+    pending: list[tuple[Descriptor, frozenset[str]]] = [(message, frozenset())]
+    while pending:
+        each, above = pending.pop()
+        inner = above | {each.full_name}
+        held = [field.message_type for field in each.fields if field.message_type is not None]
+        pending += [(kind, inner) for kind in held if kind.full_name not in inner]
+        left -= len(each.fields)
+        if left < 0:
+            raise SchemaError(
+                f"the Protobuf message {message.full_name} has more than {MAX_FIELDS:,} fields "
+                "with every message in it written out",
+                hint="leave fields that you need no columns of out of your schema file: they are passed over in payloads",
+            )
 
 
 def without_free_form(files: descriptor_pb2.FileDescriptorSet) -> descriptor_pb2.FileDescriptorSet:

@@ -38,7 +38,7 @@ def as_messages(files: descriptor_pb2.FileDescriptorSet) -> descriptor_pb2.FileD
 
 def ungrouped(body: bytes, message: Descriptor) -> bytes:
     """A payload that the official parser takes, with its groups as messages: the length first, and no end."""
-    return _ungrouped(body, 0, message)[0]
+    return _ungrouped(body, 0, message, frozenset())[0]
 
 
 def grouped(body: bytes, message: Descriptor) -> bytes:
@@ -62,9 +62,14 @@ def grouped(body: bytes, message: Descriptor) -> bytes:
     return b"".join(out)
 
 
-def _ungrouped(data: bytes, at: int, message: Descriptor | None) -> tuple[bytes, int]:
-    """Up to the end of the group that `at` is in, or of the data; a group or message that is not known is passed over."""
+def _ungrouped(data: bytes, at: int, message: Descriptor | None, above: frozenset[str]) -> tuple[bytes, int]:
+    """
+    Up to the end of the group that `at` is in, or of the data; a group or message that is not known is passed over.
+
+    `above` are the messages that this one is in: one of them again is a column of bytes, which stay as they came.
+    """
     out: list[bytes] = []
+    above = above if message is None else above | {message.full_name}
     while at < len(data):
         first = at
         tag, at = _varint(data, at)
@@ -74,7 +79,7 @@ def _ungrouped(data: bytes, at: int, message: Descriptor | None) -> tuple[bytes,
             break
         if kind == 3:
             is_ours = field is not None and field.type == FieldDescriptor.TYPE_GROUP
-            inner, at = _ungrouped(data, at, field.message_type if field is not None and is_ours else None)
+            inner, at = _ungrouped(data, at, field.message_type if field is not None and is_ours else None, above)
             if is_ours:
                 out += [_written(tag >> 3 << 3 | 2), _written(len(inner)), inner]
             continue
@@ -83,8 +88,8 @@ def _ungrouped(data: bytes, at: int, message: Descriptor | None) -> tuple[bytes,
         if field is None or field.message_type is None or field.type == FieldDescriptor.TYPE_GROUP:
             if field is None or field.type != FieldDescriptor.TYPE_GROUP:
                 out.append(data[first:at])
-        elif kind == 2 and _holds_groups(field):
-            inner, _ = _ungrouped(data[start:at], 0, field.message_type)
+        elif kind == 2 and field.message_type.full_name not in above and _holds_groups(field):
+            inner, _ = _ungrouped(data[start:at], 0, field.message_type, above)
             out += [_written(tag), _written(len(inner)), inner]
         else:
             out.append(data[first:at])

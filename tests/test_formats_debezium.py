@@ -112,6 +112,19 @@ def test_only_payloads_that_are_no_envelopes_fall_out():
     assert rules[2].startswith("json.")
 
 
+def test_a_payload_that_falls_out_brings_no_column():
+    odd = envelope("m", after={"id": 1, "new": 5})
+    payloads = texts([CHANGES[1], odd, envelope("c"), CHANGES[1]])
+    for known in (None, debezium(key=["id"]).decode(texts([CHANGES[1]])).rows.schema):
+        decoded = debezium(key=["id"]).decode(payloads, known)
+        assert "new" not in decoded.rows.schema.names
+        assert decoded.positions.tolist() == [0, 3]
+        assert decoded.failures.positions.tolist() == [1, 2]
+        assert decoded.failures.rules == ("debezium.op", "debezium.envelope")
+    assert "new" in debezium(key=["id"]).decode(texts([CHANGES[1], {**odd, "op": "c"}])).rows.schema.names
+    assert debezium(key=["id"]).decode(texts([odd])).rows.num_rows == 0
+
+
 def test_a_row_with_a_column_that_describes_changes_here_falls_out_alone():
     payloads = texts([CHANGES[1], envelope("c", after={"id": 3, "_op": "x"}), envelope("c", after={"id": 4})])
     decoded = debezium(key=["id"]).decode(payloads)

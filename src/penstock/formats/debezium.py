@@ -18,7 +18,7 @@ from penstock.changes import CHANGE_FIELDS, Op, is_changelog, own_columns
 from penstock.changes.old_key import unpack_keys
 from penstock.config import Config
 from penstock.errors import ConfigError, DataError, SchemaError
-from penstock.formats import Decoded, Failed, Failures, Format, Resolver, WireSchema, framing
+from penstock.formats import Decoded, Failed, Failures, Format, Positions, Resolver, WireSchema, framing
 from penstock.formats.avro import Avro, AvroConfig
 from penstock.formats.envelope import Envelopes, bare, can_meet
 from penstock.formats.json import Json, JsonConfig
@@ -106,9 +106,25 @@ class Debezium(Format[DebeziumConfig]):
         failed: Failed = {int(found.positions[at]): why for at, why in bad.items()}
         before = zip(found.failures.positions.tolist(), found.failures.rules, found.failures.reasons, strict=True)
         failed |= {at: (rule, reason) for at, rule, reason in before}
+        if (
+            bad
+            and isinstance(self._inner, Json)
+            and _brings_columns(rows.filter(pa.array(~is_good)), rows.filter(pa.array(is_good)), known)
+        ):
+            return self._without(found.positions[is_good], payloads, keys, known, failed)
         rows = rows.filter(pa.array(is_good)) if bad else rows
         schema = self._keyed(rows.schema, names)
         return Decoded(rows.replace_schema_metadata(schema.metadata), found.positions[is_good], Failures.of(failed))
+
+    def _without(
+        self, good: Positions, payloads: pa.Array, keys: pa.Array, known: pa.Schema | None, failed: Failed
+    ) -> Decoded:
+        """The payloads at these places, read as if there were no others: what is a failure brings no columns."""
+        places = pa.array(good)
+        again = self.decode_with_keys(payloads.take(places), keys.take(places), known)
+        late = zip(again.failures.positions.tolist(), again.failures.rules, again.failures.reasons, strict=True)
+        failed |= {int(good[at]): (rule, reason) for at, rule, reason in late}
+        return Decoded(again.rows, good[again.positions], Failures.of(failed))
 
     def _envelopes(self, payloads: pa.Array, known: pa.Schema | None) -> Decoded:
         if not isinstance(self._inner, Json):
@@ -199,6 +215,14 @@ class Debezium(Format[DebeziumConfig]):
                     if '"record"' in schema.text:  # the keys of rows are records; others are of no row
                         return Avro(AvroConfig(framing="confluent"), schema, resolver).decode(keys)
         return Decoded(record_batch([], pa.schema([]), 0), np.empty(0, np.int64))
+
+
+def _brings_columns(bad: pa.RecordBatch, good: pa.RecordBatch, known: pa.Schema | None) -> bool:
+    """True if only the bad rows have a value in some new column."""
+    new = [name for name in own_columns(good.schema) if known is None or name not in known.names]
+    return any(
+        good.column(name).null_count == good.num_rows and bad.column(name).null_count < bad.num_rows for name in new
+    )
 
 
 class _Dated:

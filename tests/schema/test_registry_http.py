@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import socket
+import threading
+import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -127,6 +132,27 @@ class TestTls:
             client("https://127.0.0.1:9", **locked).subjects()
 
 
+@contextlib.contextmanager
+def answering(answer: bytes, trickling: bool = False) -> Iterator[str]:
+    """The address of a server that says the same to everyone, and then perhaps a blank now and then."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    caller, _ = listener.accept()
+                    with caller, contextlib.suppress(OSError):
+                        caller.recv(65536)
+                        caller.sendall(answer)
+                        for _ in range(500 if trickling else 0):
+                            time.sleep(0.05)
+                            caller.sendall(b" ")
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
 class TestFailures:
     @pytest.mark.parametrize(
         ("status", "code"), [(500, "PEN-2000"), (503, "PEN-2000"), (429, "PEN-2002"), (408, "PEN-2003")]
@@ -211,6 +237,44 @@ class TestFailures:
             url = f"http://127.0.0.1:{silent.getsockname()[1]}"
             with pytest.raises(RetryableError, match="PEN-2003"):
                 client(url, timeout_ms=20, max_retries=0).subjects()
+
+    @pytest.mark.parametrize("head", [True, False], ids=["in the headers", "in the body"])
+    def test_an_answer_that_trickles_is_a_passing_failure(self, head):
+        begun = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n" + (b"" if head else b"\r\n")
+        with answering(begun, trickling=True) as url, pytest.raises(RetryableError, match="PEN-2003"):
+            client(url, timeout_ms=200, max_retries=0).subjects()
+
+    def test_an_answer_that_is_cut_off_is_a_passing_failure(self):
+        cut = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n[]"
+        with answering(cut) as url, pytest.raises(RetryableError, match="PEN-2001"):
+            client(url, max_retries=1).subjects()
+
+    def test_an_answer_without_end_does_not_fill_the_memory(self, monkeypatch):
+        monkeypatch.setattr("penstock.schema.registry.http.MOST_BYTES", 1000)
+        with (
+            answering(b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 2000) as url,
+            pytest.raises(RetryableError, match="more than"),
+        ):
+            client(url, max_retries=0).subjects()
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            b"[" * 100_000,
+            b'{"schema": "1", "schemaType": ["AVRO"]}',
+            b'{"schema": "1", "version": "two"}',
+            b'{"schema": "1", "references": 5}',
+            b'{"schema": "1", "references": ["a"]}',
+            b'{"schema": "1", "references": [{"name": "a", "subject": "s", "version": null}]}',
+        ],
+        ids=lambda body: body[:40].decode(),
+    )
+    def test_a_schema_that_is_none_is_a_wrong_setting(self, body):
+        with (
+            answering(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body) as url,
+            pytest.raises(ConfigError, match="PEN-1032"),
+        ):
+            client(url).fetch_schema("orders")
 
 
 class TestCache:

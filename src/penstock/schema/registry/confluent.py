@@ -180,32 +180,34 @@ class Confluent:
 
     def _schema(self, found: dict[str, Any], id: int = 0) -> WireSchema:
         """An answer as a schema, with all that it refers to."""
-        with self._read():
-            if not isinstance(found["schema"], str):
-                raise TypeError
-        kind = found.get("schemaType") or "AVRO"
         names = {theirs: ours for ours, theirs in TYPES.items()}
-        if kind not in names:
-            raise ConfigError(f"the registry holds a schema of the type {kind!r}", code="PEN-1032", hint="use another")
-        references = tuple(
-            (each["name"], self.fetch_schema(each["subject"], each["version"]))
-            for each in found.get("references") or ()
-        )
-        return WireSchema(
-            names[kind],
-            found["schema"],
-            found.get("subject", ""),
-            found.get("version", 0),
-            found.get("id", id),
-            references,
-        )
+        with self._read():
+            text, kind = found["schema"], str(found.get("schemaType") or "AVRO")
+            if not isinstance(text, str):
+                raise TypeError
+            if kind not in names:
+                raise ConfigError(
+                    f"the registry holds a schema of the type {kind!r}", code="PEN-1032", hint="use another"
+                )
+            references = tuple(
+                (str(each["name"]), self.fetch_schema(each["subject"], int(each["version"])))
+                for each in found.get("references") or ()
+            )
+            return WireSchema(
+                names[kind],
+                text,
+                str(found.get("subject") or ""),
+                int(found.get("version") or 0),
+                int(found.get("id") or id),
+                references,
+            )
 
     @contextlib.contextmanager
     def _read(self) -> Iterator[None]:
         """An answer that is not what a registry says comes from another server, or from another path of it."""
         try:
             yield
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
             raise ConfigError(
                 f"the answer of {self.config.url} is not that of a schema registry",
                 code="PEN-1032",

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import http.client
 import json
 import random
+import socket
 import ssl
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,6 +23,12 @@ from penstock.errors import ConfigError, ConnectorError, RetryableError, SchemaE
 
 _ACCEPT = "application/vnd.schemaregistry.v1+json, application/json"
 _SHOWN = 300
+
+WHOLE = 6
+"""A whole answer may take so many times as long as the longest part of one: bytes that trickle would hold a run for ever."""
+
+MOST_BYTES = 64 << 20
+"""Of an answer; a schema is far smaller."""
 
 
 class HttpConfig(Config):
@@ -49,7 +59,7 @@ class HttpConfig(Config):
     """Password of the key."""
 
     timeout_ms: PositiveInt = 10_000
-    """Longest wait for a connection, and for each part of an answer."""
+    """Longest wait for a connection, and for each part of an answer; the whole answer has six times as long."""
 
     max_retries: NonNegativeInt = 5
     """Retries of one call after a passing failure, before the runtime learns of it."""
@@ -126,9 +136,11 @@ class Http:
             connection = http.client.HTTPConnection(host, parts.port, timeout=timeout)
         data = None if body is None else json.dumps(body, ensure_ascii=False).encode()
         try:
-            connection.request(method, parts.path + path, data, self._headers())
-            answer = connection.getresponse()
-            text, status, after = answer.read(), answer.status, answer.getheader("Retry-After", "")
+            connection.connect()
+            with _bounded(connection.sock, WHOLE * timeout):
+                connection.request(method, parts.path + path, data, self._headers())
+                answer = connection.getresponse()
+                text, status, after = _body(answer), answer.status, answer.getheader("Retry-After", "")
         except ssl.SSLCertVerificationError as error:
             raise self._refused(
                 f"the certificate of {parts.netloc} is not trusted: {error.verify_message}",
@@ -149,7 +161,7 @@ class Http:
     def _judge(self, status: int, text: bytes, retry_after: str) -> Any:
         try:
             found = json.loads(text) if text else None
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
         if status < 300:
             if found is None and text:
@@ -213,6 +225,40 @@ class Http:
 
     def _refused(self, message: str, hint: str) -> ConfigError:
         return ConfigError(message, code="PEN-1032", hint=hint)
+
+
+@contextlib.contextmanager
+def _bounded(line: socket.socket, seconds: float) -> Iterator[None]:
+    """Ends the connection when a call takes longer in all, however often something of its answer comes."""
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(line, socket.SHUT_RDWR)  # not TLS's own, which would take the line from its reader
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (OSError, http.client.HTTPException) as error:
+        if late.is_set():
+            raise TimeoutError from error
+        raise
+    finally:
+        timer.cancel()
+    if late.is_set():
+        raise TimeoutError
+
+
+def _body(answer: http.client.HTTPResponse) -> bytes:
+    text = answer.read(MOST_BYTES + 1)
+    if len(text) > MOST_BYTES:
+        raise http.client.HTTPException(f"an answer of more than {MOST_BYTES >> 20} MiB")
+    if answer.length:
+        raise http.client.IncompleteRead(text, answer.length)
+    return text
 
 
 def as_error(answer: Answer, what: str) -> ConnectorError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pickle
 import random
 import re
 from collections.abc import Callable
@@ -34,10 +35,12 @@ from penstock.runtime.journal.source import JournalSource
 from penstock.runtime.messages import codecs
 from penstock.runtime.telemetry import Telemetry
 from penstock.schema import Readable
+from penstock.schema.registry.confluent import Confluent, ConfluentConfig
 from penstock.sink import Receipt, SinkConnector, WriteResult
 from penstock.source import Offset, PollingSource, SourceBatch, SourceCheckpoint, SourceEnvelope, SourceRecord
 from penstock.testing import ForkEngine
 from penstock.testing.postgres import PostgresServer
+from penstock.testing.registry import RegistryServer
 
 pytestmark = pytest.mark.processes
 
@@ -687,6 +690,25 @@ def test_an_id_that_the_registry_lacks_is_asked_for_once_in_a_while(monkeypatch:
     with pytest.raises(DataError, match="PEN-3030"):
         resolve(7)
     assert registry.asked == 3
+
+
+def test_a_schema_that_one_epoch_has_asked_for_is_not_asked_for_by_the_next(tmp_path: Path) -> None:
+    with RegistryServer() as server:
+        made = Confluent(ConfluentConfig(url=server.url)).register_schema("s", WireSchema("avro", '"int"'))
+        registry = f'[registry]\ntype = "confluent"\nurl = "{server.url}"\n'
+        entry = '[[schemas]]\ntopic = "/a"\nschema_type = "avro"\nsubject = "s"\nframing = "confluent"\n'
+        ends = '[source]\nconnector = "generator"\n[sink]\nconnector = "console"\n'
+        (tmp_path / "p.toml").write_text(f'connector_name = "p"\n{ends}{registry}{entry}')
+        run, another = (codecs.Codecs(Pipeline.from_toml(tmp_path / "p.toml").schemas, tmp_path) for _ in range(2))
+        first, second, new = (
+            pickle.dumps(each.decoders(each.choose(), {}).resolve[None]) for each in (run, run, another)
+        )
+        assert pickle.loads(first)(made.id).text == '"int"'
+        server.calls.clear()
+        assert pickle.loads(second)(made.id).text == '"int"'
+        assert server.calls == []
+        assert pickle.loads(new)(made.id).text == '"int"'  # of another run, whose registry may be another
+        assert server.calls != []
 
 
 def test_two_entries_of_one_subject_use_the_versions_that_each_asks_for(home: Home) -> None:

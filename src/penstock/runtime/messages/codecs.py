@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from uuid import uuid4
 
 import pyarrow as pa
 
@@ -20,10 +21,32 @@ from penstock.schema.registry.versions import choose, ensure_registered
 from penstock.sink import Topic
 
 REFUSED_SECS = 10.0
-"""For this long a task does not ask the registry again for an id that it did not have, or not under the subject."""
+"""For this long a process does not ask the registry again for an id that it did not have, or not under the subject."""
 
 MOST_REFUSED = 10_000
 """Of these ids that are remembered: bytes of a payload without a frame may pass for any."""
+
+
+MOST_RUNS = 16
+"""Runs whose schemas a process keeps: a worker of Spark may serve several."""
+
+
+@dataclass
+class _Met:
+    """What a process was told of ids."""
+
+    known: dict[int, WireSchema] = field(default_factory=dict)
+    refused: dict[int, tuple[float, DataError]] = field(default_factory=dict)
+
+
+_MET: dict[tuple[str, str | None], _Met] = {}
+
+
+def _met(run: str, expected: str | None) -> _Met:
+    """Of one run and subject; a task of a later epoch comes with a copy of its own, and finds what earlier ones asked for."""
+    if (run, expected) not in _MET and len(_MET) >= MOST_RUNS:
+        _MET.pop(next(iter(_MET)), None)
+    return _MET.setdefault((run, expected), _Met())
 
 
 @dataclass(frozen=True)
@@ -32,25 +55,23 @@ class Resolve:
 
     registry: Registry
     expected: str | None = None
-    _known: dict[int, WireSchema] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _refused: dict[int, tuple[float, DataError]] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def __reduce__(self) -> tuple[type[Resolve], tuple[Registry, str | None]]:
-        return Resolve, (self.registry, self.expected)
+    run: str = field(default_factory=lambda: uuid4().hex, compare=False)
+    """Whose answers count: another run may have another registry at the same address."""
 
     def __call__(self, id: int) -> WireSchema:
         """The schema of an id, which never changes; one that is refused is not asked for again for a while."""
-        if id in self._known:
-            return self._known[id]
-        since, refusal = self._refused.get(id, (0.0, None))
+        met = _met(self.run, self.expected)
+        if id in met.known:
+            return met.known[id]
+        since, refusal = met.refused.get(id, (0.0, None))
         if refusal is not None and time.monotonic() < since + REFUSED_SECS:
             raise refusal
         try:
-            self._known[id] = found = self._asked(id)
+            met.known[id] = found = self._asked(id)
         except DataError as error:
-            if len(self._refused) >= MOST_REFUSED:
-                self._refused.clear()
-            self._refused[id] = (time.monotonic(), error.with_traceback(None))
+            if len(met.refused) >= MOST_REFUSED:
+                met.refused.clear()
+            met.refused[id] = (time.monotonic(), error.with_traceback(None))
             raise
         return found
 
@@ -70,6 +91,7 @@ class Codecs:
         self.schemas = schemas
         self._registry = schemas.registry.make(state_dir) if schemas else None
         self._wire: dict[tuple[str, int], WireSchema] = {}
+        self._run = uuid4().hex
         self._files: dict[str, int] = {}
         """The version that each file is, by its entry."""
         self._last: tuple[dict[str, int], Decoders] = ({}, Decoders())
@@ -141,7 +163,7 @@ class Codecs:
         if not self.schemas:
             return Decoders()
         expected = {each.entry.expected_subject for each in self.schemas.entries}
-        resolve = {subject: Resolve(self._known, subject) for subject in expected}
+        resolve = {subject: Resolve(self._known, subject, self._run) for subject in expected}
         made = Decoders(self.schemas, self._chosen(versions), resolve, columns, dict(pinned))
         for each in self.schemas.entries:
             make_format(each, made.wire, resolve[each.entry.expected_subject])
@@ -157,7 +179,9 @@ class Codecs:
             of_another = files.get(each.subject) if each.entry.version_strategy == "latest" else None
             wire[each.place] = each.file or of_another or self._now(each)
         expected = {each.entry.expected_subject for each in self.schemas.entries}
-        return Decoders(self.schemas, wire, {subject: Resolve(self._known, subject) for subject in expected}, {})
+        return Decoders(
+            self.schemas, wire, {subject: Resolve(self._known, subject, self._run) for subject in expected}, {}
+        )
 
     def unusable(self) -> Iterator[tuple[TopicSchema, ConnectorError]]:
         """Entries that nothing could be decoded with, by the files as they are, each with the reason; for `penstock check`."""

@@ -26,6 +26,8 @@ from penstock.errors import FatalError, RetryableError
 from penstock.runtime import supervisor
 from penstock.runtime.epochs import EpochReport
 from penstock.runtime.job import Bad
+from penstock.runtime.messages.box import payload_of
+from penstock.runtime.messages.letters import to_ipc
 from penstock.runtime.telemetry import Telemetry
 from penstock.sink import Epoch, Task, WriteResult
 from penstock.source import HealthStatus
@@ -173,6 +175,15 @@ def test_peek_prints_a_map_as_an_object_and_an_empty_one_too(cli: Any, tmp_path:
     pq.write_table(rows, tmp_path / "m.parquet")
     out = cli("peek", tmp_path / "m.parquet", "--json")[1]
     assert [json.loads(line)["m"] for line in out.splitlines()] == [{}, {"a": [{"1": "x"}, {}]}, None]
+
+
+def test_bytes_are_shown_as_text_or_base64_and_not_as_python_writes_them(cli: Any, tmp_path: Path) -> None:
+    rows = pa.record_batch({"_key": [b"sensor-1", b"\xff", None], "s": [{"b": b"x"}, {"b": b""}, {"b": None}]})
+    pq.write_table(pa.Table.from_batches([rows]), tmp_path / "b.parquet")
+    out = cli("peek", tmp_path / "b.parquet", "--json")[1]
+    shown = [json.loads(line) for line in out.splitlines()]
+    assert [each["_key"] for each in shown] == ["sensor-1", {"base64": "/w=="}, None]
+    assert shown == [payload_of({"kind": "row", "payload": to_ipc(rows.slice(at, 1))}) for at in range(3)]
 
 
 def test_logs_show_the_last_errors_and_the_end_of_sparks_log(cli: Any, file: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from penstock.abilities import Named, Peekable, first_of
 from penstock.cli.terminal import json_text, show_rows
 from penstock.errors import ConfigError, printable
 from penstock.pipeline import Pipeline
+from penstock.runtime.messages.box import as_json
 from penstock.runtime.telemetry import read_status
 from penstock.sink import SinkConnector
 
@@ -30,8 +31,7 @@ def peek(target: str, pipeline: Pipeline | None, rows: int, json: bool, console:
     if json:
         kind = pa.struct(list(table.schema))
         for row in table.to_pylist():
-            row = _plain(row, kind)
-            print(json_text(row))
+            print(json_text(as_json(row, kind)))
         return
     cells = [
         [Text("" if value is None else printable(str(value))) for value in row.values()] for row in table.to_pylist()
@@ -42,19 +42,6 @@ def peek(target: str, pipeline: Pipeline | None, rows: int, json: bool, console:
         )
     )
     show_rows(table.schema.names, cells, console)
-
-
-def _plain(value: Any, kind: pa.DataType) -> Any:
-    """A value as JSON has it: a map is an object."""
-    if value is None:
-        return None
-    if pa.types.is_map(kind):
-        return {str(key): _plain(each, kind.item_type) for key, each in value}
-    if pa.types.is_struct(kind):
-        return {each.name: _plain(value[each.name], each.type) for each in kind}
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return [_plain(each, kind.value_type) for each in value]
-    return value
 
 
 def _in_place(place: Path, rows: int) -> tuple[str, pa.Table]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from pyarrow import types
 
 from penstock.errors import ConfigError
 from penstock.pipeline import Pipeline
@@ -85,8 +86,22 @@ def payload_of(letter: Mapping[str, Any]) -> Any:
     if payload is None:
         return None
     if letter["kind"] in ("row", "input"):
-        return rows_of(payload).to_pylist()[0]
+        rows = rows_of(payload)
+        return as_json(rows.to_pylist()[0], pa.struct(list(rows.schema)))
     return _text(payload)
+
+
+def as_json(value: Any, kind: pa.DataType) -> Any:
+    """A value as JSON has it: a map is an object, bytes are text or base64."""
+    if value is None:
+        return None
+    if types.is_map(kind):
+        return {str(key): as_json(each, kind.item_type) for key, each in value}
+    if types.is_struct(kind):
+        return {each.name: as_json(value[each.name], each.type) for each in kind}
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return [as_json(each, kind.value_type) for each in value]
+    return _text(value) if isinstance(value, bytes) else value
 
 
 def _text(value: bytes) -> Any:

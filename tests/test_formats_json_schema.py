@@ -354,6 +354,25 @@ def test_a_number_beyond_double_is_a_failure_in_any_member_and_whatever_comes_be
         assert rules(decode(made(OPEN), [payload, *others]))[0] == "json.number"
 
 
+def test_rows_that_pyarrow_refuses_leave_their_neighbours_as_they_are():
+    odd = [b'{"id": 1.0}', b'{"id": 2, "ratio": -0}', b'{"id": 3, "more": {"a": 1, "a": 2}}', b'{"id": 4, "id": 4}']
+    found = decode(made(OPEN), odd * 50)
+    alone = [decode(made(OPEN), [each]) for each in odd]
+    assert (
+        list(map(repr, found.rows.to_pylist())) == [repr(row) for each in alone for row in each.rows.to_pylist()] * 50
+    )
+    assert rules(found) == dict.fromkeys(range(3, 200, 4), "json.duplicate_key")
+
+
+def test_nanoseconds_are_cut_and_cost_no_look_at_each_row(monkeypatch):
+    format = made({"type": "object", "properties": {"at": {"type": "string", "format": "date-time"}}})
+    monkeypatch.setattr(JsonSchema, "_validated", None)
+    payloads = [b'{"at": "2026-01-02T03:04:05.123456789+01:00"}', b'{"at": "2026-01-02T03:04:05.1Z"}']
+    first, second = decode(format, payloads).rows.column("at").cast(pa.timestamp("us")).to_pylist()
+    assert first == datetime.datetime(2026, 1, 2, 2, 4, 5, 123456)
+    assert second == datetime.datetime(2026, 1, 2, 3, 4, 5, 100000)
+
+
 @pytest.mark.parametrize("number", ["9" * 308, "0." + "9" * 5000, "1.7e308", "1e-999", "0e999", "9" * 400 + "e-200"])
 def test_a_long_number_that_a_double_can_hold_is_none(number):
     payload = f'{{"id": 1, "ratio": 1e300, "more": {number}}}'.encode()

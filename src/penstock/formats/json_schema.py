@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -18,20 +17,18 @@ from pyarrow import types
 from penstock.config import Config
 from penstock.errors import ConfigError, DataError, SchemaError, printable
 from penstock.formats import Decoded, Failed, Format, Positions, Resolver, WireSchema, framing
-from penstock.formats.exact import FIRST_SECOND, LAST_SECOND, beyond_years
 from penstock.formats.inference import Misfit
 from penstock.formats.inference import fields_of as kinds_of
-from penstock.formats.json_parse import Bodies, Screened, explain, of_another_kind, read, spans, unbalanced, value
+from penstock.formats.json_parse import Bodies, Screened, explain, of_another_kind, read, spans, unbalanced
 from penstock.formats.json_schema_bulk import certain, check_of
 from penstock.formats.json_schema_types import ANY, Map, Node, Struct, fields_of, is_plain, parsed, type_of
+from penstock.formats.json_schema_values import FEW, Number, as_text, cast, plain, singly
 from penstock.formats.json_text import entries, items_of, list_text, map_text, members, text_of, with_nulls_of
 
-_INT64 = range(-(1 << 63), 1 << 63)
 _NOT_EXACT = r"[0-9]{19}|[0-9][.eE]"
 """Bodies whose numbers the fast parser may not give back as they came: of more than 64 bits, or with a fraction."""
 _MANY_DIGITS = 100
 """Digits in a row that are looked for; a number beyond double has twice as many before its point, or an exponent of three."""
-_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
 class JsonSchemaConfig(Config):
@@ -124,7 +121,7 @@ class JsonSchema(Format[JsonSchemaConfig]):
         check, schema = check_of(self._schema), self.columns()
         if check is None:
             return self._validated(screened)
-        asked = pa.schema([(field.name, _as_text(field.type)) for field in schema])
+        asked = pa.schema([(field.name, as_text(field.type)) for field in schema])
         bodies = screened.bodies
         unexpected: Literal["error", "ignore"] = "error" if check.is_closed else "ignore"
         is_sure = np.ones(len(bodies), bool)
@@ -135,7 +132,7 @@ class JsonSchema(Format[JsonSchemaConfig]):
             try:
                 found = read(bodies.filter(pa.array(is_sure)), asked, unexpected)
                 is_valid = certain(found, check)
-                sure = _cast(found if is_valid.all() else found.filter(pa.array(is_valid)), schema)
+                sure = cast(found if is_valid.all() else found.filter(pa.array(is_valid)), schema)
                 break
             except pa.ArrowInvalid:
                 continue
@@ -173,7 +170,7 @@ class JsonSchema(Format[JsonSchemaConfig]):
         if keep:
             doubtful = pc.match_substring_regex(screened.bodies, _NOT_EXACT).to_numpy(zero_copy_only=False)
             for at in np.flatnonzero(doubtful).tolist():
-                kept[at] = json.loads(screened.bodies[at].as_py(), parse_float=_Number)
+                kept[at] = json.loads(screened.bodies[at].as_py(), parse_float=Number)
         return kept
 
     def _from_values(self, screened: Bodies, names: list[str], kept: list[Any]) -> dict[str, list[Any]]:
@@ -185,7 +182,7 @@ class JsonSchema(Format[JsonSchemaConfig]):
         rows: list[Any] = []
         for at, row in enumerate(kept):
             try:
-                rows.append(_plain(row, node, ""))
+                rows.append(plain(row, node, ""))
             except Misfit as misfit:
                 bad[at] = misfit.rule, misfit.reason
         screened.drop(bad)
@@ -194,7 +191,7 @@ class JsonSchema(Format[JsonSchemaConfig]):
     def _from_bodies(self, screened: Bodies, columns: dict[str, list[Any]]) -> pa.RecordBatch:
         """All columns: those that pyarrow can read by itself are read from the bodies, at once if possible."""
         easy = pa.schema([field for field in self.columns() if field.name not in columns])
-        asked = pa.schema([(field.name, _as_text(field.type)) for field in easy])
+        asked = pa.schema([(field.name, as_text(field.type)) for field in easy])
         node = Struct({name: self._fields[name] for name in easy.names})
         good: list[pa.RecordBatch] = []
         bad: Failed = {}
@@ -202,22 +199,16 @@ class JsonSchema(Format[JsonSchemaConfig]):
         while pieces:
             lo, hi = pieces.pop()
             try:
-                good.append(_cast(read(screened.bodies.slice(lo, hi - lo), asked, "ignore"), easy))
-            except pa.ArrowInvalid:  # 1.0 for an integer, a time with nanoseconds, a key that is there twice
-                if hi - lo > 1:
+                good.append(cast(read(screened.bodies.slice(lo, hi - lo), asked, "ignore"), easy))
+            except pa.ArrowInvalid:  # 1.0 for an integer, a time in small letters, a key that is there twice
+                if hi - lo > FEW:
                     pieces += [((lo + hi) // 2, hi), (lo, (lo + hi) // 2)]
                     continue
-                try:
-                    row = _plain(value(screened.bodies[lo].as_py()), node, "")
-                    good.append(pa.RecordBatch.from_pylist([row], easy))
-                except Misfit as misfit:
-                    bad[lo] = misfit.rule, misfit.reason
+                found, wrong = singly(screened.bodies.slice(lo, hi - lo), node, asked, easy)
+                good.append(found)
+                bad |= {lo + at: why for at, why in wrong.items()}
         rows = (
-            good[0]
-            if len(good) == 1
-            else pa.concat_batches(good)
-            if good
-            else _cast(read(_NONE, asked, "ignore"), easy)
+            good[0] if len(good) == 1 else pa.concat_batches(good) if good else cast(read(_NONE, asked, "ignore"), easy)
         )
         keep = np.ones(len(screened.bodies), bool)
         keep[list(bad)] = False
@@ -382,86 +373,6 @@ def _refusal(bad: Failed, rows: int) -> DataError:
     )
     error.count = len(bad)
     return error
-
-
-def _as_text(kind: pa.DataType) -> pa.DataType:
-    """What pyarrow is asked for: it reads no dates, and few of the ways in which times are written."""
-    if types.is_list(kind):
-        return pa.list_(_as_text(kind.value_type))
-    if types.is_struct(kind):
-        return pa.struct([(field.name, _as_text(field.type)) for field in kind])
-    return pa.string() if types.is_temporal(kind) else kind
-
-
-def _cast(rows: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    if rows.schema == schema:
-        return rows
-    columns = [rows.column(field.name).cast(field.type) for field in schema]
-    if any(beyond_years(column).any() for column in columns):
-        raise pa.ArrowInvalid("a time outside the years 1 to 9999")
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
-
-
-class _Number(float):
-    """A number that knows its text."""
-
-    __slots__ = ("text",)
-    text: str
-
-    def __new__(cls, text: str) -> _Number:
-        made = super().__new__(cls, text)
-        made.text = text
-        return made
-
-
-def _json(found: Any) -> str:
-    """The JSON text of a value, its numbers as they came."""
-    if isinstance(found, _Number):
-        return found.text
-    if isinstance(found, dict):
-        return "{" + ",".join(f"{_json(name)}:{_json(each)}" for name, each in found.items()) + "}"
-    if isinstance(found, list):
-        return "[" + ",".join(map(_json, found)) + "]"
-    return json.dumps(found, ensure_ascii=False)
-
-
-def _plain(found: Any, node: Node, path: str) -> Any:
-    """A value as pyarrow takes it for a node; `Misfit` for one that is valid and has no place in the type."""
-    if found is None or node is None:
-        return None
-    if node == ANY:
-        return _json(found)
-    if isinstance(node, Struct) and isinstance(found, dict):
-        return {name: _plain(found.get(name), each, f"{path}/{name}") for name, each in node.items()}
-    if isinstance(node, Map) and isinstance(found, dict):
-        return [(key, _plain(each, node.values, f"{path}/{key}")) for key, each in found.items()]
-    if isinstance(node, list) and isinstance(found, list):
-        return [_plain(each, node[0], f"{path}/[]") for each in found]
-    if isinstance(node, pa.DataType):
-        return _scalar(found, node, path)
-    raise Misfit("json_schema.type", f"{path} has no place in a column of {type_of(node)}")
-
-
-def _scalar(found: Any, kind: pa.DataType, path: str) -> Any:
-    is_number = isinstance(found, int | float) and not isinstance(found, bool)
-    try:
-        if types.is_boolean(kind) and isinstance(found, bool):
-            return found
-        if types.is_floating(kind) and is_number:
-            return float(found)
-        if types.is_integer(kind) and is_number and int(found) == found and int(found) in _INT64:
-            return int(found)
-        if types.is_string(kind) and isinstance(found, str):
-            return found
-        if types.is_date(kind) and isinstance(found, str):
-            return datetime.date.fromisoformat(found)
-        if types.is_timestamp(kind) and isinstance(found, str):
-            moment = datetime.datetime.fromisoformat(found.upper()) - _EPOCH
-            if FIRST_SECOND <= moment // datetime.timedelta(seconds=1) <= LAST_SECOND:
-                return moment // datetime.timedelta(microseconds=1)
-    except (ValueError, OverflowError, TypeError):
-        pass
-    raise Misfit("json_schema.type", f"{path} has no place in a column of {kind}")
 
 
 def _members(names: list[str], columns: list[pa.Array], rows: int, node: Struct) -> pa.Array:

@@ -33,7 +33,7 @@ MOST_RUNS = 16
 
 @dataclass
 class _Met:
-    """What a process was told of ids."""
+    """What a registry answered to a process about ids."""
 
     known: dict[int, WireSchema] = field(default_factory=dict)
     refused: dict[int, tuple[float, DataError]] = field(default_factory=dict)

@@ -311,6 +311,21 @@ def test_the_last_of_several_fields_of_a_oneof_counts_as_for_the_official_parser
     assert not any(None not in (row["n"], row["s"]) for row in decoded.rows.to_pylist())
 
 
+def test_an_odd_payload_leaves_the_maps_of_others_as_they_came():
+    schema = WireSchema("protobuf", ONEOFS)
+    m = classes(compiled(schema), "M")
+    order = b"".join(m(by={key: {"a": 1}}).SerializeToString() for key in "ba")
+    without_value = m(by={"k": {}}).SerializeToString()[:2] + b"\x01k"
+    without_value = bytes([without_value[0], 3]) + b"\x0a" + without_value[2:]
+    made = Protobuf(ProtobufConfig(message="M"), schema)
+    alone = made.decode(binary([order])).rows.to_pylist()[0]
+    assert [key for key, _ in alone["by"]] == ["b", "a"]
+    for odd in (without_value, b"\x1a\x01\xff", b"\x15\x01\x00\x00\x00"):
+        assert made.decode(binary([order, odd, order])).rows.to_pylist()[0] == alone
+    found = made.decode(binary([without_value, order])).rows.to_pylist()[0]["by"]
+    assert found == [("k", {"a": 0, "b": 0, "p": None, "q": None})]
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [

@@ -21,7 +21,7 @@ from penstock.formats.pieces import record_batch
 from penstock.formats.protobuf import columns
 from penstock.formats.protobuf.files import message_names, pool_of
 from penstock.formats.protobuf.groups import as_messages, grouped, groups_close, has_groups, ungrouped
-from penstock.formats.protobuf.repeats import can_repeat, repeats
+from penstock.formats.protobuf.repeats import can_repeat, lacks_a_value, repeats
 from penstock.formats.varint import Ints
 
 WIRE = ("protobuf.wire", "the payload is no Protobuf message: it is cut off, or not made of fields")
@@ -64,7 +64,7 @@ class Codec:
             good = pa.array([ungrouped(each, self.message) for each in good.to_pylist()], pa.binary())
         rows = self._attempt(good)
         if rows is None and self.merges is not None:
-            good = pa.array([_whole(self.merges, each) for each in good.to_pylist()], pa.binary())
+            good = self._mended(good)
             rows = self._attempt(good)
         if rows is None:
             refused = self._halves(good, 0)
@@ -110,6 +110,14 @@ class Codec:
             return self._widened(self._read(bodies), len(bodies))
         except ValueError:
             return None
+
+    def _mended(self, bodies: pa.Array) -> pa.Array:
+        """The payloads that the decoder refuses as the official parser writes them, and all others as they came."""
+        found = bodies.to_pylist()
+        found = [_whole(self.merges, each) if lacks_a_value(each, self.message) else each for each in found]
+        for at in self._halves(pa.array(found, pa.binary()), 0):
+            found[at] = _whole(self.merges, found[at])
+        return pa.array(found, pa.binary())
 
     def _read(self, bodies: pa.Array) -> pa.RecordBatch:
         """

@@ -47,8 +47,8 @@ def grouped(body: bytes, message: Descriptor) -> bytes:
     at = 0
     while at < len(body):
         first = at
-        tag, at = _varint(body, at)
-        size, start = _varint(body, at) if tag & 7 in (0, 2) else (0, at)
+        tag, at = varint(body, at)
+        size, start = varint(body, at) if tag & 7 in (0, 2) else (0, at)
         at = start + {1: 8, 2: size, 5: 4}.get(tag & 7, 0)
         field = message.fields_by_number[tag >> 3]
         if field.message_type is None or not _holds_groups(field):
@@ -72,7 +72,7 @@ def _ungrouped(data: bytes, at: int, message: Descriptor | None, above: frozense
     above = above if message is None else above | {message.full_name}
     while at < len(data):
         first = at
-        tag, at = _varint(data, at)
+        tag, at = varint(data, at)
         field = message.fields_by_number.get(tag >> 3) if message is not None else None
         kind = tag & 7
         if kind == 4:
@@ -83,7 +83,7 @@ def _ungrouped(data: bytes, at: int, message: Descriptor | None, above: frozense
             if is_ours:
                 out += [_written(tag >> 3 << 3 | 2), _written(len(inner)), inner]
             continue
-        size, start = _varint(data, at) if kind in (0, 2) else (0, at)
+        size, start = varint(data, at) if kind in (0, 2) else (0, at)
         at = start + {1: 8, 2: size, 5: 4}.get(kind, 0)
         if field is None or field.message_type is None or field.type == FieldDescriptor.TYPE_GROUP:
             if field is None or field.type != FieldDescriptor.TYPE_GROUP:
@@ -125,16 +125,16 @@ def _close(data: bytes, message: Descriptor, within: list[tuple[bytes, Descripto
     groups: list[int] = []
     at = 0
     while at < len(data):
-        tag, at = _varint(data, at)
+        tag, at = varint(data, at)
         number, kind = tag >> 3, tag & 7
         if number > MAX_NUMBER:
             return False
         if kind == 0:
-            _, at = _varint(data, at)
+            _, at = varint(data, at)
         elif kind == 1:
             at += 8
         elif kind == 2:
-            size, at = _varint(data, at)
+            size, at = varint(data, at)
             field = None if groups else message.fields_by_number.get(number)
             if field is not None and field.message_type is not None:
                 within.append((data[at : at + size], field.message_type))
@@ -149,7 +149,8 @@ def _close(data: bytes, message: Descriptor, within: list[tuple[bytes, Descripto
     return not groups
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number at a place, and the place after it."""
     value = shift = 0
     while True:
         byte = data[at]

@@ -1,4 +1,4 @@
-"""What occurs twice where a message holds it once: two fields of a oneof, a key of a map."""
+"""What the decoder does not expect: two fields of a oneof, a key that a map has twice, an entry of a map without its value."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import numpy.typing as npt
 import pyarrow as pa
 from google.protobuf.descriptor import Descriptor
 from pyarrow import types
+
+from penstock.formats.protobuf.columns import FREE_FORM
+from penstock.formats.protobuf.groups import varint
 
 Mask = npt.NDArray[np.bool_]
 Found = tuple[str, Mask]
@@ -37,6 +40,59 @@ def repeats(columns: Mapping[str, pa.Array], message: Descriptor, count: int, pa
     for field in message.fields:
         if field.name in columns and field.message_type is not None and can_repeat(field.message_type):
             yield from _within(columns[field.name], field.message_type, f"{path}{field.name}")
+
+
+def lacks_a_value(body: bytes, message: Descriptor) -> bool:
+    """
+    True if an entry of a map has no value, where the values are messages; False for what is not made of fields.
+
+    Groups are messages by now; free-form fields and messages within themselves are columns of bytes.
+    """
+    pending: list[tuple[bytes, Descriptor, frozenset[str]]] = [(body, message, frozenset())]
+    try:
+        while pending:
+            if _is_without_value(*pending.pop(), pending):
+                return True
+    except IndexError:  # it is cut off
+        pass
+    return False
+
+
+def _is_without_value(
+    data: bytes, kind: Descriptor, above: frozenset[str], within: list[tuple[bytes, Descriptor, frozenset[str]]]
+) -> bool:
+    inner = above | {kind.full_name}
+    has_value = False
+    for number, start, end in _fields_with_size(data):
+        field = kind.fields_by_number.get(number)
+        held = None if field is None else field.message_type
+        if held is not None:
+            has_value |= number == 2
+            if held.full_name not in inner and held.full_name not in FREE_FORM:
+                within.append((data[start:end], held, inner))
+    if has_value or not kind.GetOptions().map_entry:
+        return False
+    value = kind.fields_by_name["value"].message_type
+    return value is not None and value.full_name not in inner and value.full_name not in FREE_FORM
+
+
+def _fields_with_size(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """The numbers of the fields that say their own size, and where the content of each begins and ends."""
+    at = 0
+    depth = 0
+    while at < len(data):
+        tag, at = varint(data, at)
+        kind = tag & 7
+        size = 0
+        if kind in (0, 2):
+            size, start = varint(data, at)
+            at = start + (size if kind == 2 else 0)
+            if kind == 2 and not depth:
+                yield tag >> 3, start, at
+        elif kind in (3, 4):
+            depth += 1 if kind == 3 else -1
+        else:
+            at += 8 if kind == 1 else 4
 
 
 def _within(array: pa.Array, message: Descriptor, path: str) -> Iterator[Found]:

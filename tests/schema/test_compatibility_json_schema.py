@@ -111,6 +111,21 @@ class TestRules:
         assert found(tree(NUMBER), tree(WHOLE)) == []
         assert found(tree(WHOLE), tree(NUMBER))[0] == ("value", "type")
 
+    def test_what_several_places_refer_to_is_no_circle(self):
+        def order(leaf, **more):
+            kinds = {
+                "address": closed(country={"$ref": "#/$defs/country"}, before={"$ref": "#/$defs/country"}),
+                "country": closed(code=leaf, of=closed(code=leaf)),
+                "person": closed(home={"$ref": "#/$defs/address"}, born={"$ref": "#/$defs/country"}),
+                "node": closed(value=leaf, next={"$ref": "#/$defs/node"}, all={"items": {"$ref": "#/$defs/node"}}),
+            }
+            names = ("address", "person", "country", "node")
+            return closed(**{name: {"$ref": f"#/$defs/{name}"} for name in names}, **more) | {"$defs": kinds}
+
+        assert found(order(WHOLE, note=TEXT), order(WHOLE)) == []
+        assert found(order(NUMBER), order(WHOLE)) == []
+        assert {rule for _, rule in found(order(WHOLE), order(NUMBER))} == {"type"}
+
     def test_a_reference_to_itself_proves_nothing(self):
         circle = {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, WHOLE]}}}
         assert found(circle, TEXT) != []

@@ -79,7 +79,8 @@ def reads(reader: Document, writer: Document) -> list[Incompatibility]:
 
 class _Proof:
     def __init__(self) -> None:
-        self._proven: dict[tuple[Any, ...], int] = {}
+        self._proven: dict[tuple[Any, ...], tuple[int, bool]] = {}
+        """Pairs that are taken as proven: from which depth on, and whether that is still being shown."""
         self._left = _MOST
         self._level = 0
 
@@ -88,7 +89,7 @@ class _Proof:
         What the reader refuses of what the writer allows.
 
         A pair that is met again deeper in the instance is taken as proven: an instance is finite. Met again at the same
-        place it is a circle that proves nothing.
+        place while it is being shown, it is a circle that proves nothing; once it was shown, two places refer to one part.
         """
         if reader.value in (True, {}) or writer.is_empty:
             return []
@@ -98,12 +99,13 @@ class _Proof:
         if self._left < 0 or self._level >= _DEEPEST:
             return [_unproven(path, "the schemas are too large to compare")]
         key = (id(reader.value), writer.key)
-        if self._proven.get(key, depth) < depth:
+        first, is_open = self._proven.get(key, (depth + 1, False))
+        if first < depth or (first == depth and not is_open):
             return []
-        if key in self._proven:
+        if is_open:
             return [_unproven(path, "a reference leads back to itself")]
         before = dict(self._proven)
-        self._proven[key] = depth
+        self._proven[key] = depth, True
         self._level += 1
         found = self._check(reader, writer, path, depth)
         for place, (alternatives, exclusive) in enumerate(writer.choices if found else ()):
@@ -113,6 +115,8 @@ class _Proof:
         self._level -= 1
         if found:
             self._proven = before
+        else:
+            self._proven[key] = depth, False
         return found
 
     def _split(

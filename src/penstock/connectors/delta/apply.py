@@ -196,6 +196,13 @@ class Applying:
         return keys_of(self.shape, self.keys_only)
 
     def parts(self, only: Sequence[str] | None = None) -> list[StagedChanges]:
+        return self._parts_of(only) if only is not None else self._parts
+
+    @cached_property
+    def _parts(self) -> list[StagedChanges]:
+        return self._parts_of(None)
+
+    def _parts_of(self, only: Sequence[str] | None) -> list[StagedChanges]:
         below = changes_of(self.path, self.upsert.pipeline)
         stored = partial(as_stored, schema=self.shape.schema, gone=self.upsert.gone)
         return [StagedChanges(below / file, stored, only) for file in self.upsert.changes]

@@ -50,6 +50,7 @@ class DeltaTarget(LakeTarget[Table]):
         self._table: Table | None = None
         self._options: dict[str, str] | None = None
         self._known = Known()
+        self._planned: Applying | None = None
         self._hint = Hint(self.path)
 
     @property
@@ -154,15 +155,29 @@ class DeltaTarget(LakeTarget[Table]):
         else:
             schema = delta_schema(self.topic, table.columns())
         log = self._known.log_of(table) if table is not None else None
-        return self._applying(commit, table, schema).plan(log, self.sink.small_rows)
+        applying = self._applying(commit, table, schema)
+        work = applying.plan(log, self.sink.small_rows)
+        self._planned = applying if not work else None
+        return work
 
     def _applying(self, commit: Commit, table: Table | None, schema: pa.Schema) -> Applying:
         now = self.sink.context.topic(self.topic).source_schema
         return Applying.of(self.config, self.topic, self.path, commit, table, schema, now, self._known)
 
+    def _planned_for(self, commit: Commit, table: Table) -> Applying | None:
+        """What the plan found to be little work, if the table is still at the version that it saw."""
+        planned, self._planned = self._planned, None
+        files = tuple(file.path for file in commit.files)
+        same = planned is not None and (planned.upsert.version, planned.upsert.changes) == (
+            table.delta.version(),
+            files,
+        )
+        return planned if same else None
+
     def _upsert(self, commit: Commit, table: Table, renewed: pa.Schema | None) -> None:
         """Do all the work here, and commit; `renewed` are the new columns of a cleared table."""
-        applying = self._applying(commit, table, renewed or delta_schema(self.topic, table.columns()))
+        applying = self._planned_for(commit, table) if renewed is None else None
+        applying = applying or self._applying(commit, table, renewed or delta_schema(self.topic, table.columns()))
         changes, log, sent = applying.whole(), self._known.log_of(table), sent_columns(self.config, commit, table)
         if renewed and not changes.truncated:  # the part that clears has failed, and the source starts it again
             table.commit(commit.epoch, commit.end, [], columns=sent)

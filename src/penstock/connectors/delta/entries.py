@@ -218,15 +218,15 @@ def with_vectors(table: DeltaTable) -> tuple[Action, Action]:
     return named, {**metadata, "configuration": {**metadata["configuration"], _ENABLED: "true"}}
 
 
-def joined_away(files: Sequence[StagedFile]) -> Iterator[Action]:
-    """Actions that remove files without deletion vectors, whose rows are in others now."""
+def gone(files: Sequence[StagedFile], data_change: bool = True) -> Iterator[Action]:
+    """Actions that remove files without deletion vectors; no `data_change`: their rows are in others now."""
     now = int(time.time() * 1000)
     for file in files:
         yield {
             "remove": {
                 "path": quoted(file.path),
                 "deletionTimestamp": now,
-                "dataChange": False,
+                "dataChange": data_change,
                 "extendedFileMetadata": True,
                 "partitionValues": file.partition,
                 "size": file.bytes,

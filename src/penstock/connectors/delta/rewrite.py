@@ -28,6 +28,9 @@ from penstock.errors import SchemaError
 from penstock.sink import Topic
 from penstock.store import Place
 
+TINY_BYTES = 1 << 16
+"""A file of no more bytes is read once, and not first for its keys: to open it takes longer than to read it."""
+
 WRITERS = min(4, os.cpu_count() or 1)
 """Files that many new rows are written to at the same time."""
 
@@ -118,12 +121,15 @@ class Rewriter:
         """Write the rows of a file again, without those that the changes touch; with a mark, deleted rows stay, marked."""
         shape, changes = self._shape, self._changes
         small, large = self._stage(0), self._stage(1)
-        places = [self._touched.find(rows) for rows in file.read(shape.path, shape.schema, list(changes.key))]
+        key = list(changes.key)
+        pieces = list(file.read(shape.path, shape.schema)) if file.bytes <= TINY_BYTES else None
+        keys = file.read(shape.path, shape.schema, key) if pieces is None else (rows.select(key) for rows in pieces)
+        places = [self._touched.find(rows) for rows in keys]
         if only_if_touched and not any((place >= 0).any() for place in places):
             return
         self._result.removes.append(file.removed())
         stage = small if file.rows <= table_files.SMALL_FILE_ROWS else large
-        for rows, place in zip(file.read(shape.path, shape.schema), places, strict=True):
+        for rows, place in zip(file.read(shape.path, shape.schema) if pieces is None else pieces, places, strict=True):
             self._kept.collect(rows, place >= 0)
             if shape.mark is not None:  # among the keys, rows to write come first, then the deleted ones
                 deleted = np.full(len(place), True) if changes.truncated else place >= changes.upserts.num_rows

@@ -16,12 +16,12 @@ import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, TableFeatures, Transaction
 from deltalake import Schema as DeltaSchema
 from deltalake.exceptions import DeltaError
-from deltalake.transaction import AddAction, RemoveAction
+from deltalake.transaction import AddAction
 from pyarrow import types
 from pydantic import ValidationError
 
 from penstock import durable, failpoints, store
-from penstock.connectors.delta.entries import VECTORS, Action, Entries, Marked, described, joined_away, with_vectors
+from penstock.connectors.delta.entries import VECTORS, Action, Entries, Marked, described, gone, with_vectors
 from penstock.connectors.delta.hint import identity_of
 from penstock.connectors.lake.staging import StagedFile
 from penstock.connectors.lake.targets import HIDDEN, Targets
@@ -67,6 +67,7 @@ class Table:
         """The loaded version. The client may be at an earlier one: it does not read plain rows that we add."""
         self.took: frozenset[str] | None = None
         """If the version is one of ours that added rows: the columns of those, packed. None: it is not known to be."""
+        self._columns: tuple[int, pa.Schema] | None = None
         self._synced = self.version - 1
         self._seen = self._newest()
         # Checkpoints at the table's interval. On a disk old entries stay until the checkpoint is known to be there.
@@ -91,7 +92,10 @@ class Table:
         self._seen = self._newest()
 
     def columns(self) -> pa.Schema:
-        return pa.schema(self.delta.schema().to_arrow())
+        version = self.delta.version()
+        if self._columns is None or self._columns[0] != version:
+            self._columns = version, pa.schema(self.delta.schema().to_arrow())
+        return self._columns[1]
 
     def partition_by(self) -> list[str]:
         return list(self.delta.metadata().partition_columns)
@@ -157,17 +161,17 @@ class Table:
         failpoints.hit("commit.before")
         markers = transactions(epoch, sequence)
         actions: list[Action] = [{"txn": {"appId": name, "version": number}} for name, number in markers]
-        if not removed and not marked and schema is None:
-            self._append([*actions, *self._entries.changes(files, (), ())], info)
+        if schema is None and not marked and not (removed and self.has_vectors()):
+            self._replace([*actions, *gone(removed), *self._entries.changes(files, (), ())], info, merges=bool(removed))
         elif self.has_vectors():
             if schema is not None:
                 renewed = DeltaSchema.from_arrow(schema).to_json()
                 actions.append({"metaData": {**described(self.delta), "schemaString": renewed}})
-            gone = [file.path for file in removed] if schema is None else list(self.entries.adds)
-            actions += self.entries.changes(files, gone, marked)
+            left = [file.path for file in removed] if schema is None else list(self.entries.adds)
+            actions += self.entries.changes(files, left, marked)
             self.publish(actions, {"operation": "MERGE", **info})
         else:
-            _write(self.delta, self.hooks, files, removed, markers, info, schema)
+            _write(self.delta, self.hooks, files, markers, info, schema)
         self.sync(version)
         self.markers[epoch.pipeline] = (sequence, sidecar)
         sidecars = _sidecars(hidden).items()
@@ -181,21 +185,27 @@ class Table:
         It writes the metadata again. The client sees no conflict in files that were only joined: a compaction or delete that
         another writer has begun before would go through, and double their rows. By the metadata it is refused.
         """
-        gone = (
+        left = (
             self.entries.changes([], [file.path for file in removed], [], data_change=False)
             if self.has_vectors()
-            else joined_away(removed)
+            else gone(removed, data_change=False)
         )
         added = self._entries.changes(files, [], [], data_change=False)
         info = {"operation": "OPTIMIZE", "penstock": {"joined": len(removed)}}
-        self.publish([{"metaData": described(self.delta)}, *gone, *added], info)
+        self.publish([{"metaData": described(self.delta)}, *left, *added], info)
         self.sync(self.delta.version())
 
-    def _append(self, actions: Iterable[Action], info: Action) -> None:
-        """Make the next version by an entry that only adds files, or raise `FileExistsError`; the client need not read it."""
+    def _replace(self, actions: Iterable[Action], info: Action, merges: bool) -> None:
+        """
+        Make the next version by an entry that adds files and removes whole ones, or raise `FileExistsError`.
+
+        The client takes a millisecond of CPU to write one, and need not read it before it is asked for the files.
+        """
         version = self.version + 1
-        said = {"operation": "WRITE", "operationParameters": {"mode": "Append"}, **info}
-        self._entries.publish(version, actions, said)
+        operation = (
+            {"operation": "MERGE"} if merges else {"operation": "WRITE", "operationParameters": {"mode": "Append"}}
+        )
+        self._entries.publish(version, actions, {**operation, **info})
         self.version = version
         self._seen = self._newest()
         if self._synced == version - 1 and version % self._checkpoint_every:
@@ -354,7 +364,7 @@ def recast(table: Table, columns: pa.Schema, files: Sequence[StagedFile]) -> Non
         table.publish(actions, {"operation": "CHANGE COLUMNS"})
     else:
         info = {"penstock": {"recast": len(files)}}
-        _write(table.delta, table.hooks, files, (), (), info, pa.schema(DeltaSchema.from_json(renewed)))
+        _write(table.delta, table.hooks, files, (), info, pa.schema(DeltaSchema.from_json(renewed)))
         table.refresh()
     table.sync(version)
 
@@ -363,21 +373,16 @@ def _write(
     delta: DeltaTable,
     hooks: PostCommitHookProperties,
     files: Sequence[StagedFile],
-    removed: Sequence[StagedFile],
     markers: Iterable[tuple[str, int]],
     info: dict[str, Any],
-    schema: pa.Schema | None = None,
+    schema: pa.Schema,
 ) -> None:
-    """Make the next version by the client."""
+    """Make the next version by the client: these files and columns instead of all that is there."""
     now = int(time.time() * 1000)
-    gone = removed if schema is None else ()
     delta.create_write_transaction(
-        [
-            *(AddAction(f.path, f.bytes, f.partition, now, True, f.stats or "") for f in files),
-            *(RemoveAction(f.path, True, now, f.bytes, f.partition) for f in gone),
-        ],
-        "append" if schema is None else "overwrite",
-        delta.schema() if schema is None else DeltaSchema.from_arrow(schema),
+        [AddAction(f.path, f.bytes, f.partition, now, True, f.stats or "") for f in files],
+        "overwrite",
+        DeltaSchema.from_arrow(schema),
         list(delta.metadata().partition_columns),
         commit_properties=CommitProperties(
             custom_metadata=info,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
 
 import pyarrow as pa
@@ -46,6 +47,10 @@ class Commit:
 
     def schemas(self) -> list[pa.Schema]:
         """The columns that each task staged."""
+        return self._schemas
+
+    @cached_property
+    def _schemas(self) -> list[pa.Schema]:
         return [unpack_schema(part.columns) for part in self.parts]
 
     def marker(self) -> CommittedEpoch:

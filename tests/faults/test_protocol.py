@@ -492,6 +492,30 @@ def test_targets_that_two_runs_have_each_given_an_epoch_of_one_number_are_no_pla
             run.step(on_lost="resume")
 
 
+@pytest.mark.parametrize("entries", [0, 1], ids=["dropped", "put back"])
+@pytest.mark.parametrize("items_of_b", [2, 8], ids=["not in the last epoch", "in the last epoch"])
+def test_a_resume_misses_a_target_that_is_older_than_the_others(tmp_path, entries, items_of_b):
+    run = Run(tmp_path, items_of_b=items_of_b)
+    run.step(count=4)
+    shutil.copytree(run.path / "lake" / "b", run.path / "whole")
+    put_back(run, "b", entries)
+    run.lose_state()
+    for _ in range(2):
+        with pytest.raises(
+            FatalError, match=r"PEN-5010 sink 'lake' holds (nothing|epoch 1) of /b, to which epoch [123] was"
+        ):
+            run.step(on_lost="resume")
+    shutil.rmtree(run.path / "lake" / "b")
+    shutil.copytree(run.path / "whole", run.path / "lake" / "b")
+    for _ in range(2):  # and once more in the incarnation that follows
+        before = len(run.ids("/a"))
+        run.lose_state()
+        assert run.step(on_lost="resume") is None
+        assert run.ids("/a") == list(range(len(run.ids("/a"))))
+        assert run.ids("/b") == run.ids("/a")[:items_of_b]
+        assert len(run.ids("/a")) > before or before == run.items
+
+
 class TwoTables(MemorySource, TableSource):
     """Its streams are tables: one that a sink refuses is left out, and the others go on."""
 

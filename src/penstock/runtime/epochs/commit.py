@@ -279,6 +279,7 @@ class Commits:
             "start": {source: span.start for source, span in manifest.ranges.items()},
             "topics": {written: sorted(topics) for written, topics in manifest.rows_out.items()},
             "notes": manifest.notes,
+            "held": manifest.held_before(),
             "replaces": self._state.identity.replaces,
             **more,
         }

@@ -149,10 +149,28 @@ class Markers:
         identity = self._state.identity
         self._state.save_identity(adopts=[*identity.adopts, *sorted(markers)], replaces=[*identity.replaces, *ended])
 
+    def _refuse_older(self, one: CommittedEpoch) -> None:
+        """Refuse to go on from the newest epoch while a target lacks one that was committed to it before."""
+        for (name, topic), (incarnation, number) in sorted(_held_before(one).items()):
+            sink = self._wiring.sinks.get(name)
+            if sink is None or not sink.capabilities.exactly_once:
+                continue
+            found = sink.committed_epoch(self._state.pipeline, topic)
+            is_later = found is not None and found.incarnation == one.incarnation != incarnation
+            if not is_later and (found is None or found.incarnation != incarnation or found.number < number):
+                held = f"epoch {found.number}" if found is not None else "nothing"
+                raise FatalError(
+                    f"sink {name!r} holds {held} of {topic}, to which epoch {number} was committed before the state was lost: "
+                    "the target was dropped, or restored from an older backup than the others",
+                    code="PEN-5010",
+                    hint="restore all targets as they were at one moment; or empty them, and `--lost-state start-over`",
+                )
+
     def _resume(self, foreign: dict[Pair, CommittedEpoch]) -> None:
         """Go on from the last epoch in the targets: in a new incarnation, whose first epoch completes that one."""
         one = _newest(foreign.values())
         about = one.end.get(ABOUT) or {}
+        self._refuse_older(one)
         # Every epoch before `one` was committed everywhere. Of `one` itself some topics may be missing.
         markers, missing = {(each.incarnation, each.number) for each in foreign.values()}, []
         for name, written in about.get("topics", {}).items():
@@ -196,6 +214,17 @@ def _way_on(topic: Topic) -> str:
         "restore the target from its newest backup, or read everything again with `penstock offsets reset FILE`; if the rows "
         f"are not to be missed, or are to be copied again (`penstock tables resync`), `penstock offsets forget FILE {topic}`"
     )
+
+
+def _held_before(one: CommittedEpoch) -> dict[Pair, tuple[str, int]]:
+    """What `Manifest.held_before` has left in a marker, with what it leaves out; empty for markers of earlier versions."""
+    about = one.end.get(ABOUT) or {}
+    if "held" not in about:
+        return {}
+    written = {(sink, topic) for sink, topics in about["topics"].items() for topic in topics}
+    listed = {(sink, topic): (of or one.incarnation, number) for sink, topic, of, number in about["held"]}
+    held = {**dict.fromkeys(written, (one.incarnation, one.number - 1)), **listed}
+    return {pair: epoch for pair, epoch in held.items() if epoch[1]}
 
 
 def _newest(markers: Iterable[CommittedEpoch]) -> CommittedEpoch:

@@ -95,6 +95,18 @@ class Manifest(BaseModel):
                 written[sink, topic] = written.get((sink, topic), WriteResult()) + WriteResult(records_discarded=rows)
         return written
 
+    def held_before(self) -> list[tuple[str, Topic, str, int]]:
+        """
+        The last epoch of every target before this one, as markers keep it: sink, topic, incarnation, number; 0 for none.
+
+        The targets that it writes, and that hold the epoch just before it, are left out: mostly these are all there are.
+        """
+        written = {(sink, topic) for sink, topics in self.rows_out.items() for topic in topics}
+        known = {(sink, topic): one for sink, topics in self.held.items() for topic, one in topics.items()}
+        just_before = {pair for pair in written if known.get(pair) == ("", self.number - 1)}
+        listed = {**dict.fromkeys(written, ("", 0)), **known}
+        return [(*pair, *one) for pair, one in sorted(listed.items()) if pair not in just_before]
+
 
 class Identity(BaseModel):
     """`pipeline.json`: whose state this is."""

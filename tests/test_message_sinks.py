@@ -69,8 +69,13 @@ def test_messages_that_came_go_on_as_they_are() -> None:
         }
     )
     assert listed(encode(came, JSON)) == [(b"k", b"{", [("a", "b")]), (None, None, [])]
+    named = encode(came, JSON, key=["_stream"], attributes=["_stream", "_timestamp"])
+    beside = [("_stream", "s"), ("_timestamp", "1970-01-01T00:00:00.000Z")]
+    assert listed(named)[0] == (b"s", b"{", [("a", "b"), *beside])
+    assert listed(named)[1] == (b"s", None, [("_stream", "s"), ("_timestamp", "1970-01-01T00:00:00.001Z")])
+    assert listed(encode(came, JSON, attributes=["_stream"]))[0] == (b"k", b"{", [("a", "b"), ("_stream", "s")])
     with pytest.raises(SchemaError, match="PEN-4002"):
-        encode(came, JSON, key=["stream"])
+        encode(came, JSON, key=["bed"])
 
 
 def test_the_key_is_made_of_columns_and_they_stay_in_the_payload() -> None:

@@ -57,9 +57,10 @@ def encode(
     """
     Rows as messages, by the topic's `[[schemas]]`; without an entry, as JSON.
 
-    Rows that are messages already (a topic without an entry) go on as they came. `_key` and `_attributes`, which
-    `metadata` of a source's entry brings, become the key and the attributes again. `key` names columns that make the key
-    and stay in the payload; `attributes` names columns that leave it. Without `key` the topic's own key counts.
+    Rows that are messages already (a topic without an entry) go on as they came; there `key` and `attributes` may name
+    `_stream`, `_timestamp` and `_offset`. `_key` and `_attributes`, which `metadata` of a source's entry brings, become the
+    key and the attributes again. `key` names columns that make the key and stay in the payload; `attributes` names columns
+    that leave it. Without `key` the topic's own key counts.
 
     The schema in the registry by which rows are written, or else were read, goes with them: in the payload's frame, or as
     attributes.
@@ -87,14 +88,20 @@ def _ref(schema: pa.Schema, context: TopicContext) -> SchemaRef | None:
 
 
 def _forwarded(batch: pa.RecordBatch, key: Sequence[str], attributes: Sequence[str]) -> Messages:
-    if key or attributes:
-        raise SchemaError(
-            "the rows are messages as they came, which have no columns to make a key or attributes of",
-            code="PEN-4002",
-            hint="give the topic a [[schemas]] entry, or leave out the sink's `key` and `attributes`",
-        )
     came = as_came(batch)
-    return Messages(came.column("payload"), came.column("key"), came.column("attributes"))
+    if not key and not attributes:
+        return Messages(came.column("payload"), came.column("key"), came.column("attributes"))
+    kept = [name for name in came.schema.names if name not in ("payload", "attributes")]
+    beside = came.select(kept).rename_columns([f"_{name}" for name in kept])  # as `metadata` would call them
+    unknown = [name for name in (*key, *attributes) if name not in beside.schema.names]
+    if unknown:
+        raise SchemaError(
+            f"the rows are messages as they came, which have no column {unknown[0]!r} to make a key or attributes of",
+            code="PEN-4002",
+            hint=f"they have {', '.join(beside.schema.names)}; give the topic a [[schemas]] entry for what its payloads hold",
+        )
+    carried = came.column("attributes").cast(ATTRIBUTES)
+    return Messages(came.column("payload"), _key(beside, key), _attributes(beside, carried, attributes, None))
 
 
 class Template:

@@ -158,10 +158,12 @@ def test_a_delta_sink_becomes_sources_by_subscription_sql_and_a_table_each(tmp_p
     assert (source.subscription, source.subscription_type) == ("lake", "failover")
     assert (source.topics, source.expected_schema_subject) == (["/shop/orders", "/shop/refunds"], "orders-v1")
     assert [sink.config.path for sink in found.sinks.values()] == ["s3://bucket/orders", "s3://bucket/refunds"]
-    route = tomllib.loads(made.read_text())["routes"][0]
-    assert "CAST(`customer`.`name` AS STRING) AS `name`" in route["sql"]
-    assert "CAST(`id` AS BIGINT) AS `order_id`" in route["sql"]
-    assert "`_timestamp`" in route["sql"]
+    first, second = (each["sql"] for each in tomllib.loads(made.read_text())["routes"])
+    assert "from_json(`value`, '`id` STRING, `customer` STRUCT<`name`: STRING>', map('mode', 'FAILFAST'))" in first
+    assert "coalesce(CAST(`json`.`id` AS BIGINT), raise_error('id is null')) AS `order_id`" in first
+    assert "`json`.`customer`.`name` AS `name`" in first
+    assert "AS `_danube_metadata`" in first
+    assert "_danube_metadata" not in second
     for word in ("write_mode", "nullable", "_danube_metadata"):
         assert any(word in note for note in notes), word
 
@@ -319,3 +321,26 @@ def test_a_signature_whose_header_is_not_named_is_looked_for_where_theirs_looks(
     made, _ = written(tmp_path, text)
     [source] = tomllib.loads(made.read_text())["sources"]
     assert source["auth"]["header"] == "X-Signature"
+
+
+def moved(directory: Path, text: str) -> dict[str, Any]:
+    file = directory / "connector.toml"
+    file.write_text(f'connector_name = "x"\n{text}')
+    return tomllib.loads(convert(file).text("connector.toml"))
+
+
+def test_the_first_route_of_mqtt_that_takes_a_message_is_the_only_one(tmp_path: Path) -> None:
+    filters = ["sensors/+/zone1", "devices/+/telemetry", "sensors/temp/#", "$share/g/sensors/temp/zone1", "sensors/+"]
+    routes = "".join(f'[[mqtt.routes]]\nfrom = "{each}"\nto = "/a/{at}"\n' for at, each in enumerate(filters))
+    found = [each.get("exclude") for each in moved(tmp_path, f"[mqtt]\n{routes}")["routes"]]
+    first, _, third = filters[:3]
+    assert found == [None, None, [first], [first, third], [third]]
+
+
+def test_payloads_called_avro_are_json_there_and_json_is_a_json_schema(tmp_path: Path) -> None:
+    schema = '[[schemas]]\ntopic = "/a/{}"\nsubject = "{}-v1"\nschema_type = "{}"\nschema_file = "x"\n'
+    schemas = schema.format("b", "b", "Avro") + schema.format("c", "c", "json")
+    routes = "".join(f'[[mqtt.routes]]\nfrom = "{name}"\nto = "/a/{name}"\n' for name in "bc")
+    found = moved(tmp_path, f"[mqtt]\n{routes}{schemas}")
+    assert [(each["topic"], each["schema_type"]) for each in found["schemas"]] == [("/a/c", "json_schema")]
+    assert [each.get("schema_subject") for each in found["sinks"]] == ["b-v1", None]

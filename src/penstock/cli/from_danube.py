@@ -6,6 +6,7 @@ import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ Table = dict[str, Any]
 TYPES = {
     "Utf8": "STRING", "Binary": "BINARY", "Boolean": "BOOLEAN", "Float32": "FLOAT", "Float64": "DOUBLE",
     "Int8": "TINYINT", "Int16": "SMALLINT", "Int32": "INT", "Int64": "BIGINT",
-    "UInt8": "SMALLINT", "UInt16": "INT", "UInt32": "BIGINT", "UInt64": "DECIMAL(20, 0)",
+    "UInt8": "SMALLINT", "UInt16": "INT", "UInt32": "BIGINT", "UInt64": "BIGINT",
     "Timestamp": "TIMESTAMP", "Date32": "DATE", "Date64": "DATE",
 }  # fmt: skip
-"""Column types of the Delta sink there, as Spark's SQL names them."""
+"""Column types of the Delta sink there, as Spark's SQL names them: those of the tables that it made."""
 
 PLAIN = ("string", "bytes", "number")
 """Schema types without a text: only their subject is known to the registry."""
@@ -131,43 +132,68 @@ def _processing(moved: Moved, given: Table, retry: Table) -> None:
     moved.leave("[retry]", retry)
 
 
-def _schemas(moved: Moved, entries: Sequence[Table]) -> dict[str, Table]:
-    """`[[schemas]]` of a source there. Answers with what only the sink's producers name, by topic."""
-    plain: dict[str, Table] = {}
+def _schemas(moved: Moved, entries: Sequence[Table], **more: Any) -> dict[str, Table]:
+    """`[[schemas]]` of a source there, with `more` in each. Answers with what only the sink's producers name, by topic."""
+    named: dict[str, Table] = {}
     for given in entries:
-        entry: Table = {"topic": given["topic"], "schema_type": given["schema_type"]}
-        subject = given.get("subject")
-        if given.get("schema_type") in PLAIN:
+        topic, kind = given["topic"], str(given["schema_type"]).lower()
+        kind = "json_schema" if kind == "json" else kind  # two names of one thing there
+        subject, strategy = given.get("subject"), given.get("version_strategy", "latest")
+        chosen = {} if strategy == "latest" else {"version_strategy": strategy}
+        if kind == "avro":
+            named[topic] = {"schema_subject": subject, **chosen} if subject else {}
+            moved.notes.append(
+                f"[[schemas]] of {topic}: payloads are JSON there, whatever Avro says, and go on as they come; "
+                f"its subject {subject} must be registered already"
+            )
+            continue
+        entry: Table = {"topic": topic, "schema_type": kind}
+        if kind in PLAIN:
             if subject:
-                strategy = given.get("version_strategy", "latest")
-                chosen = {} if strategy == "latest" else {"version_strategy": strategy}
-                made = {"schema_type": given["schema_type"]} if given.get("auto_register", True) else {}
-                plain[given["topic"]] = {"schema_subject": subject, **made, **chosen}
+                made = {"schema_type": kind} if given.get("auto_register", True) else {}
+                named[topic] = {"schema_subject": subject, **made, **chosen}
         else:
             kept = ("subject", "schema_file", "auto_register", "version_strategy")
             entry |= {key: given[key] for key in kept if given.get(key) not in (None, "")}
             moved.registry = True
-        moved.schemas.append(entry)
+        moved.schemas.append(entry | more)
     if moved.schemas:
         moved.processing["on_error"] = "dead_letter"
-    return plain
+    return named
 
 
 def _to_danube(
-    moved: Moved, routes: Sequence[Table], stream: Callable[[Table], str], plain: Mapping[str, Table]
+    moved: Moved,
+    routes: Sequence[Table],
+    stream: Callable[[Table], str],
+    named: Mapping[str, Table],
+    **more: Any,
 ) -> None:
-    """Routes to Danube's topics: one sink for each way in which topics are made there."""
+    """Routes to Danube's topics: one sink for each way in which topics are made there, with `more` in each."""
     names: dict[tuple[Any, ...], str] = {}
     for route in routes:
         topic = route.pop("to")
-        schema = plain.get(topic, {})
+        schema = named.get(topic, {})
         made = (route.pop("partitions", 0), route.pop("reliable_dispatch", True), json.dumps(schema, sort_keys=True))
         if made not in names:
             names[made] = f"danube-{len(names) + 1}" if names else "danube"
             sink: Table = {"name": names[made], "connector": "danube", "partitions": made[0]}
             sink |= {} if made[1] else {"reliable_dispatch": False}
-            moved.sinks.append(sink | schema)
-        moved.routes.append({"from": stream(route), "to": topic, "sinks": [names[made]]})
+            moved.sinks.append(sink | more | schema)
+        pattern = stream(route)
+        earlier = [each["from"] for each in moved.routes if _overlap(each["from"].split("/"), pattern.split("/"))]
+        first = {"exclude": earlier} if earlier else {}  # there, the first route that takes a message is the only one
+        moved.routes.append({"from": pattern, **first, "to": topic, "sinks": [names[made]]})
+
+
+def _overlap(one: Sequence[str], other: Sequence[str]) -> bool:
+    """True if some topic of MQTT has the levels of both filters."""
+    for mine, theirs in zip_longest(one, other):
+        if "#" in (mine, theirs):
+            return True
+        if mine is None or theirs is None or (mine != theirs and "+" not in (mine, theirs)):
+            return False
+    return True
 
 
 def _mqtt(moved: Moved, data: Table) -> None:
@@ -187,7 +213,10 @@ def _mqtt(moved: Moved, data: Table) -> None:
             "mqtt.clean_session: the session is kept, so that nothing is lost while the pipeline is away"
         )
     if given.pop("include_metadata", True):
-        moved.notes.append("mqtt.include_metadata: the MQTT topic is the stream, which `metadata` makes a column")
+        moved.notes.append(
+            "mqtt.include_metadata: the attribute _stream has the MQTT topic, mqtt.retained says if it was retained; "
+            "mqtt.qos and mqtt.dup are left out"
+        )
     given.pop("tcp_nodelay", None)  # always so
     routes = given.pop("routes", [])
     levels = {"AtMostOnce": 0, "AtLeastOnce": 1, "ExactlyOnce": 2}
@@ -196,8 +225,9 @@ def _mqtt(moved: Moved, data: Table) -> None:
         route.setdefault("reliable_dispatch", level > 0)
     source["topics"] = [{"filter": route["from"], "qos": level} for route, level in zip(routes, qos, strict=True)]
     moved.sources.append(source)
-    plain = _schemas(moved, data.pop("schemas", []))
-    _to_danube(moved, routes, lambda route: _shared_name(route.pop("from")), plain)
+    named = _schemas(moved, data.pop("schemas", []), metadata=["stream"])
+    own = {"key": ["_stream"], "attributes": ["_stream"]}  # what one device sent stays in its order
+    _to_danube(moved, routes, lambda route: _shared_name(route.pop("from")), named, **own)
     moved.leave("[mqtt]", {**given, "routes": routes})
 
 
@@ -227,8 +257,11 @@ def _webhook(moved: Moved, data: Table) -> None:
         route.setdefault("reliable_dispatch", False)
     source["endpoints"] = [{"path": route["from"], "stream": route["from"].strip("/")} for route in routes]
     moved.sources.append({key: value for key, value in source.items() if value is not None})
-    plain = _schemas(moved, data.pop("schemas", []))
-    _to_danube(moved, routes, lambda route: str(route.pop("from")).strip("/"), plain)
+    named = _schemas(moved, data.pop("schemas", []))
+    _to_danube(moved, routes, lambda route: str(route.pop("from")).strip("/"), named)
+    moved.notes.append(
+        "webhook.… attributes: `headers` of an endpoint makes attributes of what a request says beside its body"
+    )
     for name, rest in (("[server]", server), ("[rate_limit]", limit), ("[[routes]]", {"routes": routes})):
         moved.leave(name, rest)
 
@@ -281,37 +314,82 @@ def _delta(moved: Moved, data: Table) -> None:
         name = path.rstrip("/").rpartition("/")[2] or "delta"
         sink: Table = {"name": _free(name, moved.sinks), "connector": "delta", "path": path}
         moved.sinks.append(sink | ({"storage_options": storage} if storage else {}))
-        schema: Table = {"topic": topic, "schema_type": "json"}
-        if route.pop("include_danube_metadata", False):
-            schema["metadata"] = ["timestamp", "attributes", "offset"]
-            moved.notes.append(f"_danube_metadata of {topic}: it is in _timestamp, _attributes and _offset here")
-        moved.schemas.append(schema)
+        with_metadata = route.pop("include_danube_metadata", False)
+        beside = {"metadata": ["timestamp", "stream"]} if with_metadata else {}
+        moved.schemas.append({"topic": topic, "schema_type": "string", **beside})  # and the query reads it
+        if with_metadata:
+            moved.notes.append(f"_danube_metadata of {topic}: timestamp_iso is when the message was published, in UTC")
         if route.pop("write_mode", "append") != "append":
             moved.notes.append(f'write_mode of {topic}: tables are appended to; mode = "upsert" keeps one row per key')
-        fields = route.pop("field_mappings", [])
+        fields = route.pop("field_mappings", None) or route["field_mappings"]  # one without is none that is whole
+        if needed := [each["column"] for each in fields if not each.get("nullable", True)]:
+            moved.notes.append(f"nullable = false of {topic}: rows without {', '.join(needed)} become dead letters")
         found = {"source": _reading(moved, topic, route), "from": topic, "to": topic, "sinks": [sink["name"]]}
-        moved.routes.append(found | ({"sql": _select(moved, topic, fields, schema)} if fields else {}))
+        moved.routes.append({**found, "sql": _select(fields, with_metadata)})
         moved.leave(f"[[deltalake.routes]] of {topic}", route)
     moved.processing["on_error"] = "dead_letter"
     moved.leave("[deltalake]", given)
 
 
-def _select(moved: Moved, topic: str, fields: Sequence[Table], schema: Table) -> str:
-    """The columns of a table, as their mappings say."""
-    parts = []
+def _select(fields: Sequence[Table], with_metadata: bool) -> str:
+    """
+    The columns of a table, as their mappings say.
+
+    Payloads are read by the mappings alone: a member that no message has had yet is null, and what is no JSON, is of another
+    type, or lacks what must not be null, is a row that the query fails on: a dead letter.
+    """
+    shape: Table = {}
     for each in fields:
-        way = ".".join(f"`{part}`" for part in each["json_path"].split("."))
-        parts.append(f"CAST({way} AS {TYPES.get(each['data_type'], 'STRING')}) AS `{each['column']}`")
-    parts += [f"`_{name}`" for name in schema.get("metadata", [])]
-    needed = [f"`{each['column']}`" for each in fields if not each.get("nullable", True)]
-    if needed:
-        moved.notes.append(f"nullable = false of {topic}: rows without {', '.join(needed)} are written all the same")
-    return f"SELECT {', '.join(parts)} FROM input"
+        *ways, last = each["json_path"].split(".")
+        place = shape
+        for way in ways:
+            place[way] = place.get(way) or {}
+            place = place[way]
+        place.setdefault(last, {})
+    columns = [f"    {_column(each)} AS {_quoted(each['column'])}" for each in fields]
+    beside = ""
+    if with_metadata:
+        said = "'topic', `_stream`, 'timestamp', unix_millis(`_timestamp`), 'timestamp_iso', `_timestamp`"
+        columns.append(f"    to_json(named_struct({said})) AS `_danube_metadata`")
+        beside = ", `_stream`, `_timestamp`"
+    read = f"from_json(`value`, {_text(_members(shape, ' '))}, map('mode', 'FAILFAST'))"
+    listed = ",\n".join(columns)
+    return f"SELECT\n{listed}\nFROM (SELECT {read} AS `json`{beside} FROM input)\n"
 
 
-def _reading(moved: Moved, topic: str, route: Table) -> str:
+def _members(shape: Table, mark: str) -> str:
+    kinds = ((name, f"STRUCT<{_members(below, ': ')}>" if below else "STRING") for name, below in shape.items())
+    return ", ".join(f"{_quoted(name)}{mark}{kind}" for name, kind in kinds)
+
+
+def _column(given: Table) -> str:
+    """A value as text becomes its type: times are text, or microseconds since 1970; bytes are in hex."""
+    found = ".".join(["`json`", *map(_quoted, given["json_path"].split("."))])
+    kind = given["data_type"]
+    if kind == "Binary":
+        made = f"to_binary({found}, 'hex')"
+    elif kind == "Timestamp":
+        number = f"timestamp_micros(CAST({found} AS BIGINT))"
+        made = f"CASE WHEN {found} RLIKE '^-?[0-9]+$' THEN {number} ELSE CAST({found} AS TIMESTAMP) END"
+    else:
+        made = found if kind == "Utf8" else f"CAST({found} AS {TYPES.get(kind, 'STRING')})"
+    if given.get("nullable", True):
+        return made
+    return f"coalesce({made}, raise_error({_text(given['json_path'] + ' is null')}))"
+
+
+def _quoted(name: str) -> str:
+    return "`" + name.replace("`", "``") + "`"
+
+
+def _text(value: str) -> str:
+    """A string of SQL."""
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _reading(moved: Moved, topic: str, route: Table, default: str = "Exclusive") -> str:
     """The source that reads a topic, by its subscription; several topics may share one."""
-    kind = str(route.pop("subscription_type", "Exclusive")).lower()
+    kind = str(route.pop("subscription_type", default)).lower()
     options: Table = {"subscription": route.pop("subscription", moved.root["connector_name"])}
     options |= {} if kind == "exclusive" else {"subscription_type": kind}
     if subject := route.pop("expected_schema_subject", None):
@@ -331,7 +409,8 @@ def _unknown(moved: Moved, data: Table) -> None:
     given = data[name] if name is not None else {}
     for route in given.pop("routes", []):
         topic = route.pop("from")
-        moved.routes.append({"source": _reading(moved, topic, route), "from": topic, "to": topic})
+        kind = "Shared" if name == "surrealdb" else "Exclusive"  # their defaults
+        moved.routes.append({"source": _reading(moved, topic, route, kind), "from": topic, "to": topic})
         moved.leave(f"[[{name}.routes]] of {topic}", route)
     moved.schemas += [{"topic": each["from"], "schema_type": "json"} for each in moved.routes]
     if not moved.sources:
@@ -380,4 +459,7 @@ def _value(value: Any) -> str:
         return "[\n" + "".join(f"    {_value(each)},\n" for each in value) + "]"
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, str) and "\n" in value:
+        lines = value.replace("\\", "\\\\").replace('"""', '""\\"')
+        return f'"""\n{lines}"""'
     return json.dumps(value, ensure_ascii=False)

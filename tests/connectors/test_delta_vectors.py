@@ -10,6 +10,7 @@ from uuid import UUID
 import numpy as np
 import polars
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, QueryBuilder, write_deltalake
 from deltalake.exceptions import DeltaError
@@ -19,7 +20,7 @@ from lake_readers import table_of
 from sink_protocol import END, ORDERS, epoch, stage
 
 from penstock.changes import CHANGE_FIELDS
-from penstock.connectors.delta import Delta, DeltaConfig, marking, upkeep
+from penstock.connectors.delta import Delta, DeltaConfig, entries, marking, upkeep
 from penstock.connectors.delta import apply as applying
 from penstock.connectors.delta.files import Log, TableFile
 from penstock.connectors.delta.vectors import Vector, file_of, positions_of, rows_at
@@ -543,15 +544,15 @@ def aged(dead, rows=1_000):
 
 
 def test_files_of_one_age_are_not_written_again_all_at_once():
-    assert applying._purged(aged([9] * 10), 2) == []
+    assert applying.worn(aged([9] * 10), 2) == []
     files = aged([10] * 9 + [12])  # 1 % of the table and a little
-    assert applying._purged(files, 2) == [files[9]]
+    assert applying.worn(files, 2) == [files[9]]
     files = aged([0] * 9 + [20])  # 2 % of a file alone, and less of the table
-    assert applying._purged(files, 2) == [files[9]]
+    assert applying.worn(files, 2) == [files[9]]
     dead, written = [0.0] * 10, []
     for _ in range(1_000):  # epochs that each delete one row of every file
         dead = [each + 1 for each in dead]
-        due = applying._purged(aged([int(each) for each in dead]), 2)
+        due = applying.worn(aged([int(each) for each in dead]), 2)
         written.append(len(due))
         for file in due:
             dead[int(file.path.partition(".")[0])] = 0
@@ -567,7 +568,7 @@ def test_one_epoch_purges_a_bounded_part_of_the_table_the_worst_file_first(make,
     for number in range(4):
         commit(sink, number + 1, upserts(dict.fromkeys(range(number * 100, number * 100 + 100), "one")))
     dead = [*range(20), *range(100, 140), *range(200, 225), *range(300, 330)]
-    monkeypatch.setattr(applying, "_purged", lambda files, percent: [])
+    monkeypatch.setattr(applying, "worn", lambda files, percent: [])
     commit(sink, 5, upserts({}, deletes=dead))
     monkeypatch.undo()
     monkeypatch.setattr(marking, "MARKED_ROWS", 0)
@@ -652,3 +653,63 @@ def test_checkpoints_are_made_and_carry_the_vectors(make, target):
     del expected[6]
     assert read(target) == expected
     assert len(table_of(target)) == 99
+
+
+def tombstones(target):
+    newest = max((target / "_delta_log").glob("*.checkpoint.parquet"))
+    return [row for row in pq.read_table(newest).column("remove").to_pylist() if row is not None]
+
+
+def test_each_checkpoint_named_every_vector_that_was_ever_replaced(make, target, monkeypatch, duckdb):
+    """With 30 files and three epochs a second, these were seven million a day."""
+    monkeypatch.setattr(entries, "THIN", 1)
+    write_deltalake(
+        str(target),
+        pa.table({"id": range(100), "name": ["theirs"] * 100}),
+        configuration={"delta.checkpointInterval": "10"},
+    )
+    sink = make(purge_percent=100, optimize_every_epochs=0)
+    expected = dict.fromkeys(range(100), "theirs")
+    for number in range(1, 60):
+        commit(sink, number, upserts({number: str(number)}))
+        expected[number] = str(number)
+        if number == 30:
+            sink = make(purge_percent=100, optimize_every_epochs=0)
+    assert len(tombstones(target)) < 20
+    said = json.loads((target / "_delta_log/_last_checkpoint").read_bytes())
+    newest = max((target / "_delta_log").glob("*.checkpoint.parquet"))
+    assert (said["version"], said["sizeInBytes"]) == (60, newest.stat().st_size)
+    for version in range(60):  # all that readers have is the checkpoint
+        (target / "_delta_log" / f"{version:020d}.json").unlink(missing_ok=True)
+        (target / "_delta_log" / f"{version:020d}.checkpoint.parquet").unlink(missing_ok=True)
+    assert read(target) == by_polars(target) == by_duckdb(duckdb, target) == expected
+    again = make(purge_percent=100)
+    assert again.committed_epoch("shop", ORDERS).number == 59
+    commit(again, 60, upserts({5: "last"}, deletes=[6]))
+    del expected[6]
+    assert read(target) == {**expected, 5: "last"}
+
+
+def test_a_checkpoint_names_vectors_that_lasted_longer_and_data_files_that_are_gone(make, target, monkeypatch):
+    """Their files may be old, and are kept for readers of versions of the last days."""
+    monkeypatch.setattr(entries, "THIN", 1)
+    sink = make(purge_percent=100, optimize_every_epochs=0)
+    write_deltalake(
+        str(target),
+        pa.table({"id": range(100), "name": ["theirs"] * 100}),
+        configuration={"delta.checkpointInterval": "10"},
+    )
+    for number in range(1, 10):
+        commit(sink, number, upserts({number: str(number)}))
+    (lasting,) = live_vectors(sink)
+    for number in range(10, 20):
+        commit(sink, number, upserts({number: str(number)}))
+    commit(sink, 20, upserts({}, deletes=range(100)))
+    for number in range(21, 30):
+        commit(sink, number, upserts({number + 100: "new"}))
+    kept = {Vector.logged(row["deletionVector"]).file for row in tombstones(target) if row["deletionVector"]}
+    assert lasting in kept
+    assert len(kept) < 5
+    first = [row["path"] for row in tombstones(target) if row["path"].startswith("part-")]
+    assert first  # the table's first file is gone, and its last vector with it
+    assert upkeep.remove_dead_vectors(make().target(ORDERS).load()) == 0

@@ -10,7 +10,7 @@ from sink_protocol import END, ORDERS, epoch, rows, stage
 
 from penstock import store
 from penstock.config import Config
-from penstock.connectors.delta import Delta, DeltaConfig
+from penstock.connectors.delta import Delta, DeltaConfig, apply, marking, purge
 from penstock.connectors.delta.client import client_options
 from penstock.connectors.files.sink import FilesSink, FilesSinkConfig, read_published
 from penstock.connectors.lake import index
@@ -287,5 +287,34 @@ def test_the_keys_of_a_whole_table_in_a_store_were_held_in_memory(place, monkeyp
         sink.commit_epoch(epoch(number), receipts, END)
         if number > 1:  # makes the index, and then reads it
             assert pa.total_allocated_bytes() - held < 1_000_000
-            assert sum(part.rows.num_rows for part in sink.target(ORDERS)._known._index.known.values()) >= 200_000
+            assert sum(part.rows.num_rows for part in sink.target(ORDERS).known._index.known.values()) >= 200_000
         sink.close()
+
+
+def test_worn_files_in_a_store_are_written_again_a_part_at_a_time(place, monkeypatch):
+    monkeypatch.setattr(marking, "MARKED_ROWS", 0)
+    monkeypatch.setattr(apply, "PURGE_HERE_ROWS", 0)
+    monkeypatch.setattr(apply, "LATE", 100)
+    for name, value in (("PART_ROWS", 30), ("FEWEST_PARTS", 1), ("_PIECE_ROWS", 10), ("_BUFFER_BYTES", 1)):
+        monkeypatch.setattr(purge, name, value)
+    options = {"mode": "upsert", "key": ("id",), "apply": "vectors", "purge_percent": 20, "optimize_every_epochs": 0}
+    sink = Delta(DeltaConfig(**config(place, **options)))
+    sink.open()
+
+    def rows_of(ids, turn):
+        ids = pa.array(ids, pa.int64())
+        return pa.record_batch({"id": ids, "text": pa.array([str(turn)] * len(ids))})
+
+    expected = dict.fromkeys(range(100), "1")
+    sink.commit_epoch(epoch(1), [stage(sink, epoch(1), rows_of(range(100), 1))], END)
+    for number in range(2, 9):
+        changed = range(10 * number, 10 * number + 12)
+        sink.commit_epoch(epoch(number), [stage(sink, epoch(number), rows_of(changed, number))], END)
+        expected |= dict.fromkeys(changed, str(number))
+        found = read_delta(place).to_pylist()
+        assert len(found) == len(expected)
+        assert {row["id"]: row["text"] for row in found} == expected
+    done = [each for each in table(place).history() if "purged" in str(each.get("penstock"))]
+    assert done
+    sink.close()
+    assert not list(store.listed(place / "_penstock/.begun"))

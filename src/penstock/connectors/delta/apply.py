@@ -47,8 +47,14 @@ PIECE_BYTES = 32 << 20
 
 PURGE_ROWS = 1_000_000
 """
-Most rows of files that one epoch writes again because of their deleted rows, so that it takes a second or two. A larger file
-is written as several of this size.
+Most rows of files that tasks of one epoch write again because of their deleted rows, so that it takes a second or two. A
+larger file is written as several of this size.
+"""
+
+LATE = 2
+"""
+Tasks write a file again at so many times the share of deleted rows that is asked for: the driver, which does it a part at a
+time after epochs, cannot keep up.
 """
 
 PURGE_HERE_ROWS = 100_000
@@ -115,6 +121,8 @@ class Known:
     """The index of a table, its deletion vectors and its files, as far as they were read."""
 
     dead: Dead = field(default_factory=Dead)
+    busy: set[str] = field(default_factory=set)
+    """Files that are being written again, a part after each of some epochs."""
     _index: Index | None = None
     _log: Log | None = None
 
@@ -238,9 +246,10 @@ class Applying:
             rewriter.add_rows()
         return result
 
-    def _purged(self, log: Log | None) -> list[TableFile]:
+    def _purged(self, log: Log | None, late: float = 1) -> list[TableFile]:
         """Files that are written again because of their deleted rows."""
-        return _purged(log.files(), self.upsert.purge_percent) if log is not None and self.upsert.index else []
+        files = worn(log.files(), late * self.upsert.purge_percent) if log is not None and self.upsert.index else []
+        return [file for file in files if file.path not in self.known.busy]
 
     def candidates(self, log: Log, changes: Collapsed) -> list[TableFile]:
         """The files that have to be looked at."""
@@ -254,7 +263,7 @@ class Applying:
         """The pieces of work; none if there is so little to do that the driver does it in the commit."""
         parts = self.parts()
         count = sum(sum(part.sizes) for part in parts)
-        purged = self._purged(log)
+        purged = self._purged(log, LATE)
         if sum(file.rows for file in purged) <= PURGE_HERE_ROWS:
             purged = []  # the commit does it, or what else there is to do
         if not purged and count + (log.rows() if log else 0) <= small_rows:
@@ -357,7 +366,7 @@ def index_of(config: DeltaConfig, table: Table) -> str | None:
     return str(table.delta.metadata().id) if marks else None
 
 
-def _purged(files: Sequence[TableFile], percent: float) -> list[TableFile]:
+def worn(files: Sequence[TableFile], percent: float) -> list[TableFile]:
     """
     Files with so many deleted rows that they are written again: the worst first, and not too many in one epoch.
 

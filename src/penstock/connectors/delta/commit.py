@@ -46,10 +46,10 @@ class DeltaTarget(LakeTarget[Table]):
         self.sink = sink
         self.config = sink.config
         self.evolution = Evolution(sink, topic, self.path)
-        self._upkeep = Upkeep(self)
+        self.upkeep = Upkeep(self)
         self._table: Table | None = None
         self._options: dict[str, str] | None = None
-        self._known = Known()
+        self.known = Known()
         self._planned: Applying | None = None
         self._hint = Hint(self.path)
 
@@ -126,11 +126,11 @@ class DeltaTarget(LakeTarget[Table]):
     def tidy(self, commit: Commit) -> None:
         if self.config.upserts:  # the changes are applied
             store.delete(self.place(commit, file) for file in commit.files)
-            self._upkeep.sweep(commit.epoch)
+            self.upkeep.sweep(commit.epoch)
 
     def commit(self, commit: Commit) -> None:
         super().commit(commit)
-        self._upkeep.run(commit.epoch)
+        self.upkeep.run(commit.epoch, self._table)
 
     # -- upserts ---------------------------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class DeltaTarget(LakeTarget[Table]):
             return []
         else:
             schema = delta_schema(self.topic, table.columns())
-        log = self._known.log_of(table) if table is not None else None
+        log = self.known.log_of(table) if table is not None else None
         applying = self._applying(commit, table, schema)
         work = applying.plan(log, self.sink.small_rows)
         self._planned = applying if not work else None
@@ -162,28 +162,19 @@ class DeltaTarget(LakeTarget[Table]):
 
     def _applying(self, commit: Commit, table: Table | None, schema: pa.Schema) -> Applying:
         now = self.sink.context.topic(self.topic).source_schema
-        return Applying.of(self.config, self.topic, self.path, commit, table, schema, now, self._known)
-
-    def _planned_for(self, commit: Commit, table: Table) -> Applying | None:
-        """What the plan found to be little work, if the table is still at the version that it saw."""
-        planned, self._planned = self._planned, None
-        files = tuple(file.path for file in commit.files)
-        same = planned is not None and (planned.upsert.version, planned.upsert.changes) == (
-            table.delta.version(),
-            files,
-        )
-        return planned if same else None
+        return Applying.of(self.config, self.topic, self.path, commit, table, schema, now, self.known)
 
     def _upsert(self, commit: Commit, table: Table, renewed: pa.Schema | None) -> None:
         """Do all the work here, and commit; `renewed` are the new columns of a cleared table."""
-        applying = self._planned_for(commit, table) if renewed is None else None
+        planned, self._planned = self._planned, None
+        applying = planned if planned and renewed is None and _is_for(planned, commit, table) else None
         applying = applying or self._applying(commit, table, renewed or delta_schema(self.topic, table.columns()))
-        changes, log, sent = applying.whole(), self._known.log_of(table), sent_columns(self.config, commit, table)
+        changes, log, sent = applying.whole(), self.known.log_of(table), sent_columns(self.config, commit, table)
         if renewed and not changes.truncated:  # the part that clears has failed, and the source starts it again
             table.commit(commit.epoch, commit.end, [], columns=sent)
             return
-        self._known.keep_only(log.files())
-        files = applying.all_at_once(changes, log, partial(self._upkeep.begin, commit.epoch))
+        self.known.keep_only(log.files())
+        files = applying.all_at_once(changes, log, partial(self.upkeep.begin, commit.epoch))
         table.commit(
             commit.epoch, commit.end, files.adds, files.removes, columns=sent, schema=renewed, marked=files.marked
         )
@@ -241,6 +232,12 @@ class DeltaTarget(LakeTarget[Table]):
             return set()
         vectors = table.entries.vector_files() if self.config.upserts and table.has_vectors() else ()
         return {os.path.basename(name) for name in (*table.delta.file_uris(), *vectors)}
+
+
+def _is_for(planned: Applying, commit: Commit, table: Table) -> bool:
+    """True if the plan saw this very version of the table, and these changes."""
+    files = tuple(file.path for file in commit.files)
+    return (planned.upsert.version, planned.upsert.changes) == (table.delta.version(), files)
 
 
 def _columns(commit: Commit) -> frozenset[str]:

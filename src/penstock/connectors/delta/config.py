@@ -30,8 +30,8 @@ class DeltaConfig(LakeConfig):
     counts deleted rows). `auto` gives vectors to tables that it creates, and leaves other tables as they are."""
 
     purge_percent: float = Field(default=1.0, gt=0, le=100)
-    """For deletion vectors: a file is written again without its deleted rows once they are this share of it; and the worst
-    file of a table is, once half this share of the whole table is deleted."""
+    """For deletion vectors: a file is written again without its deleted rows, a part at a time, once they are this share of
+    it; and the worst file of a table is, once half this share of the whole table is deleted."""
 
     partition_by: tuple[str, ...] = ()
     """Partition columns of tables that are created; an existing table must have the same."""

@@ -10,14 +10,18 @@ adds the same file with the new one:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from deltalake import DeltaTable
 from pydantic import BaseModel, ConfigDict
@@ -32,6 +36,9 @@ Action: TypeAlias = dict[str, Any]
 
 _CHECKPOINT = re.compile(r"(\d{20})\.checkpoint(?:\.(\d{10})\.(\d{10}))?\.parquet")
 _TIGHT = re.compile(r'"tightBounds"\s*:\s*true')
+
+THIN = 1_000
+"""Fewer vectors than this make no checkpoint large, and are not worth that it is written again."""
 
 VECTORS = "deletionVectors"
 """The feature of tables with deletion vectors."""
@@ -69,6 +76,9 @@ class Entries:
     """Per path, decoded: the `add` of the file."""
     gone: dict[str, int] = field(default_factory=dict)
     """Per file of deletion vectors that an entry has removed: when, in milliseconds."""
+    short_lived: set[str] = field(default_factory=set)
+    """Deletion vectors that came and went since the last call of `thin`, while their data file stayed."""
+    _new: set[str] = field(default_factory=set)
 
     def follow(self, version: int) -> None:
         """Read on, up to a version."""
@@ -90,10 +100,23 @@ class Entries:
         vectors = (Vector.logged(add.get("deletionVector")) for add in self.adds.values())
         return {vector.file for vector in vectors if vector is not None and vector.file is not None}
 
+    def dead_rows(self) -> int:
+        """How many rows of the version's files are deleted."""
+        return sum(add["deletionVector"]["cardinality"] for add in self.adds.values() if add.get("deletionVector"))
+
     def changes(
-        self, files: Sequence[StagedFile], removed: Iterable[str], marked: Sequence[Marked], data_change: bool = True
+        self,
+        files: Sequence[StagedFile],
+        removed: Iterable[str],
+        marked: Sequence[Marked],
+        data_change: bool = True,
+        vectors: Mapping[str, Vector] = MappingProxyType({}),
     ) -> Iterator[Action]:
-        """The actions of an entry that adds files, removes others, and gives others another vector."""
+        """
+        The actions of an entry that adds files, removes others, and gives others another vector.
+
+        `vectors` are those of files that are added, by path.
+        """
         now = int(time.time() * 1000)
         yield from ({"remove": self._removed(path, now, data_change)} for path in removed)
         for each in marked:
@@ -110,6 +133,7 @@ class Entries:
                     "modificationTime": now,
                     "dataChange": data_change,
                     "stats": file.stats or "",
+                    **_marks(vectors.get(file.path), file),
                 }
             }
 
@@ -152,6 +176,7 @@ class Entries:
             self._take(_in_checkpoint(self.log / name))
         try:
             self._read_entries(first + 1, version)
+            self.short_lived, self._new = set(), set()
         except FileNotFoundError as error:
             raise FatalError(
                 f"the log of {self.log.parent} cannot be read up to version {version}: {error}",
@@ -167,16 +192,58 @@ class Entries:
 
     def _take(self, actions: Sequence[Action]) -> None:
         """Removes first: an entry may remove a file with one vector and add it with another."""
+        went: dict[str, str] = {}
         for action in actions:
             if (remove := action.get("remove")) is not None:
                 path, vector = unquote(remove["path"]), Vector.logged(remove.get("deletionVector"))
                 if path in self.adds and self.vector(path) == vector:
                     del self.adds[path]
+                    went[path] = _id(remove.get("deletionVector"))
                 if vector is not None and vector.file is not None:
                     self.gone[vector.file] = remove.get("deletionTimestamp") or 0
         for action in actions:
             if (add := action.get("add")) is not None:
-                self.adds[unquote(add["path"])] = {name: value for name, value in add.items() if value is not None}
+                path = unquote(add["path"])
+                self.adds[path] = {name: value for name, value in add.items() if value is not None}
+                if (named := went.get(path, "")) in self._new:
+                    self.short_lived.add(named)
+                if now := _id(add.get("deletionVector")):
+                    self._new.add(now)
+
+    def thin(self, version: int) -> None:
+        """
+        Take deletion vectors out of a checkpoint that came and went since the one before, while their data file stayed.
+
+        An epoch replaces the vector of every file that it touches, and a checkpoint names all that was replaced within the
+        table's retention, a week: after a day it would name millions. A vector that lasted longer is still named there, so
+        that its file is kept for as long as the table says.
+        """
+        doomed, self.short_lived, self._new = self.short_lived, set(), set()
+        path = self.log / f"{version:020d}.checkpoint.parquet"
+        if len(doomed) < THIN or store.head(path) is None:
+            return
+        with pq.ParquetFile(store.source(path)) as parquet:
+            rows = parquet.read()
+        removed = rows.column("remove").combine_chunks()
+        vector = removed.field("deletionVector")
+        place, offset = vector.field("pathOrInlineDv"), pc.fill_null(vector.field("offset"), 0)
+        named = pc.binary_join_element_wise(place, offset.cast(pa.string()), ":")
+        is_there = pc.and_(removed.is_valid(), vector.is_valid())
+        kept = rows.filter(pc.invert(pc.and_(is_there, pc.is_in(named, pa.array(sorted(doomed), pa.string())))))
+        sink = pa.BufferOutputStream()
+        pq.write_table(kept, sink, compression="zstd")
+        data = sink.getvalue().to_pybytes()
+        store.put(path, data)
+        self._describe(version, {"size": kept.num_rows, "sizeInBytes": len(data)})
+
+    def _describe(self, version: int, said: Action) -> None:
+        """Correct what the log says of its newest checkpoint."""
+        path = self.log / "_last_checkpoint"
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+            known = json.loads(path.read_bytes())
+            if known["version"] == version:
+                named = {name: value for name, value in known.items() if name != "checksum"}
+                store.put(path, json.dumps({**named, **said}).encode())
 
 
 def described(table: DeltaTable) -> Action:
@@ -251,6 +318,16 @@ def _loose(stats: str | None, rows: int) -> str:
     if '"tightBounds"' in stats:
         return _TIGHT.sub('"tightBounds":false', stats)
     return f'{stats.rstrip()[:-1]},"tightBounds":false}}'
+
+
+def _id(vector: Action | None) -> str:
+    """Tells a vector in a file of vectors from all others of the table; empty for others."""
+    return f"{vector['pathOrInlineDv']}:{vector.get('offset') or 0}" if vector and vector["storageType"] == "u" else ""
+
+
+def _marks(vector: Vector | None, file: StagedFile) -> Action:
+    """What the `add` of a new file says besides, if rows of it are deleted already."""
+    return {"stats": _loose(file.stats, file.rows), "deletionVector": vector.as_logged()} if vector is not None else {}
 
 
 def _is_whole(parts: Sequence[str]) -> bool:

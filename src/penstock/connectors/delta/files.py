@@ -85,12 +85,21 @@ class TableFile(BaseModel):
         """
         dead = np.empty(0, np.int64) if whole else self.dead(table)
         for first, rows in self._pieces(table, schema, names, lambda place, *_: only is None or place in only):
-            begin, end = np.searchsorted(dead, (first, first + rows.num_rows))
-            if begin < end:
-                alive = np.ones(rows.num_rows, bool)
-                alive[dead[begin:end] - first] = False
-                rows = rows.filter(pa.array(alive))
-            yield rows
+            yield _without(dead, first, rows)
+
+    def stream(self, table: Place, schema: pa.Schema, rows: int, dead: Ints) -> Iterator[tuple[int, pa.Table]]:
+        """
+        The rows without those at the positions `dead`, so many at a time, and how many they were with them.
+
+        The file stays open in between, and a large group of rows is not read at once.
+        """
+        with pq.ParquetFile(store.source(table / self.path), coerce_int96_timestamp_unit="us") as parquet:
+            there = [each.name for each in schema if each.name in parquet.schema_arrow.names]
+            first = 0
+            for batch in parquet.iter_batches(rows, columns=there):
+                columns = [self._column(each, pa.Table.from_batches([batch]), batch.num_rows) for each in schema]
+                yield batch.num_rows, _without(dead, first, pa.Table.from_arrays(columns, schema=schema))
+                first += batch.num_rows
 
     def take(self, table: Place, schema: pa.Schema, names: Sequence[str] | None, positions: Ints) -> Iterator[pa.Table]:
         """The rows at some positions, in their order; pieces without one are not read."""
@@ -131,6 +140,16 @@ class TableFile(BaseModel):
         if wanted.name in rows.column_names:
             return widened(rows.column(wanted.name), wanted.type)
         return pa.nulls(count, wanted.type)
+
+
+def _without(dead: Ints, first: int, rows: pa.Table) -> pa.Table:
+    """The rows of a file from position `first` on without those at the positions `dead`, which are sorted."""
+    begin, end = np.searchsorted(dead, (first, first + rows.num_rows))
+    if begin == end:
+        return rows
+    alive = np.ones(rows.num_rows, bool)
+    alive[dead[begin:end] - first] = False
+    return rows.filter(pa.array(alive))
 
 
 class Log:

@@ -53,6 +53,7 @@ class Delta(LakeSink[DeltaConfig]):
 
     With `apply = "vectors"` or `"auto"` old rows are marked in deletion vectors instead, and an epoch costs the same however
     large the table is; `docs/upserts.md` says who reads such tables. The sink then writes the entries of the log itself.
+    Files with many deleted rows are written again by the driver, a part after each of some epochs; in tasks if that is too slow.
 
     Supports exactly-once: an entry is made only at the version after the one whose marker was read. Readers see
     whole epochs. Topics may be committed at the same time. Other writers may append to, compact and vacuum the table
@@ -85,6 +86,12 @@ class Delta(LakeSink[DeltaConfig]):
         if MISREAD.search(str(self.targets.root)):
             what = f"the Delta client reads the %-code or backslash in `path` as another character: {self.config.path}"
             raise ConfigError(what, code="PEN-1003", hint="choose another path")
+
+    def close(self) -> None:
+        for target in self._known.values():
+            assert isinstance(target, DeltaTarget)
+            target.upkeep.close()
+        super().close()
 
     def check(self) -> Sequence[Finding]:
         found = super().check()

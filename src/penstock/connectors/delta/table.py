@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from penstock import durable, failpoints, store
 from penstock.connectors.delta.entries import VECTORS, Action, Entries, Marked, described, gone, with_vectors
 from penstock.connectors.delta.hint import identity_of
+from penstock.connectors.delta.vectors import Vector
 from penstock.connectors.lake.staging import StagedFile
 from penstock.connectors.lake.targets import HIDDEN, Targets
 from penstock.errors import ConfigError, FatalError, SchemaError
@@ -226,6 +227,8 @@ class Table:
         self.refresh()
         with contextlib.suppress(DeltaError):  # a later one does it
             self.delta.create_checkpoint()
+            if self.has_vectors():
+                self.entries.thin(self.delta.version())
             if not store.is_local(self.path):  # on a disk once the checkpoint is synced
                 _drop_old_entries(self.delta)
 
@@ -391,6 +394,19 @@ def _write(
         ),
         post_commithook_properties=hooks,
     )
+
+
+def replace_worn(
+    table: Table, files: Sequence[StagedFile], removed: Sequence[str], vectors: Mapping[str, Vector]
+) -> None:
+    """
+    Make the next version: the same rows in other files, of which some are deleted already; or raise `FileExistsError`.
+
+    The entry is one that changes data: what another writer has begun before to do with these files is refused.
+    """
+    info = {"operation": "OPTIMIZE", "penstock": {"purged": len(removed)}}
+    table.publish(table.entries.changes(files, removed, (), vectors=vectors), info)
+    table.sync(table.delta.version())
 
 
 def enable_vectors(table: Table) -> None:

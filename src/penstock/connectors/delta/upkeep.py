@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,9 +16,11 @@ import pyarrow as pa
 from deltalake.exceptions import DeltaError
 
 from penstock import store
+from penstock.connectors.delta.apply import index_of
 from penstock.connectors.delta.columns import delta_schema
 from penstock.connectors.delta.config import DeltaConfig
 from penstock.connectors.delta.files import Log, TableFile
+from penstock.connectors.delta.purge import PART_ROWS, Purges
 from penstock.connectors.delta.rewrite import Rewrite, write
 from penstock.connectors.delta.table import Table
 from penstock.connectors.lake import lists
@@ -83,14 +85,20 @@ class Upkeep:
     def __init__(self, target: DeltaTarget) -> None:
         self._target = target
         self._due = Due()
+        self._purges = Purges(target)
 
-    def run(self, epoch: Epoch) -> None:
-        """Join small files and remove dead ones, when it is time. Whatever goes wrong, the epoch is committed."""
+    def run(self, epoch: Epoch, loaded: Table | None) -> None:
+        """
+        Join small files, remove dead ones and write worn ones again, when it is time.
+
+        Whatever goes wrong, the epoch is committed. `loaded` is the table as the commit has left it.
+        """
         target, config = self._target, self._target.config
         joins, removes = self._due.joins(config), self._due.removes(config)
-        if not joins and not removes:
-            return
         try:
+            self._purges.run(epoch, loaded)
+            if not joins and not removes:
+                return
             table = target.load()
             # Where only rows are added, files with deletion vectors of somebody else stay as they are.
             if joins and table is not None and (config.upserts or not table.has_vectors()):
@@ -102,6 +110,9 @@ class Upkeep:
         except (DeltaError, ConnectorError, OSError, pa.ArrowException) as error:
             logger.warning("%s: upkeep of its table is postponed: %s", target.topic, error)
             target.forget()
+
+    def close(self) -> None:
+        self._purges.close()
 
     def begin(self, epoch: Epoch) -> Stage:
         """A stage for files that the driver writes itself."""
@@ -120,9 +131,13 @@ class Upkeep:
         lists.sweep(self._target.root, epoch, is_kept, stem, only=self._target.topic)
 
     def _join(self, epoch: Epoch, table: Table) -> None:
-        topic = self._target.topic
+        topic, schema = self._target.topic, delta_schema(self._target.topic, table.columns())
+        groups = list(_groups([file for file in Log(table).files() if file.path not in self._target.known.busy]))
+        if index_of(self._target.config, table) is not None:  # its files stay as they are, whatever the epochs change
+            groups, large = _few(groups)
+            self._purges.join(large)
         try:
-            files = join_small_files(topic, table, delta_schema(topic, table.columns()), partial(self.begin, epoch))
+            files = join_small_files(topic, table, schema, partial(self.begin, epoch), groups)
             if files.removes:
                 table.replace(files.adds, files.removes)
         finally:  # files that were begun and that the table has not taken
@@ -130,12 +145,29 @@ class Upkeep:
             pa.default_memory_pool().release_unused()
 
 
-def join_small_files(topic: Topic, table: Table, schema: pa.Schema, begin: Callable[[], Stage]) -> Rewrite:
-    """Write files that can replace many small ones of the loaded version; nothing of it is visible."""
+def _few(groups: Iterable[list[TableFile]]) -> tuple[list[list[TableFile]], list[TableFile]]:
+    """Groups of no more than `PART_ROWS` rows together; and one that has more by itself, to be joined a part at a time."""
+    few: list[list[TableFile]] = []
+    large: list[TableFile] = []
+    room = PART_ROWS
+    for group in groups:
+        rows = sum(file.rows for file in group)
+        if rows <= room:
+            few.append(group)
+            room -= rows
+        elif rows > PART_ROWS and not large:
+            large = group
+    return few, large
+
+
+def join_small_files(
+    topic: Topic, table: Table, schema: pa.Schema, begin: Callable[[], Stage], groups: Iterable[Sequence[TableFile]]
+) -> Rewrite:
+    """Write files each of which can replace a group of small ones of the loaded version; nothing of it is visible."""
     result, deadline = Rewrite(), time.monotonic() + RUN_SECS
     stages: list[Stage] = []
     try:
-        for group in _groups(Log(table).files()):
+        for group in groups:
             if time.monotonic() > deadline:
                 break
             stages.append(begin())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ctypes import c_char_p, c_size_t, c_ssize_t, c_void_p
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from confluent_kafka import Producer
@@ -105,6 +106,14 @@ def _produce_with_header(producer: Producer, topic: str, name: bytes, value: byt
         kinds["end"],
     )
     assert code == 0
+
+
+def test_addresses_are_reached_that_processes_on_arm_have() -> None:
+    """There the heap is in the upper half of 48 bits, and no record could be read in bulk."""
+    most = max(
+        bulk._FIRST_ADDRESS + bulk._memory(kind).nbytes for kind in (np.uint8, np.int32, np.int64)
+    )  # never show one
+    assert most == 1 << 48
 
 
 def test_records_of_nothing_but_nulls_are_read_in_bulk(kafka: KafkaServer) -> None:

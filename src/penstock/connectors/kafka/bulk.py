@@ -31,7 +31,8 @@ _ERROR_TEXT = 512
 _ERR, _TOPIC, _PARTITION, _PAYLOAD, _LENGTH, _KEY, _KEY_LENGTH, _OFFSET, _TIME = 0, 8, 16, 24, 32, 40, 48, 56, 96
 """Places of the fields in a message; all but the last are of the public struct."""
 _FIRST_ADDRESS = 1 << 16
-_LAST_ADDRESS = 1 << 47
+_LAST_ADDRESS = 1 << 48
+"""Processes on ARM have their heap in the upper half of 48 bits, those on x86-64 use the lower half alone."""
 _VIEW, _INLINE, _WINDOW = 16, 12, 30
 """Arrow's views: bytes of one, the longest value inside it, and the size of the buffers that others point into (as a power)."""
 

@@ -12,7 +12,7 @@ REMEDIES: dict[str, str] = {
     "PEN-1008": 'change what it names, or ask for less: `delivery = "at-least-once"`',
     "PEN-1009": "leave it out, or do what it suggests in its place",
     "PEN-1010": "correct the `[[routes]]` entry that it names",
-    "PEN-1011": "tell the places apart: `{stream}` or `{table}` in `to` of the route, `{topic}` in `path` of the sink",
+    "PEN-1011": "tell the places apart: `{stream}` or `{table}` in `to` of the route, `{topic}` in `path` or `topic` of the sink",
     "PEN-1012": "correct the query over `input`; `penstock check FILE --show-schema` prints its columns",
     "PEN-1013": "put it back as it was; or `penstock offsets reset FILE`, and empty the targets",
     "PEN-1014": "install Java 17 or newer, or set JAVA_HOME to one; `penstock doctor` says how",

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewPartitions
 
 from kafka_topics import acknowledged, batches, fresh, make_topic, remake_topic, send, transaction, truncate
 from penstock.connectors.kafka import read, undecided, watch
+from penstock.connectors.kafka.client import Cluster
 from penstock.connectors.kafka.position import Offsets
 from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
 from penstock.connectors.kafka.source import Kafka, KafkaConfig, StartAt
+from penstock.errors import FatalError
 from penstock.source import Note, ReadLimit
 from penstock.testing.kafka import KafkaServer
 from penstock.testing.processes import wait_until
@@ -52,6 +56,71 @@ def test_what_tasks_read_says_how_large_the_next_epoch_may_be(kafka: KafkaServer
     with opened_source(make_source(kafka, topic)) as restarted:  # the manifest has the notes
         (_, again), *_ = restarted.latest(restarted.next_start(first, notes), ReadLimit(bytes=100_000)).places()
         assert again == end
+
+
+def test_a_look_at_large_records_does_not_hold_many_of_them(kafka: KafkaServer) -> None:
+    """The driver held a hundred of each partition at once."""
+    topic = make_topic(kafka.bootstrap, fresh("large"))
+    send(kafka.bootstrap, topic, [b"x" * 900_000] * 20)
+    with opened_source(make_source(kafka, topic)) as source:
+        start = source.initial()
+        (held,) = source._topics.peek(dict(start.places()), {(topic, 0): 20}, 100).values()
+        assert 0 < sum(map(len, held)) < read.PEEK_BYTES + 900_000
+        assert [offset for _, offset in source.latest(start, ReadLimit(bytes=8_200_000)).places()] == [9]
+
+
+def test_a_group_that_is_beyond_the_end_is_of_an_earlier_topic(kafka: KafkaServer) -> None:
+    """With `on_lost = "earliest"`, which promises the first records, it began after the last ones, and counted nothing."""
+    topic, group = make_topic(kafka.bootstrap, fresh("beyond"), 2), fresh("group")
+    for partition in (0, 1):
+        send(kafka.bootstrap, topic, [b"1", b"2"], partition)
+    others = Consumer({"bootstrap.servers": kafka.bootstrap, "group.id": group})
+    others.commit(offsets=[TopicPartition(topic, 0, 100), TopicPartition(topic, 1, 1)], asynchronous=False)
+    others.close()
+    with opened_source(make_source(kafka, topic, start={"group": group})) as source:
+        with pytest.raises(
+            FatalError, match=f"PEN-5011 .*ends at offset 2, and the group '{group}' is at 100"
+        ) as stopped:
+            source.initial()
+        assert 'on_lost = "earliest"' in stopped.value.hint
+    with opened_source(make_source(kafka, topic, start={"group": group}, on_lost="earliest")) as source:
+        start = source.initial()
+        assert dict(start.places()) == {(topic, 0): 0, (topic, 1): 1}
+        assert _count(source, start, source.latest(start, ReadLimit())) == 3
+
+
+def test_a_partition_that_lost_its_last_records_stops_the_source_or_goes_on_at_its_end(kafka: KafkaServer) -> None:
+    """As when a replica that lagged becomes the leader; from the first record on, nearly all would be read twice."""
+    topic = make_topic(kafka.bootstrap, fresh("shorter"))
+    send(kafka.bootstrap, topic, [b"x"] * 3)
+    with opened_source(make_source(kafka, topic)) as source:
+        start = Offsets.of({topic: source.latest(source.initial(), ReadLimit()).topics[topic].id}, {(topic, 0): 9})
+        with pytest.raises(FatalError, match=r"PEN-5011 .*ends at offset 3, and the position is 9") as stopped:
+            source.latest(start, ReadLimit())
+        assert 'on_lost = "earliest" to go on with those that come next' in stopped.value.hint
+    with opened_source(make_source(kafka, topic, on_lost="earliest")) as source:
+        end = source.latest(start, ReadLimit())
+        assert (dict(end.places()), _count(source, start, end)) == ({(topic, 0): 3}, 0)
+        send(kafka.bootstrap, topic, [b"next"])
+        assert [row["payload"] for row in _records(source, end, source.latest(end, ReadLimit()))] == [b"next"]
+
+
+def test_uncommitted_records_are_read_if_asked(kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(undecided, "UNDECIDED_SECS", 0.0)
+    topic = make_topic(kafka.bootstrap, fresh("uncommitted"))
+    with opened_source(make_source(kafka, topic, isolation_level="read_uncommitted")) as source:
+        start = source.initial()
+        with transaction(kafka.bootstrap, commit=False) as producer:
+            producer.produce(topic, b"given up")
+            assert producer.flush(60) == 0
+            end = source.latest(start, ReadLimit())
+            assert [row["payload"] for row in _records(source, start, end)] == [b"given up"]
+            source.health_check()
+            assert str(source.health_check()) == "healthy", "nothing is held back"
+        send(kafka.bootstrap, topic, [b"plain"])
+        later = wait_until(lambda: _of_all(source, end, 3), "the transaction to end")
+        assert [row["payload"] for row in _records(source, end, later)] == [b"plain"]
+        assert [row["payload"] for row in _records(source, start, later)] == [b"given up", b"plain"]
 
 
 def test_lag_is_also_told_in_seconds(kafka: KafkaServer) -> None:
@@ -238,3 +307,15 @@ def test_check_names_what_is_seldom_meant(kafka: KafkaServer) -> None:
     with opened_source(Kafka(config)) as source:
         acknowledged(source, source.latest(source.initial(), ReadLimit()))
     assert len(Kafka(config).check()) == 2
+
+
+def test_check_says_when_brokers_give_topics_no_ids(kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    topic = make_topic(kafka.bootstrap, fresh("ids"))
+    describe = Cluster.describe
+    for id in ("A" * 22, ""):
+        monkeypatch.setattr(
+            Cluster, "describe", lambda *args, id=id: {n: replace(t, id=id) for n, t in describe(*args).items()}
+        )
+        assert "no ids" in make_source(kafka, topic).check()[-1].what
+    monkeypatch.undo()
+    assert len(make_source(kafka, topic).check()) == 1

@@ -11,13 +11,14 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
+from pydantic import ValidationError
 
 from kafka_topics import delete_topic, fresh, make_topic, records
 from penstock.connectors.kafka import limits
 from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
 from penstock.errors import ConfigError, DataError, FatalError
 from penstock.pipeline import Pipeline, PipelineError
-from penstock.sink import Epoch, SinkContext, Task
+from penstock.sink import Epoch, SinkContext, Task, TopicContext
 from penstock.source import ENVELOPE_SCHEMA
 from penstock.testing.kafka import KafkaServer
 from penstock.testing.sinks.steps import END, TOPIC, commit, epoch_of, opened_sink, stage
@@ -196,6 +197,95 @@ def test_two_sinks_with_one_marker_topic_are_refused(tmp_path: Path, address: st
         Pipeline.from_toml(str(file))
     if refused:
         assert "marker_topic" in error.value.hint
+
+
+ONE_SINK = """
+connector_name = "one"
+[source]
+connector = "kafka"
+bootstrap_servers = "b:9092, c:9092"
+topics = ["orders", "^shop\\\\..*"]
+options = {{ "ssl.ca.location" = "ca.pem", "ssl.key.location" = "/etc/key.pem" }}
+[[routes]]
+from = "#"
+{route}
+[[sinks]]
+name = "out"
+connector = "kafka"
+bootstrap_servers = "{brokers}"
+{sink}
+"""
+
+
+def checked(tmp_path: Path, streams: list[str], sink: str = "", brokers: str = "c:9092", route: str = "") -> list[Any]:
+    (file := tmp_path / "pipeline.toml").write_text(ONE_SINK.format(sink=sink, brokers=brokers, route=route))
+    return Pipeline.from_toml(str(file)).check_streams({"kafka": streams})
+
+
+@pytest.mark.parametrize(
+    ("streams", "sink", "brokers", "route", "refused"),
+    [
+        (["orders"], "", "c:9092", "", "'orders'"),
+        (["orders"], "", "elsewhere:9092", "", ""),
+        (["orders"], 'topic = "clean.{topic}"', "c:9092", "", ""),
+        (["orders"], 'topic = "shop.{topic}"', "b:9092", "", "'shop.orders'"),  # by the pattern, once it is there
+        (["orders"], "", "c:9092", "sql = \"SELECT * FROM input WHERE attributes['seen'] IS NULL\"", ""),
+        (["orders"], "", "c:9092", 'match = { again = "yes" }', ""),
+    ],
+)
+def test_a_sink_that_writes_what_its_pipeline_reads_is_refused(
+    tmp_path: Path, streams: list[str], sink: str, brokers: str, route: str, refused: str
+) -> None:
+    """`topic` is by default the name of the topic that was read: each row came back in the next epoch, for ever."""
+    problems = checked(tmp_path, streams, sink, brokers, route)
+    assert [each.code for each in problems] == ["PEN-1010"] * bool(refused)
+    if refused:
+        assert f"kafka/orders to {refused}, which source 'kafka' reads" in problems[0].what
+
+
+@pytest.mark.parametrize(
+    ("streams", "sink", "refused"),
+    [
+        (["orders", "shop.a"], 'topic = "all"\nmode = "upsert"', True),
+        (["orders", "shop.a"], 'topic = "all"', False),
+        (["shop.a", "shop/a"], 'topic = "clean.{topic}"', True),
+        (["orders", "shop.a"], 'topic = "clean.{topic}"\nmode = "upsert"', False),
+    ],
+)
+def test_two_topics_in_one_of_kafka_are_refused_where_keys_of_the_one_would_replace_the_others(
+    tmp_path: Path, streams: list[str], sink: str, refused: bool
+) -> None:
+    problems = checked(tmp_path, streams, sink)
+    assert [each.code for each in problems] == ["PEN-1011"] * refused
+    if refused:
+        assert "`topic` of sink 'out'" in problems[0].hint
+
+
+def test_topics_that_come_to_meet_while_a_pipeline_runs_are_refused_in_the_task(kafka: KafkaServer) -> None:
+    sink = make_sink(kafka, fresh("meet"), mode="upsert")
+    both = SinkContext({"/a/b": TopicContext(), "/a.b": TopicContext()})
+    with opened_sink(sink, both) as opened:
+        opened.begin_epoch(epoch_of(1), Task(0))
+        with pytest.raises(ConfigError, match=r"PEN-1011 the topics /a\.b and /a/b meet"):
+            opened.write_batch("/a/b", envelopes(1))
+
+
+def test_files_in_options_are_those_beside_the_pipeline_file(tmp_path: Path) -> None:
+    """They were looked for where the command was given."""
+    (file := tmp_path / "pipeline.toml").write_text(
+        ONE_SINK.format(sink='topic = "x.{topic}"', brokers="c:9092", route="")
+    )
+    options = Pipeline.from_toml(str(file)).sources["kafka"].config.options
+    assert options["ssl.ca.location"] == str(tmp_path / "ca.pem")
+    assert options["ssl.key.location"] == "/etc/key.pem"
+
+
+def test_names_that_no_topic_can_have_and_keys_in_plain_text_are_refused() -> None:
+    with pytest.raises(ValidationError, match="at most 240"):
+        KafkaSinkConfig(bootstrap_servers="b", marker_topic="my markers")
+    for name in ("ssl.key.pem", "sasl.oauthbearer.assertion.private.key.passphrase"):
+        with pytest.raises(ValidationError, match="is a secret"):
+            KafkaSinkConfig(bootstrap_servers="b", options={name: "plain"})
 
 
 def test_two_pipelines_with_one_marker_topic_are_told_of_each_other(kafka: KafkaServer) -> None:

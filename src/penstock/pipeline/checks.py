@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.abilities import Named
 from penstock.capture import ChangeCapture
 from penstock.errors import ConfigError
 from penstock.pipeline import registry
 from penstock.pipeline.registry import Kind
-from penstock.pipeline.routing import DEAD_LETTERS, Route, matches
+from penstock.pipeline.routing import DEAD_LETTERS, Route, Target, matches
 from penstock.pipeline.toml import Where, without_password
 from penstock.schema import Readable, is_envelope
 from penstock.schema.evolution import EvolutionConfig
@@ -294,12 +295,33 @@ def stream_problems(pipeline: Pipeline, streams: Mapping[str, Iterable[str]]) ->
         if not found and pipeline.router.unrouted == "stop":
             hint = 'add a [[routes]] entry, or set unrouted = "skip" in [processing]'
             yield Problem("PEN-1018", f"no route takes stream {stream!r} of source {source!r}", hint)
+        yield from _circles(pipeline, source, stream, found)
         for topic, sink in {(target.topic, sink): None for target in found for sink in target.sinks}:
             key, place = _target_of(pipeline.sinks[sink], sink, topic)
             mine = (source, stream, topic, sink)
             first = targets.setdefault(key, mine)
             if first != mine:
                 yield _meeting(first, mine, place)
+
+
+def _circles(pipeline: Pipeline, source: str, stream: str, targets: Iterable[Target]) -> Iterator[Problem]:
+    """Rows that a sink writes where a source reads: each would come back in the next epoch, and so for ever."""
+    for target in targets:
+        route = target.route
+        if route.sql is not None or route.transform is not None or route.match:
+            continue  # it may tell what came back from what is new
+        for sink in target.sinks:
+            config = pipeline.sinks[sink].config
+            place = config.dataset(target.topic) if isinstance(config, Named) else None
+            for reader, each in pipeline.sources.items():
+                reads = getattr(each.config, "reads", None)
+                if place is not None and reads is not None and reads(*place):
+                    goes = f"sink {sink!r} writes {source}/{stream} to {place[1]!r}"
+                    what = f"{goes}, which source {reader!r} reads: it would never end"
+                    hint = (
+                        f"set another `topic` in sink {sink!r}, or name the topics of source {reader!r} more narrowly"
+                    )
+                    yield Problem("PEN-1010", what, hint, ("sinks", sink))
 
 
 def stream_notices(pipeline: Pipeline, streams: Mapping[str, Iterable[str]]) -> Iterator[str]:
@@ -361,7 +383,8 @@ def _target_of(sink: SinkConnector[Any, Any], name: str, topic: Topic) -> tuple[
     """What a topic's rows of a sink end up in: the path, where it has one, else the topic within the sink."""
     path = getattr(sink.config, "path", None)
     if path is None:
-        return (name, topic), f"topic {topic} of sink {name!r}"
+        place_of = getattr(sink.config, "place_of", str)
+        return (name, place_of(topic)), f"topic {place_of(topic)} of sink {name!r}"
     place = str(path).replace("{topic}", topic.lstrip("/"))
     return (_connector_name(sink), place), place
 
@@ -371,6 +394,10 @@ def _meeting(first: tuple[str, str, Topic, str], second: tuple[str, str, Topic, 
     where: Where
     if topic_a != topic_b:
         hint, where = f"put {{topic}} into the path of sink {sink_b!r}", ("sinks", sink_b)
+        if place.startswith("topic "):
+            hint = (
+                f"put {{topic}} into `topic` of sink {sink_b!r}, and let `to` of the routes differ in more than . and /"
+            )
     elif sink_a != sink_b:
         hint, where = (
             "give the two sinks paths of their own, or each its own topics by `sinks` in the routes",

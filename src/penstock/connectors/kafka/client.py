@@ -22,9 +22,9 @@ from confluent_kafka import (
     TopicPartition,
 )
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec
-from pydantic import field_validator
+from pydantic import ValidationInfo, field_validator
 
-from penstock.config import Config, Secret
+from penstock.config import Config, Secret, base_of, beside
 from penstock.errors import ConfigError, ConnectorError, FatalError, RetryableError
 
 Place = tuple[str, int]
@@ -78,6 +78,11 @@ _REFUSED_CERTIFICATE = re.compile(r"SSL alert number (4[2-68]|116)\b")
 """TLS alerts about a certificate, which only the other side sends."""
 
 
+_SECRETS = re.compile(r"password|secret|passphrase|key\.pem$")
+_FILES = re.compile(r"\.(location|file|keytab)$")
+"""Settings that name files. `ssl.ca.location` may also be `probe`: the library looks for the system's certificates itself."""
+
+
 _TIMES = re.compile(r" \(after \d+ms in state \w+(?:, \d+ identical error\(s\) suppressed)?\)")
 
 
@@ -98,18 +103,22 @@ class ClusterConfig(Config):
     """
     Settings of librdkafka by their own names, such as `{ "security.protocol" = "SASL_SSL", "sasl.mechanism" = "PLAIN",
     "sasl.username" = "app", "sasl.password" = { env = "KAFKA_PASSWORD" }, "ssl.ca.location" = "ca.pem" }`. Secrets are
-    references. Settings on which the guarantees rest are refused.
+    references, and files relative to the pipeline file. Settings on which the guarantees rest are refused.
     """
 
     @field_validator("options")
     @classmethod
-    def _not_ours(cls, options: Mapping[str, Option]) -> Mapping[str, Option]:
+    def _not_ours(cls, options: Mapping[str, Option], info: ValidationInfo) -> Mapping[str, Option]:
         for name, value in options.items():
             if name in OURS or name.endswith("_cb"):
                 raise ValueError(f"{name!r} cannot be set: Penstock sets it itself, or it has an option of its own")
-            if isinstance(value, str) and ("password" in name or "secret" in name):
+            if isinstance(value, str) and _SECRETS.search(name):
                 raise ValueError(f'{name!r} is a secret: give a reference, {{ env = "NAME" }} or {{ file = "path" }}')
-        return options
+        base = base_of(info)
+        return {
+            name: beside(base, value) if isinstance(value, str) and _FILES.search(name) and value != "probe" else value
+            for name, value in options.items()
+        }
 
     def dataset(self, name: str) -> tuple[str, str]:
         """How lineage tools call a topic: `kafka://broker:port` and its name."""
@@ -121,6 +130,10 @@ class ClusterConfig(Config):
         own = {name.replace("_", "."): value for name, value in more.items()}
         quiet = {"log_level": 0, "client.id": "penstock", "socket.keepalive.enable": True}
         return {**quiet, **own, **given, "bootstrap.servers": self.bootstrap_servers}
+
+
+NO_ID = ("", "None", "A" * 22)
+"""What an old broker gives for a topic's id: nothing, or zeros."""
 
 
 @dataclass(frozen=True)
@@ -165,13 +178,12 @@ def failure(error: KafkaError, what: str) -> ConnectorError:
     return RetryableError(text, code="PEN-2003" if timed_out else "PEN-2001")
 
 
-def lost(what: str) -> FatalError:
-    """Records that the position counts on are not there any more."""
+def lost(what: str, next: str = "the first records that are there") -> FatalError:
+    """Records that the position counts on are not there any more; `next`: what would be read if losses were accepted."""
     return FatalError(
         f"{what}; records that were not read yet cannot be read any more",
         code="PEN-5011",
-        hint='set on_lost = "earliest" to go on with the first records that are there, or start over with '
-        "`penstock offsets reset FILE`",
+        hint=f'set on_lost = "earliest" to go on with {next}, or start over with `penstock offsets reset FILE`',
     )
 
 

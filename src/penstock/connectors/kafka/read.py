@@ -31,6 +31,9 @@ SKIPPED_PER_SEC = 5000
 PEEK_SECS = 2.0
 """How long a look at some records may take."""
 
+PEEK_BYTES = 4 << 20
+"""So much of one partition tells enough."""
+
 _NOT_THERE = 0
 _ATTRIBUTES = ENVELOPE_SCHEMA.field("attributes").type
 
@@ -124,10 +127,10 @@ class Reader:
 
 
 def peek(config: Any, committed: bool, starts: Mapping[Place, int], count: int) -> dict[Place, list[Any]]:
-    """Up to so many of the next records of each partition; fewer if they do not come at once."""
+    """Up to so many of the next records of each partition; fewer if they are large, or do not come at once."""
     found: dict[Place, list[Any]] = {place: [] for place in starts}
-    left = set(starts)
-    reader = consumer(config, committed, queued_min_messages=count)
+    left, room = set(starts), dict.fromkeys(starts, PEEK_BYTES)
+    reader = consumer(config, committed, queued_min_messages=count, queued_max_messages_kbytes=PEEK_BYTES >> 10)
     until = time.monotonic() + PEEK_SECS
     try:
         with errors("cannot read"):
@@ -135,9 +138,10 @@ def peek(config: Any, committed: bool, starts: Mapping[Place, int], count: int) 
             while left and time.monotonic() < until:
                 for message in reader.consume(count * len(left), WAIT_SECS):
                     place = message.topic(), message.partition()
-                    if message.error() is None and len(found[place]) < count:
+                    if message.error() is None and place in left:
                         found[place].append(message)
-                    if message.error() is not None or len(found[place]) == count:
+                        room[place] -= len(message)
+                    if message.error() is not None or len(found[place]) == count or room[place] <= 0:
                         left.discard(place)
     finally:
         reader.close()

@@ -133,6 +133,13 @@ class KafkaSinkConfig(ClusterConfig):
         """The Kafka topic of a topic."""
         return self.topic.replace("{topic}", topic.strip("/").replace("/", "."))
 
+    def place_of(self, topic: Topic) -> str:
+        """
+        What no two topics may share. That is the Kafka topic where rows stand for keys, since those of the one would replace
+        the other's, and where `topic` promises each its own.
+        """
+        return self.topic_of(topic) if self.mode == "upsert" or "{topic}" in self.topic else topic
+
     def markers(self, pipeline: str) -> str:
         """The topic with the markers of a pipeline."""
         if self.marker_topic:
@@ -146,6 +153,13 @@ class KafkaSinkConfig(ClusterConfig):
         return [
             f"the marker topic {topic!r} of kafka://{each}" for each in servers
         ], "set `marker_topic` in one of them"
+
+    @field_validator("marker_topic")
+    @classmethod
+    def _is_name(cls, name: str) -> str:
+        if name and not re.fullmatch(r"[a-zA-Z0-9._-]{1,240}", name):
+            raise ValueError("letters, digits, dots, dashes and underscores, at most 240")
+        return name
 
     @field_validator("staging")
     @classmethod
@@ -393,6 +407,13 @@ class KafkaSink(EpochSink[KafkaSinkConfig, KafkaReceipt]):
         name = self.config.topic_of(topic)
         if name in self._limits:
             return self._limits[name]
+        for other in self.context.topics:
+            if other != topic and self.config.place_of(other) == self.config.place_of(topic):
+                raise ConfigError(
+                    f"the topics {other} and {topic} meet in the Kafka topic {name!r}",
+                    code="PEN-1011",
+                    hint="put {topic} into the sink's `topic`, and let `to` of their routes differ in more than . and /",
+                )
         if not re.fullmatch(r"[a-zA-Z0-9._-]{1,249}", name) or name in (".", ".."):
             raise ConfigError(
                 f"{name!r} cannot be the name of a Kafka topic",

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from penstock.connectors.kafka.client import Cluster, ClusterConfig, Place, TopicInfo
+from penstock.connectors.kafka.client import NO_ID, Cluster, ClusterConfig, Place, TopicInfo
 from penstock.connectors.kafka.group import Group
 from penstock.connectors.kafka.position import KafkaSplit, Offsets, Piece, Sizes, packed, shares
 from penstock.connectors.kafka.read import Reader
-from penstock.connectors.kafka.topics import Topics, matching, no_leader
+from penstock.connectors.kafka.topics import Topics, is_read, matching, no_leader
 from penstock.connectors.kafka.undecided import Undecided
 from penstock.connectors.kafka.watch import Watch
 from penstock.durable import Json
@@ -72,8 +72,9 @@ class KafkaConfig(ClusterConfig):
 
     on_lost: Literal["stop", "earliest"] = "stop"
     """
-    What to do when records that were not read yet are gone: retention removed them, or the topic was deleted or made again.
-    `earliest` goes on with the first records that are there, and counts what is lost.
+    What to do when records that were not read yet are gone: retention removed them, the topic was deleted or made again, or a
+    partition lost its last records. `earliest` goes on with the first records that are there, in the last case with those that
+    come next, and counts what is lost.
     """
 
     group_id: str = ""
@@ -81,6 +82,11 @@ class KafkaConfig(ClusterConfig):
 
     headers: bool = True
     """Read the headers of records, as `attributes`. Without them reading takes less time."""
+
+    def reads(self, namespace: str, name: str) -> bool:
+        """Whether a topic, as lineage tools call it, is one that is read."""
+        servers = (f"kafka://{each.strip()}" for each in self.bootstrap_servers.split(","))
+        return namespace in servers and is_read(self.topics, name)
 
     @field_validator("topics")
     @classmethod
@@ -177,7 +183,8 @@ class Kafka(RangeSource[KafkaConfig, Offsets]):
             self._began = self.position_at(start.timestamp)
         else:
             first, _ = topics.all_edges()
-            self._began = Offsets.of(topics.ids, {**first, **Group(topics.cluster, str(start.group)).offsets(first)})
+            found = topics.not_beyond(Group(topics.cluster, str(start.group)).offsets(first))
+            self._began = Offsets.of(topics.ids, {**first, **found})
         return self._began
 
     def position_at(self, when: datetime) -> Offsets:
@@ -323,6 +330,12 @@ def _seldom_meant(config: KafkaConfig, cluster: Cluster, found: Mapping[str, Top
     if group and places and not Group(cluster, group).offsets(places):
         yield Finding(
             True, f"the group {group!r} has no offsets in these topics: a first run begins at their first records"
+        )
+    if any(each.id in NO_ID for each in found.values()):
+        yield Finding(
+            True,
+            "the brokers give topics no ids, as Kafka does since 2.8: one that is deleted and made again is noticed only "
+            "where it ends before the position",
         )
     if config.isolation_level == "read_uncommitted":
         yield Finding(

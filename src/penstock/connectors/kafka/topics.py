@@ -10,7 +10,7 @@ from typing import Any
 from penstock.connectors.kafka.client import Cluster, Place, TopicInfo, lost
 from penstock.connectors.kafka.position import Offsets
 from penstock.connectors.kafka.read import peek
-from penstock.errors import RetryableError
+from penstock.errors import FatalError, RetryableError
 from penstock.source import ReadLimit
 
 PEEKED_PARTITIONS = 16
@@ -111,14 +111,30 @@ class Topics:
             _, high = self.cluster.edges([place], committed=False)
             if offset <= high.get(place, offset):  # a transaction before it is open, or nobody leads the partition now
                 return offset
-            # A lagging replica became leader, or the broker lost its disk.
+            # A lagging replica became leader, or the broker lost its disk. What is there was read, most of it at least.
             if self._config.on_lost == "earliest":
                 return end
-            raise lost(f"{place[0]}/{place[1]} ends at offset {end}, and the position is {offset}")
+            raise lost(
+                f"{place[0]}/{place[1]} ends at offset {end}, and the position is {offset}: its last records are gone",
+                "those that come next",
+            )
         if self._config.on_lost == "stop":
             raise lost(f"{place[0]}/{place[1]} begins at offset {lowest}, and the position is {offset}: retention")
         self.count_lost(place, offset, lowest)
         return lowest
+
+    def not_beyond(self, offsets: Mapping[Place, int]) -> dict[Place, int]:
+        """Where a group is, but for partitions that end before: it is of an earlier topic of this name."""
+        _, ends = self.cluster.edges(list(offsets), committed=False)
+        for place, offset in offsets.items():
+            if offset > (end := ends.get(place, offset)) and self._config.on_lost == "stop":
+                raise FatalError(
+                    f"{place[0]}/{place[1]} ends at offset {end}, and the group {self._config.start.group!r} is at {offset}: "
+                    "in an earlier topic of this name, or records are lost",
+                    code="PEN-5011",
+                    hint='set on_lost = "earliest" to begin there with the first record, or choose another `start`',
+                )
+        return {place: offset for place, offset in offsets.items() if offset <= ends.get(place, offset)}
 
     def count_lost(self, place: Place, offset: int, lowest: int) -> None:
         """Records from `offset` on that are gone; the same ones may be reported again, and more of them."""
@@ -143,8 +159,13 @@ def no_leader(place: Place) -> RetryableError:
 def matching(topics: Sequence[str], cluster: Cluster) -> list[str]:
     """The names, and what the patterns match now; never the cluster's own topics, nor ours."""
     found = {each: None for each in topics if not each.startswith("^")}
-    patterns = [re.compile(each) for each in topics if each.startswith("^")]
-    for name in cluster.names() if patterns else ():
-        if not name.startswith("_") and any(each.fullmatch(name) for each in patterns):
+    for name in cluster.names() if len(found) < len(set(topics)) else ():
+        if is_read(topics, name):
             found[name] = None
     return list(found)
+
+
+def is_read(topics: Sequence[str], name: str) -> bool:
+    """Whether these names and patterns mean a topic."""
+    patterns = (re.compile(each) for each in topics if each.startswith("^"))
+    return name in topics or (not name.startswith("_") and any(each.fullmatch(name) for each in patterns))

@@ -9,11 +9,13 @@ import pyarrow as pa
 import pytest
 
 from kafka_topics import QUIET, delete_topic, fresh, make_topic, records, truncate
+from kafka_topics import send as send_records
 from penstock.connectors.kafka import send
+from penstock.connectors.kafka.rows import Records
 from penstock.connectors.kafka.shards import CLAIM
 from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
 from penstock.connectors.kafka.staging import SHARDS, divided, shard_of
-from penstock.errors import DataError, FatalError, SchemaError
+from penstock.errors import ConfigError, DataError, FatalError, SchemaError
 from penstock.sink import CommittedEpoch, Task
 from penstock.source import ENVELOPE_SCHEMA, HealthState
 from penstock.testing.kafka import KafkaServer
@@ -112,6 +114,16 @@ def test_forwarded_records_keep_their_time_if_asked(kafka: KafkaServer) -> None:
             sink.write_batch(TOPIC, rows(0))
 
 
+@pytest.mark.parametrize("codec", list(enumerate(("none", "gzip", "snappy", "lz4", "zstd"))), ids=lambda each: each[1])
+def test_records_are_stored_as_they_were_compressed(kafka: KafkaServer, codec: tuple[int, str]) -> None:
+    stem = fresh(codec[1])
+    write(make_sink(kafka, stem, partitions=1, compression=codec[1]), rows(0, 500))
+    assert len(seen(kafka, stem)) == 500
+    (log,) = (kafka._place / "data" / f"{stem}.lake.orders-0").glob("*.log")
+    attributes = int.from_bytes(log.read_bytes()[21:23], "big")  # of the first batch, by Kafka's format of records
+    assert attributes & 7 == codec[0]
+
+
 def test_messages_that_are_forwarded_are_upserts_under_their_own_keys(kafka: KafkaServer) -> None:
     stem = fresh("forwarded")
     sink = make_sink(kafka, stem, partitions=1, mode="upsert")
@@ -134,6 +146,12 @@ def test_a_column_can_name_the_partition(kafka: KafkaServer) -> None:
         with pytest.raises(DataError, match="does not have") as refused:
             opened.write_batch(TOPIC, pa.record_batch({"id": ["a", "b", "c"], "part": [1, 3, None]}))
         assert list(refused.value.rows) == [1, 2]
+        with pytest.raises(DataError, match="does not have") as refused:  # these ended the task
+            opened.write_batch(TOPIC, pa.record_batch({"id": ["a", "b", "c"], "part": [1 << 31, 1, -(1 << 40)]}))
+        assert list(refused.value.rows) == [0, 2]
+        for column in (["1"], [1.5]):
+            with pytest.raises(SchemaError, match="no whole numbers"):
+                opened.write_batch(TOPIC, pa.record_batch({"id": ["a"], "part": column}))
         with pytest.raises(SchemaError, match="partition_column"):
             opened.write_batch(TOPIC, pa.record_batch({"id": ["a"]}))
 
@@ -173,6 +191,19 @@ def transaction_of(kafka: KafkaServer, partitioner: str) -> Any:
 
 
 # -- large epochs ------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_very_different_sizes_are_staged_in_parts_of_one() -> None:
+    """By their mean a part came to more than any broker takes, and the epoch could never be staged in a topic."""
+    sizes = [*[10] * 5000, *[2_000_000] * 30, *[10] * 5000]
+    values = pa.array([b"x" * size for size in sizes], pa.binary())
+    batch = pa.record_batch(
+        {"key": pa.nulls(len(sizes), pa.binary()), "value": values, "headers": pa.nulls(len(sizes))}
+    )
+    parts = list(Records(batch).pieces(900_000))
+    assert max(part.nbytes for part in parts) < 3_000_000
+    assert pa.Table.from_batches(parts).equals(pa.Table.from_batches([batch]))
+    assert list(Records(batch.slice(0, 0)).pieces(900_000)) == []
 
 
 def test_every_row_has_one_shard_and_all_rows_of_a_key_the_same() -> None:
@@ -236,6 +267,19 @@ def test_a_compacted_marker_still_says_which_epoch_is_there(kafka: KafkaServer) 
         assert driver.committed_epoch("kit", TOPIC).number == last
         driver.commit_epoch(epoch_of(last), [], END)
     assert len(seen(kafka, stem)) == last
+
+
+@pytest.mark.parametrize("key", [None, b"text", b'{"id":1}', b'["kit","/lake/orders"]'])
+def test_a_marker_topic_with_records_of_others_is_refused(kafka: KafkaServer, key: bytes | None) -> None:
+    """Such as a topic of orders: what is in them ended the run with the name of a Python error."""
+    topic = make_topic(kafka.bootstrap, fresh("others"))
+    send_records(kafka.bootstrap, topic, [b"an order"], key=key)
+    with (
+        opened_sink(make_sink(kafka, fresh("sink"), marker_topic=topic)) as driver,
+        pytest.raises(ConfigError, match="say nothing of epochs") as refused,
+    ):
+        driver.committed_epoch("kit", TOPIC)
+    assert "marker_topic" in refused.value.hint
 
 
 def test_markers_that_somebody_deleted_stop_the_sink(kafka: KafkaServer) -> None:

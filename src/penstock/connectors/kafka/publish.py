@@ -178,8 +178,8 @@ class Publisher:
                 with errors("cannot read the marker"):
                     message = reader.poll(0.5)
                 if message is not None and message.error() is None:
-                    pipeline, topic = json.loads(message.key())
-                    self._markers[pipeline, topic] = CommittedEpoch.model_validate_json(message.value())
+                    (pipeline, topic), marker = self._marker(message)
+                    self._markers[pipeline, topic] = marker
                     self._next = message.offset() + 1
                     if self._has_looked and pipeline != self.pipeline is not None:  # it came while we were at work
                         self._stranger = pipeline
@@ -192,6 +192,17 @@ class Publisher:
                     raise self._undecided()
         finally:
             reader.close()
+
+    def _marker(self, message: Any) -> tuple[tuple[str, Topic], CommittedEpoch]:
+        try:
+            pipeline, topic = json.loads(message.key())
+            return (str(pipeline), str(topic)), CommittedEpoch.model_validate_json(message.value())
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"the topic {self.name!r} holds records that say nothing of epochs, such as that at offset {message.offset()}",
+                code="PEN-1016",
+                hint="it must be the sink's own: set another `marker_topic`, or leave it out",
+            ) from None
 
     def _unreadable(self, error: KafkaError) -> ConnectorError:
         if error.code() == KafkaError._AUTO_OFFSET_RESET:  # compaction moves no edge: somebody deleted records

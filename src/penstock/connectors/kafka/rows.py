@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyarrow import types
 
 from penstock.changes import Op, is_changelog, own_columns
 from penstock.changes.old_key import unpack_keys
@@ -41,8 +43,19 @@ class Records:
 
     def sizes_over(self, most: int) -> pa.Array:
         """Which records are larger than so many bytes."""
+        return pc.greater(self._sizes(), most)
+
+    def pieces(self, most: int) -> Iterator[pa.RecordBatch]:
+        """The records in runs of about so many bytes, however their sizes differ."""
+        part = np.cumsum(self._sizes().to_numpy(zero_copy_only=False) + _RECORD_FRAME) // most
+        edges = [0, *(np.flatnonzero(np.diff(part)) + 1).tolist(), self.batch.num_rows]
+        for first, end in pairwise(edges):
+            if first < end:
+                yield self.batch.slice(first, end - first)
+
+    def _sizes(self) -> pa.Array:
         lengths = [pc.fill_null(pc.binary_length(self.batch.column(each)), 0) for each in ("key", "value")]
-        return pc.greater(pc.add(*(each.cast(pa.int64()) for each in lengths)), pc.subtract(most, self._header_bytes()))
+        return pc.add(pc.add(*(each.cast(pa.int64()) for each in lengths)), self._header_bytes())
 
     def _header_bytes(self) -> pa.Array:
         headers = self.batch.column("headers")
@@ -66,6 +79,8 @@ NAMES = ["key", "value", "headers"]
 POSITION = "position"
 """A column of staged changes: those before a truncate of their epoch are not sent."""
 _BESIDE = ("_key", "_attributes")
+_RECORD_FRAME = 16
+"""Bytes that a staged record takes besides key, value and headers."""
 _HEADER_FRAME = 10
 """Bytes that a header takes besides its name and value."""
 
@@ -84,7 +99,7 @@ def as_messages(batch: pa.RecordBatch, context: TopicContext, config: Any) -> Re
     if config.partition_column:
         if config.partition_column not in batch.schema.names:
             raise _no_column(config.partition_column, "correct `partition_column`")
-        more["partition"] = batch.column(config.partition_column).cast(pa.int32())
+        more["partition"] = _partitions(batch.column(config.partition_column), config.partition_column)
     records = _of_mode(batch, context, config)
     if not more:
         return records
@@ -99,6 +114,21 @@ def as_messages(batch: pa.RecordBatch, context: TopicContext, config: Any) -> Re
         )
     columns = [*records.batch.columns, *more.values()]
     return Records(pa.RecordBatch.from_arrays(columns, names=[*records.batch.schema.names, *more]), records.cleared)
+
+
+def _partitions(column: pa.Array, name: str) -> pa.Array:
+    """Numbers of partitions; one that cannot be any is -1, which no topic has."""
+    if types.is_null(column.type):
+        return column.cast(pa.int32())
+    if not types.is_integer(column.type):
+        raise SchemaError(
+            f"the column {name!r} holds no whole numbers but {column.type}",
+            code="PEN-4002",
+            hint="correct `partition_column`, or cast the column in the route's SQL",
+        )
+    numbers = column.cast(pa.int64(), safe=False)
+    fits = pc.and_(pc.greater_equal(numbers, 0), pc.less(numbers, 1 << 31))
+    return pc.if_else(fits, numbers, -1).cast(pa.int32())
 
 
 def _no_column(name: str, hint: str) -> SchemaError:

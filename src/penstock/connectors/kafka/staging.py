@@ -98,12 +98,9 @@ class Stage:
         self._cleared: dict[Topic, Cleared] = {}
 
     def write(self, topic: Topic, target: str, records: Records) -> None:
-        rows = records.batch
         if records.cleared and ((known := self._cleared.get(topic)) is None or known.position < records.cleared):
             self._cleared[topic] = Cleared(target=target, position=records.cleared)
-        step = max(1, self.chunk_bytes * rows.num_rows // max(1, rows.nbytes))
-        for first in range(0, rows.num_rows, step):
-            piece = rows.slice(first, step)
+        for piece in records.pieces(self.chunk_bytes):
             held = self._held.setdefault((topic, target), [])
             held.append(piece)
             self._held_bytes += piece.nbytes

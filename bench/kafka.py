@@ -22,9 +22,11 @@ from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 from measure import Bench
 
+from penstock.connectors.kafka.rows import as_messages
+from penstock.connectors.kafka.send import Sending
 from penstock.connectors.kafka.sink import KafkaSink, KafkaSinkConfig
 from penstock.connectors.kafka.source import Kafka, KafkaConfig
-from penstock.sink import Epoch, SinkContext, Task
+from penstock.sink import Epoch, SinkContext, Task, TopicContext
 from penstock.source import ReadLimit, SourceBatch
 from penstock.testing.kafka import KafkaServer, fetch, home
 
@@ -83,9 +85,16 @@ topics = ["{topic}"]
 headers = false
 {schema}
 [[sinks]]
-connector = "{sink}"
-path = "out/{{topic}}"
+{sink}
 """
+KAFKA = """
+connector = "kafka"
+bootstrap_servers = "{bootstrap}"
+topic = "copy{number}.{{topic}}"
+partitions = 4
+publish_in_tasks_bytes = {in_tasks}
+"""
+FILES, DELTA = (f'connector = "{each}"\npath = "out/{{topic}}"' for each in ("files", "delta"))
 TYPED = """
 [[schemas]]
 topic = "/json"
@@ -149,9 +158,23 @@ def plain(address: str, topic: str, fed: Sequence[pa.RecordBatch]) -> None:
         pass
 
 
+def plain_in_bulk(address: str, topic: str, fed: Sequence[pa.RecordBatch]) -> None:
+    """An idempotent producer that is handed Arrow's buffers by the sink's own calls: what staging and a transaction cost."""
+    config = KafkaSinkConfig(bootstrap_servers=address)
+    room = {"queue.buffering.max.messages": 1_000_000, "queue.buffering.max.kbytes": 256 << 10, "batch.size": 900_000}
+    producer = Producer(settings(address, **room, **{"delivery.report.only.error": True}))
+    sending = Sending(producer, config, Epoch("bench", "one", 1))
+    for batch in fed:
+        sending.send(topic, as_messages(batch, TopicContext(), config).batch)
+    while producer.flush(60):
+        pass
+    sending.close()
+
+
 def exactly_once(address: str, number: int, scratch: Path, fed: Sequence[pa.RecordBatch]) -> None:
-    """The same rows through a task and a commit of the sink."""
-    sink = KafkaSink(KafkaSinkConfig(bootstrap_servers=address, topic="sink.{topic}", partitions=PARTITIONS))
+    """The same rows through a task and a commit of the sink, in one transaction."""
+    whole = {"partitions": PARTITIONS, "publish_in_tasks_bytes": 1 << 40}
+    sink = KafkaSink(KafkaSinkConfig(bootstrap_servers=address, topic="sink.{topic}", **whole))
     sink.open(SinkContext(state_dir=scratch / "sink"))  # as under a local master
     epoch = Epoch("bench", "one", number)
     sink.begin_epoch(epoch, Task(0))
@@ -235,6 +258,9 @@ def one_process(bench: Bench, address: str, scratch: Path) -> None:
             "consume() → Parquet, one process": lambda: into_parquet(scratch / "loop", by_loop(address)),
             "kcat → nowhere": lambda: kcat(address),
             "plain idempotent producer": lambda turn=turn: plain(address, f"plain-{turn}", fed),
+            "plain idempotent producer, by the sink's calls": lambda turn=turn: plain_in_bulk(
+                address, f"bulk-{turn}", fed
+            ),
             "sink, exactly once": lambda turn=turn: exactly_once(address, turn + 1, scratch, fed),
         }
         for what, work in cases.items():
@@ -316,7 +342,12 @@ def beside_spark(bench: Bench, address: str, scratch: Path) -> None:
         return float(ROWS / done["seconds"])
 
     plain_, typed = spark("rows", ""), spark("json", DDL)
-    ours, delta = (by_pipeline(address, scratch, *each) for each in (("rows", "files"), ("json", "delta", TYPED)))
+    ours, delta = (by_pipeline(address, scratch, *each) for each in (("rows", FILES), ("json", DELTA, TYPED)))
+    parts = {"an epoch in one transaction": 1 << 40, "an epoch in eight, by tasks": 1}
+    for number, (how, in_tasks) in enumerate(parts.items()):
+        sink = KAFKA.format(bootstrap=address, number=number, in_tasks=in_tasks)
+        again = by_pipeline(address, scratch, "rows", sink)
+        bench.row(f"Kafka → Kafka, local[2], {how}", f"{again / 1e6:.2f} M/s", "exactly once; all epochs but the first")
     bench.row("Kafka → Parquet files, local[2]", f"{ours / 1e6:.2f} M/s", "exactly once; all epochs but the first")
     bench.row("Spark's own source → Parquet, local[2]", f"{plain_ / 1e6:.2f} M/s", f"warm, best of {TURNS}")
     bench.row("Kafka JSON → typed Delta, local[2]", f"{delta / 1e6:.2f} M/s", "checked by JSON Schema")
@@ -328,7 +359,7 @@ def beside_spark(bench: Bench, address: str, scratch: Path) -> None:
 def latency(bench: Bench, address: str, scratch: Path) -> None:
     """From a record's own time to the entry of Delta's log that shows it."""
     directory = Path(tempfile.mkdtemp(dir=scratch))
-    text = PIPELINE.format(bootstrap=address, topic="live", sink="delta", schema=TIMED, epoch_rows=10**6, interval=200)
+    text = PIPELINE.format(bootstrap=address, topic="live", sink=DELTA, schema=TIMED, epoch_rows=10**6, interval=200)
     (directory / "pipeline.toml").write_text(text)
     stop = threading.Event()
 
@@ -394,7 +425,7 @@ def main() -> None:
     with KafkaServer() as server, tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
         address, scratch = server.bootstrap, Path(name)
         admin = AdminClient({"bootstrap.servers": address})
-        topics = ["rows", "json", "live", *(f"plain-{turn}" for turn in range(TURNS))]
+        topics = ["rows", "json", "live", *(f"{way}-{turn}" for way in ("plain", "bulk") for turn in range(TURNS))]
         for future in admin.create_topics([NewTopic(each, PARTITIONS, 1) for each in topics]).values():
             future.result()
         note = "n" * 110

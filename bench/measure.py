@@ -161,7 +161,18 @@ def page() -> str:
         else:
             kills = ", ".join(f"{count} × {kind}" for kind, count in sorted(result["kills"].items()))
             lines += ["", f"## Soak: {result['soak']}", "", "| | |", "|---|---|", f"| kills | {kills} |"]
-            shown = ("restarts", "replays", "epochs", "rows", "messages", "letters", "lost", "doubled", "seed")
+            shown = (
+                "broker crashes",
+                "restarts",
+                "replays",
+                "epochs",
+                "rows",
+                "messages",
+                "letters",
+                "lost",
+                "doubled",
+                "seed",
+            )
             lines += [f"| {name} | {result[name]:,} |" for name in shown if name in result]
         machine_text = f"{where['cores']} cores, {where['memory_gib']} GiB, Python {where['python']}"
         lines += [

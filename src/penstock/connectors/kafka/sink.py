@@ -135,8 +135,8 @@ class KafkaSinkConfig(ClusterConfig):
 
     def place_of(self, topic: Topic) -> str:
         """
-        What no two topics may share. That is the Kafka topic where rows stand for keys, since those of the one would replace
-        the other's, and where `topic` promises each its own.
+        What no two topics may share. That is the Kafka topic in `upsert`, since the rows of the one would replace those of the
+        other under the same keys, and where `topic` promises each its own.
         """
         return self.topic_of(topic) if self.mode == "upsert" or "{topic}" in self.topic else topic
 

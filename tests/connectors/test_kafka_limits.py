@@ -243,6 +243,22 @@ def test_a_sink_that_writes_what_its_pipeline_reads_is_refused(
         assert f"kafka/orders to {refused}, which source 'kafka' reads" in problems[0].what
 
 
+def test_a_pipeline_may_read_what_it_wrote_as_a_second_step(tmp_path: Path) -> None:
+    steps = 'to = "/clean"\nexclude = ["clean"]\n[[routes]]\nfrom = "clean"\nto = "/{stream}"\nsinks = ["SINK"]'
+    names = {
+        "[[sinks]]\nname": "[[sinks]]\nname = 'screen'\nconnector = 'console'\n[[sinks]]\nname",
+        '"orders"': '"orders", "clean"',
+    }
+    for last, count in (("screen", 0), ("out", 2)):
+        text = ONE_SINK.format(sink="", brokers="c:9092", route=steps.replace("SINK", last))
+        for old, new in names.items():
+            text = text.replace(old, new)
+        text = text.replace('exclude = ["clean"]', 'exclude = ["clean"]\nsinks = ["out"]')
+        (file := tmp_path / "pipeline.toml").write_text(text)
+        problems = Pipeline.from_toml(str(file)).check_streams({"kafka": ["orders", "clean"]})
+        assert [each.code for each in problems].count("PEN-1010") == count, problems
+
+
 @pytest.mark.parametrize(
     ("streams", "sink", "refused"),
     [

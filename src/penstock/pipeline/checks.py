@@ -16,7 +16,7 @@ from penstock.capture import ChangeCapture
 from penstock.errors import ConfigError
 from penstock.pipeline import registry
 from penstock.pipeline.registry import Kind
-from penstock.pipeline.routing import DEAD_LETTERS, Route, Target, matches
+from penstock.pipeline.routing import DEAD_LETTERS, Route, matches
 from penstock.pipeline.toml import Where, without_password
 from penstock.schema import Readable, is_envelope
 from penstock.schema.evolution import EvolutionConfig
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+MOST_TURNS = 20
+"""A pipeline may read what it wrote, as a second step; rows that come back more often do so for ever."""
 
 
 @dataclass(frozen=True)
@@ -295,7 +298,7 @@ def stream_problems(pipeline: Pipeline, streams: Mapping[str, Iterable[str]]) ->
         if not found and pipeline.router.unrouted == "stop":
             hint = 'add a [[routes]] entry, or set unrouted = "skip" in [processing]'
             yield Problem("PEN-1018", f"no route takes stream {stream!r} of source {source!r}", hint)
-        yield from _circles(pipeline, source, stream, found)
+        yield from _circles(pipeline, source, stream)
         for topic, sink in {(target.topic, sink): None for target in found for sink in target.sinks}:
             key, place = _target_of(pipeline.sinks[sink], sink, topic)
             mine = (source, stream, topic, sink)
@@ -304,24 +307,32 @@ def stream_problems(pipeline: Pipeline, streams: Mapping[str, Iterable[str]]) ->
                 yield _meeting(first, mine, place)
 
 
-def _circles(pipeline: Pipeline, source: str, stream: str, targets: Iterable[Target]) -> Iterator[Problem]:
-    """Rows that a sink writes where a source reads: each would come back in the next epoch, and so for ever."""
-    for target in targets:
-        route = target.route
-        if route.sql is not None or route.transform is not None or route.match:
-            continue  # it may tell what came back from what is new
-        for sink in target.sinks:
-            config = pipeline.sinks[sink].config
-            place = config.dataset(target.topic) if isinstance(config, Named) else None
-            for reader, each in pipeline.sources.items():
-                reads = getattr(each.config, "reads", None)
-                if place is not None and reads is not None and reads(*place):
-                    goes = f"sink {sink!r} writes {source}/{stream} to {place[1]!r}"
-                    what = f"{goes}, which source {reader!r} reads: it would never end"
-                    hint = (
-                        f"set another `topic` in sink {sink!r}, or name the topics of source {reader!r} more narrowly"
-                    )
-                    yield Problem("PEN-1010", what, hint, ("sinks", sink))
+def _circles(pipeline: Pipeline, source: str, stream: str) -> Iterator[Problem]:
+    """Rows that a sink writes where a source reads, and that come to such a place again and again."""
+    first = list(_read_again(pipeline, source, stream))
+    now = {(reader, name): None for _, reader, name in first}
+    for _ in range(MOST_TURNS):
+        now = {(reader, name): None for each in now for _, reader, name in _read_again(pipeline, *each)}
+    for sink, reader, name in first if now else ():
+        what = f"sink {sink!r} writes {source}/{stream} to {name!r}, which source {reader!r} reads: it would never end"
+        hint = f"set another `topic` in sink {sink!r}, or name the topics of source {reader!r} more narrowly"
+        yield Problem("PEN-1010", what, hint, ("sinks", sink))
+
+
+def _read_again(pipeline: Pipeline, source: str, stream: str) -> Iterator[tuple[str, str, str]]:
+    """The sink, the source that reads there, and its stream, of each place to which rows of a stream go as they are."""
+    with contextlib.suppress(ConfigError):  # a stream that has no place is a problem of its own
+        for target in pipeline.router.targets(source, stream):
+            route = target.route
+            if route.sql is not None or route.transform is not None or route.match:
+                continue  # it may tell what came back from what is new
+            for sink in target.sinks:
+                config = pipeline.sinks[sink].config
+                place = config.dataset(target.topic) if isinstance(config, Named) else None
+                for reader, each in pipeline.sources.items() if place is not None else ():
+                    reads = getattr(each.config, "reads", None)
+                    if reads is not None and reads(*place):
+                        yield sink, reader, place[1]
 
 
 def stream_notices(pipeline: Pipeline, streams: Mapping[str, Iterable[str]]) -> Iterator[str]:

@@ -328,11 +328,13 @@ def _read_again(pipeline: Pipeline, source: str, stream: str) -> Iterator[tuple[
                 continue  # it may tell what came back from what is new
             for sink in target.sinks:
                 config = pipeline.sinks[sink].config
-                place = config.dataset(target.topic) if isinstance(config, Named) else None
-                for reader, each in pipeline.sources.items() if place is not None else ():
+                if not isinstance(config, Named):
+                    continue
+                namespace, name = config.dataset(target.topic)
+                for reader, each in pipeline.sources.items():
                     reads = getattr(each.config, "reads", None)
-                    if reads is not None and reads(*place):
-                        yield sink, reader, place[1]
+                    if reads is not None and reads(namespace, name):
+                        yield sink, reader, name
 
 
 def stream_notices(pipeline: Pipeline, streams: Mapping[str, Iterable[str]]) -> Iterator[str]:

@@ -47,7 +47,7 @@ class Records:
 
     def pieces(self, most: int) -> Iterator[pa.RecordBatch]:
         """The records in runs of about so many bytes, however their sizes differ."""
-        part = np.cumsum(self._sizes().to_numpy(zero_copy_only=False) + _RECORD_FRAME) // most
+        part = np.cumsum(self._sizes().to_numpy(zero_copy_only=False)) // most
         edges = [0, *(np.flatnonzero(np.diff(part)) + 1).tolist(), self.batch.num_rows]
         for first, end in pairwise(edges):
             if first < end:
@@ -79,8 +79,6 @@ NAMES = ["key", "value", "headers"]
 POSITION = "position"
 """A column of staged changes: those before a truncate of their epoch are not sent."""
 _BESIDE = ("_key", "_attributes")
-_RECORD_FRAME = 16
-"""Bytes that a staged record takes besides key, value and headers."""
 _HEADER_FRAME = 10
 """Bytes that a header takes besides its name and value."""
 

@@ -37,6 +37,12 @@ Action: TypeAlias = dict[str, Any]
 _CHECKPOINT = re.compile(r"(\d{20})\.checkpoint(?:\.(\d{10})\.(\d{10}))?\.parquet")
 _TIGHT = re.compile(r'"tightBounds"\s*:\s*true')
 
+SHORT_SECS = 3600.0
+"""A deletion vector that goes so soon after it came is as old as its file."""
+
+MOST_NEW = 200_000
+"""More vectors are not kept in mind from one checkpoint to the next."""
+
 THIN = 1_000
 """Fewer vectors than this make no checkpoint large, and are not worth that it is written again."""
 
@@ -75,10 +81,12 @@ class Entries:
     adds: dict[str, Action] = field(default_factory=dict)
     """Per path, decoded: the `add` of the file."""
     gone: dict[str, int] = field(default_factory=dict)
-    """Per file of deletion vectors that an entry has removed: when, in milliseconds."""
+    """Per file of deletion vectors that an entry has removed: when, in milliseconds. Not if it came shortly before: then
+    the age of the file says the same."""
     short_lived: set[str] = field(default_factory=set)
-    """Deletion vectors that came and went since the last call of `thin`, while their data file stayed."""
-    _new: set[str] = field(default_factory=set)
+    """Deletion vectors that came and shortly after went since the last call of `thin`, while their data file stayed."""
+    _new: dict[str, float] = field(default_factory=dict)
+    """When the others of that time came."""
 
     def follow(self, version: int) -> None:
         """Read on, up to a version."""
@@ -176,7 +184,7 @@ class Entries:
             self._take(_in_checkpoint(self.log / name))
         try:
             self._read_entries(first + 1, version)
-            self.short_lived, self._new = set(), set()
+            self.short_lived, self._new = set(), {}
         except FileNotFoundError as error:
             raise FatalError(
                 f"the log of {self.log.parent} cannot be read up to version {version}: {error}",
@@ -193,22 +201,26 @@ class Entries:
     def _take(self, actions: Sequence[Action]) -> None:
         """Removes first: an entry may remove a file with one vector and add it with another."""
         went: dict[str, str] = {}
+        now = time.time()
+        if max(len(self._new), len(self.short_lived)) > MOST_NEW:  # nobody makes checkpoints
+            self._new, self.short_lived = {}, set()
         for action in actions:
             if (remove := action.get("remove")) is not None:
                 path, vector = unquote(remove["path"]), Vector.logged(remove.get("deletionVector"))
+                came = self._new.pop(named := _id(remove.get("deletionVector")), 0.0)
                 if path in self.adds and self.vector(path) == vector:
                     del self.adds[path]
-                    went[path] = _id(remove.get("deletionVector"))
-                if vector is not None and vector.file is not None:
+                    went[path] = named if now - came < SHORT_SECS else ""
+                if vector is not None and vector.file is not None and now - came >= SHORT_SECS:
                     self.gone[vector.file] = remove.get("deletionTimestamp") or 0
         for action in actions:
             if (add := action.get("add")) is not None:
                 path = unquote(add["path"])
                 self.adds[path] = {name: value for name, value in add.items() if value is not None}
-                if (named := went.get(path, "")) in self._new:
+                if named := went.get(path, ""):
                     self.short_lived.add(named)
-                if now := _id(add.get("deletionVector")):
-                    self._new.add(now)
+                if named := _id(add.get("deletionVector")):
+                    self._new[named] = now
 
     def thin(self, version: int) -> None:
         """
@@ -218,7 +230,7 @@ class Entries:
         table's retention, a week: after a day it would name millions. A vector that lasted longer is still named there, so
         that its file is kept for as long as the table says.
         """
-        doomed, self.short_lived, self._new = self.short_lived, set(), set()
+        doomed, self.short_lived, self._new = self.short_lived, set(), {}
         path = self.log / f"{version:020d}.checkpoint.parquet"
         if len(doomed) < THIN or store.head(path) is None:
             return

@@ -140,7 +140,7 @@ class Purges:
     """Small files that are to become one, next."""
     _due_rows: float = 0
     """As many rows may be written again by now as changes have worn out."""
-    _dead: int = 0
+    _dead: int | None = None
     _odd: set[str] = field(default_factory=set)
     """Files that could not be replaced."""
     _is_swept: bool = False
@@ -151,9 +151,11 @@ class Purges:
         if table is None or not config.upserts or index_of(config, table) is None:
             return
         is_read = table.delta.version() == table.version  # else the epoch has only added rows
-        dead, before = table.entries.dead_rows() if is_read else self._dead, self._dead
+        dead = table.entries.dead_rows() if is_read else self._dead
+        # Where a sink is opened for each epoch, as by Spark's own streams, no file is begun that would not be ended.
+        more = (dead or 0) - self._dead if self._dead is not None else 0
         self._dead = dead
-        worn_out = max((dead - before) * 100 / config.purge_percent, PART_ROWS / FEWEST_PARTS)
+        worn_out = max(more * 100 / config.purge_percent, PART_ROWS / FEWEST_PARTS)
         self._due_rows = min(self._due_rows + worn_out, 2 * PART_ROWS)
         if self._due_rows < PART_ROWS or not (self._now or (is_read and self._files_to_begin(table))):
             return

@@ -15,7 +15,7 @@ from lake_readers import table_of
 from sink_protocol import END, ORDERS, commit_in_a_process, stage
 
 from penstock.changes import CHANGE_FIELDS
-from penstock.connectors.delta import Delta, DeltaConfig, marking, upkeep
+from penstock.connectors.delta import Delta, DeltaConfig, entries, marking, purge, upkeep
 from penstock.connectors.delta import apply as applying
 from penstock.connectors.lake import index
 from penstock.errors import PlanStale
@@ -216,6 +216,9 @@ def _takes_few_rows_for_many(monkeypatch):
     monkeypatch.setattr(index, "STORED_ROWS", 5)
     monkeypatch.setattr(applying, "PURGE_HERE_ROWS", 30)
     monkeypatch.setattr(applying, "PURGE_ROWS", 40)
+    for name, value in (("PART_ROWS", 15), ("FEWEST_PARTS", 1), ("_PIECE_ROWS", 5), ("_BUFFER_BYTES", 1)):
+        monkeypatch.setattr(purge, name, value)
+    monkeypatch.setattr(entries, "THIN", 1)
 
 
 def test_two_pipelines_strangers_and_kills_on_one_table_leave_what_the_changes_say(tmp_path, duckdb, monkeypatch):

@@ -134,7 +134,7 @@ IDS = st.integers(0, 60)
 CHANGES = st.tuples(st.dictionaries(IDS, st.text("abc", max_size=3), max_size=12), st.sets(IDS, max_size=12))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(epochs=st.lists(CHANGES.filter(any), min_size=4, max_size=12), rows=st.integers(5, 40), joins=st.booleans())
 def test_rows_change_while_their_files_are_written_again(tmp_path_factory, monkeypatch, epochs, rows, joins):
     monkeypatch.setattr(purge, "PART_ROWS", rows)
@@ -332,6 +332,15 @@ def test_a_part_has_few_rows_if_they_are_wide():
     file = TableFile(logged="a", bytes=1_000 * purge.PART_BYTES, records=5_000)
     assert purge._part([file]) == 5
     assert purge._part([TableFile(logged="a", bytes=10, records=5_000)]) == purge.PART_ROWS
+
+
+def test_rows_that_are_wide_are_not_held_in_memory_by_the_ten_thousand(make, target, monkeypatch):
+    monkeypatch.setattr(purge, "PART_BYTES", 1_000)
+    sizes = []
+    real = TableFile.stream
+    monkeypatch.setattr(TableFile, "stream", lambda self, *given: sizes.append(given[2]) or real(self, *given))
+    fill(make())
+    assert sizes[0] < 10
 
 
 def test_positions_in_several_old_and_new_files():

@@ -97,8 +97,9 @@ class Purge:
         self.stage.abandon()
 
     def _read(self) -> Generator[tuple[int, pa.Table], None, None]:
+        rows = max(1, min(_PIECE_ROWS, _part(self.files) // 4))  # few that are wide: they are held in memory
         for file, dead in zip(self.files, self._dead, strict=True):
-            yield from file.stream(self.path, self.schema, _PIECE_ROWS, dead)
+            yield from file.stream(self.path, self.schema, rows, dead)
 
     def _living(self) -> list[int]:
         return [file.rows - len(dead) for file, dead in zip(self.files, self._dead, strict=True)]

@@ -52,7 +52,8 @@ REWRITE = pytest.mark.parametrize("apply", ["rewrite"], indirect=True)
 @pytest.fixture
 def make(tmp_path, apply):
     def make(**options):
-        given = {"path": str(tmp_path / "out/{topic}"), "mode": "upsert", "key": ["id"], "apply": apply}
+        given = {"path": str(tmp_path / "out/{topic}"), "mode": "upsert", "key": ["id"]}
+        given |= {"apply": apply} if options.get("mode", "upsert") == "upsert" else {}
         sink = Delta(DeltaConfig(**{**given, **options}))
         sink.open()
         return sink
@@ -614,6 +615,14 @@ def test_columns_that_must_not_be_null_are_kept_so(sink, target):
 def test_a_key_without_upsert_is_refused(make):
     with pytest.raises(ConfigError, match="PEN-1003"):
         make(mode="append")
+
+
+@pytest.mark.parametrize("option", [{"apply": "vectors"}, {"purge_percent": 5}, {"soft_delete": True}])
+@pytest.mark.parametrize("mode", ["append", "changes"])
+def test_who_asked_for_vectors_and_forgot_the_mode_got_every_change_as_a_row_of_its_own(make, mode, option):
+    (name,) = option
+    with pytest.raises(ConfigError, match=f"PEN-1003 `{name}` has no meaning"):
+        make(mode=mode, key=[], **option)
 
 
 def test_schemas_are_compared_without_the_columns_that_describe_a_change(sink, target):

@@ -36,8 +36,9 @@ class UpsertOptions(Protocol):
 
 def check_options(config: UpsertOptions) -> None:
     """Refuse options that only `upsert` has a use for; when the sink is opened."""
-    for option in () if config.mode == "upsert" else ("key", "soft_delete"):
-        if getattr(config, option):
+    known = getattr(type(config), "model_fields", {})
+    for option in () if config.mode == "upsert" else ("key", "soft_delete", "apply", "purge_percent"):
+        if option in known and getattr(config, option) != known[option].default:
             raise ConfigError(
                 f'`{option}` has no meaning for mode = "{config.mode}"', code="PEN-1003", hint='use mode = "upsert"'
             )

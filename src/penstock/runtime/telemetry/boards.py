@@ -100,6 +100,14 @@ PANELS = (
 
 ALERTS = (
     Alert(
+        "PenstockGone",
+        f"max by (instance, pipeline) (max_over_time({names.INFO.name}[1h])) unless on (instance, pipeline) {names.INFO.name}",
+        5,
+        "critical",
+        "{{ $labels.pipeline }} on {{ $labels.instance }} does not answer any more",
+        "It was killed, has failed or was stopped, and no other rule can see that: `penstock status FILE` says which.",
+    ),
+    Alert(
         "PenstockUnhealthy",
         f'{names.STATE.name}{{component="pipeline", state=~"unhealthy|failed"}} == 1',
         1,
@@ -149,7 +157,9 @@ ALERTS = (
     ),
     Alert(
         "PenstockDeadLetters",
-        f"increase({names.DEAD_LETTERS.name}[15m]) > 0",
+        # A code's first letter is no increase: before it there was nothing.
+        f"increase({names.DEAD_LETTERS.name}[15m]) > 0 "
+        f"or ({names.DEAD_LETTERS.name} unless {names.DEAD_LETTERS.name} offset 15m) > 0",
         0,
         "warning",
         "Records with {{ $labels.code }} were kept as dead letters",

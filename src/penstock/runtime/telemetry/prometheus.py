@@ -38,6 +38,8 @@ class Metrics:
 
         self._status = status
         self._counted = counted
+        self._topics: dict[str, dict[str, None]] = {}
+        """Per sink the topics that have a line of their own: they keep it, or `other` would fall and leap."""
         self._registry = CollectorRegistry(auto_describe=False)
         self._epochs, self._latency = (
             Histogram(metric.name, metric.text, metric.labels, registry=self._registry, buckets=SECONDS)
@@ -93,7 +95,7 @@ class Metrics:
         """Every number but those of histograms."""
         status, counted = self._status(), self._counted()
         yield names.INFO, (status["pipeline"], status["version"]), 1
-        yield from _rows(status)
+        yield from _rows(status, self._topics)
         yield from _health(status)
         yield from _sources(status)
         for metric, key in ((names.EPOCHS, "epochs"), (names.SKIPPED, "skipped"), (names.UPTIME, "uptime_secs")):
@@ -109,21 +111,25 @@ class Metrics:
         yield from _own(counted)
 
 
-def bounded(values: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
-    """The first values by their names, and the sum of the others."""
+def bounded(values: Iterable[tuple[str, float]], named: Mapping[str, None]) -> list[tuple[str, float]]:
+    """Those that have a line of their own, and the sum of the others."""
     listed = list(values)
-    rest = listed[MOST_VALUES:]
-    return [*listed[:MOST_VALUES], *([(OTHER, sum(value for _, value in rest))] if rest else [])]
+    rest = [value for name, value in listed if name not in named]
+    return [*((name, value) for name, value in listed if name in named), *([(OTHER, sum(rest))] if rest else [])]
 
 
-def _rows(status: Json) -> Iterator[Sample]:
+def _rows(status: Json, lines: dict[str, dict[str, None]]) -> Iterator[Sample]:
     for name, source in status["sources"].items():
         yield names.ROWS, ("in", name, ""), source["rows"]
     for name, sink in status["sinks"].items():
+        named = lines.setdefault(name, {})
+        for topic in sink["topics"]:
+            if len(named) < MOST_VALUES:
+                named.setdefault(topic)
         for key, metric in (("rows", names.ROWS), ("bytes", names.BYTES)):
-            for topic, value in bounded((topic, written[key]) for topic, written in sink["topics"].items()):
+            for topic, value in bounded(((topic, each[key]) for topic, each in sink["topics"].items()), named):
                 yield metric, ("out", name, topic), value
-        for topic, value in bounded((topic, written["discarded"]) for topic, written in sink["topics"].items()):
+        for topic, value in bounded(((topic, each["discarded"]) for topic, each in sink["topics"].items()), named):
             yield names.DISCARDED, (name, topic), value
 
 

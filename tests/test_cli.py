@@ -739,6 +739,22 @@ class TestStatus:
         assert code == 0
         assert "● running" in out
 
+    def test_one_on_another_address_is_asked_with_its_token(self, cli, file, monkeypatch):
+        from penstock import web
+
+        monkeypatch.setenv("STATUS_TOKEN", "open-sésame")
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # not for what runs here
+        options = 'metrics_host = "0.0.0.0"\nconsole_token = { env = "STATUS_TOKEN" }\nmetrics_port ='
+        file.write_text(PIPELINE.replace("[processing]", f"[processing]\n{options} 0"))
+        telemetry = Telemetry("orders")
+        telemetry.state("pipeline", HealthStatus.healthy())
+        with web.serve(telemetry, 0, Pipeline.from_toml(file)) as server:
+            file.write_text(PIPELINE.replace("[processing]", f"[processing]\n{options} {server.port}"))
+            code, out, _ = cli("status", file)
+            assert (code, "● running" in out) == (0, True)
+            monkeypatch.delenv("STATUS_TOKEN")
+            assert cli("status", file)[0] == 1, "without the token there is nothing to show, and no traceback"
+
 
 class TestOffsets:
     @pytest.fixture

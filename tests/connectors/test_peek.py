@@ -65,6 +65,10 @@ def test_a_table_in_an_object_store(cli: Any, tmp_path: Path, s3: S3Server, conn
     assert len(peeked(cli, "/shop/orders", file, "--rows", "1")) == 1
     code, out, _ = cli("peek", file, "/shop/orders")  # in either order
     assert (code, where in out) == (0, True)
+    assert peeked(cli, f"{where}/shop/orders", file, "--rows", "10") == found, "by its address"
+    assert peeked(cli, file, f"{where}/shop/orders", "--rows", "10") == found
+    code, _, err = cli("peek", f"{where}/shop/orders")
+    assert (code, f"penstock peek {where}/shop/orders pipeline.toml" in err) == (2, True)
     code, _, err = cli("peek", "/shop/none", file)
     assert code == 2
     assert f"{where}/shop/none" in err
@@ -75,6 +79,14 @@ def test_the_oldest_rows_come_first(cli: Any, tmp_path: Path, connector: str) ->
     sink = f'connector = "{connector}"\npath = "{tmp_path}/lake/{{topic}}"\n'
     file = written(tmp_path / "p.toml", sink, *EPOCHS)
     assert [row["id"] for row in peeked(cli, "/shop/orders", file, "--rows", "2")] == [1, 2]
+
+
+def test_a_local_iceberg_table_is_read_by_its_catalog_alone(cli: Any, tmp_path: Path) -> None:
+    file = written(tmp_path / "p.toml", f'connector = "iceberg"\npath = "{tmp_path}/lake/{{topic}}"\n', *EPOCHS)
+    where = tmp_path / "lake" / "shop" / "orders"
+    assert sorted(row["id"] for row in peeked(cli, where, file)) == [1, 2, 3]
+    code, _, err = cli("peek", where)
+    assert (code, "only its catalog knows its rows" in err) == (2, True), "files of old snapshots are no rows"
 
 
 def test_a_table_of_postgresql(cli: Any, tmp_path: Path, server: PostgresServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -218,19 +219,20 @@ def status(
     """Show what a pipeline does, or how it ended. Exits with 1 when it is not healthy."""
     from penstock.cli.view import panel
     from penstock.runtime.telemetry import ENDED, failed_tables, judge, read_status
+    from penstock.web.server import url_of
 
     pipeline = load(file)
-    port = pipeline.processing.metrics_port
-    found = read_status(pipeline.processing.state_dir)
-    if found is None and port:  # with `checkpoint = false` there is no state directory to look into
-        found = _fetch(f"http://127.0.0.1:{port}/api/status")
+    processing = pipeline.processing
+    found = read_status(processing.state_dir)
+    if found is None and processing.metrics_port:  # with `checkpoint = false` there is no state directory to look into
+        found = _fetch(url_of(processing.metrics_host, processing.metrics_port), pipeline)
     if found is None:
         raise FatalError(
-            f"{pipeline.name} has left no status in {pipeline.processing.state_dir}: it never ran",
+            f"{pipeline.name} has left no status in {processing.state_dir}: it never ran",
             hint=f"penstock run {file or ''}".rstrip(),
         )
     if found["url"] and found["state"] not in ENDED:
-        found = _fetch(f"{found['url']}/api/status") or found
+        found = _fetch(found["url"], pipeline) or found
     verdict = judge(found)
     if json:
         print(json_text({**found, "ok": verdict.ok, "verdict": verdict.reason}, indent=1))
@@ -283,17 +285,19 @@ def console(
 
 @app.command()
 def peek(
-    target: Annotated[str, typer.Argument(help="A directory, a file, or a topic such as /orders.")],
+    target: Annotated[
+        str, typer.Argument(help="A topic such as /orders, a directory or a file; with a pipeline file also s3://…")
+    ],
     file: File = None,
     rows: Annotated[int, typer.Option("--rows", metavar="N", min=1, max=1000, help="How many rows.")] = 10,
     sink: Annotated[str, typer.Option(help="The sink to look into; by default the first that has the topic.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print a JSON object per row.")] = False,
 ) -> None:
-    """Print the first rows of a local directory or file, or of a topic wherever its sink keeps it."""
+    """Print the first rows of a topic, wherever its sink keeps it, or of a local directory or file."""
     from penstock.cli import peeking
 
     if file is not None and target.endswith(".toml"):  # in either order
-        target, file = str(file), Path(target)
+        target, file = re.sub(r"^(\w+):/(?!/)", r"\1://", str(file)), Path(target)  # of `://` a path keeps one slash
     if file is None and target.endswith(".toml"):
         raise ConfigError(f"{target} is a pipeline file", hint=f"name a topic as well: penstock peek /orders {target}")
     is_topic = file is not None or (target.startswith("/") and not Path(target).exists())
@@ -416,15 +420,20 @@ def _connector_names() -> list[str]:
     return sorted({entry.name for entry in registry.entries()})
 
 
-def _fetch(url: str) -> dict[str, Any] | None:
+def _fetch(url: str, pipeline: Pipeline) -> dict[str, Any] | None:
+    """The status that a run serves, if it answers; on another address than loopback it wants the token of its console."""
     import json
     import urllib.request
 
+    asked = urllib.request.Request(f"{url}/api/status")
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        if (token := pipeline.processing.console_token) is not None:
+            asked.add_header("Authorization", f"Bearer {token.reveal().encode().decode('latin-1')}")
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with direct.open(asked, timeout=5) as answer:
             found: dict[str, Any] = json.load(answer)
             return found
-    except (OSError, ValueError):
+    except (OSError, ValueError, ConfigError):  # the token may be nowhere but with the run
         return None
 
 

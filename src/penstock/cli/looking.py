@@ -28,8 +28,8 @@ from penstock.sink import Topic
 from penstock.source import ENVELOPE_SCHEMA, Finding, RangeSource, Schemas, SourceConnector
 
 _WIDEST = 40
-_UNKEPT = "not kept"
 """Characters of a value that are shown."""
+_UNKEPT = "not kept"
 
 
 def targets(pipeline: Pipeline, source: str, stream: str) -> tuple[Target, ...]:

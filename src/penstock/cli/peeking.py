@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,13 +21,14 @@ from penstock.pipeline import Pipeline
 from penstock.runtime.messages.box import as_json
 from penstock.runtime.telemetry import read_status
 from penstock.sink import SinkConnector
+from penstock.store import is_object_url
 
 _FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json", ".arrow": "ipc"}
 
 
 def peek(target: str, pipeline: Pipeline | None, rows: int, json: bool, console: Console, sink: str = "") -> None:
     """Print the first rows of a target; `pipeline`: the one whose topic it is, `sink`: which of its sinks."""
-    place, table = _in_place(Path(target), rows) if pipeline is None else _in_sinks(pipeline, target, rows, sink)
+    place, table = _in_place(target, rows) if pipeline is None else _in_sinks(pipeline, target, rows, sink)
     if not table.num_rows:
         raise ConfigError(f"{place} holds no rows yet", hint="penstock status FILE says how far the pipeline is")
     if json:
@@ -44,19 +47,25 @@ def peek(target: str, pipeline: Pipeline | None, rows: int, json: bool, console:
     show_rows(table.schema.names, cells, console)
 
 
-def _in_place(place: Path, rows: int) -> tuple[str, pa.Table]:
+def _in_place(target: str, rows: int) -> tuple[str, pa.Table]:
     """A local directory or file."""
+    with_file = f"name the pipeline file as well: penstock peek {target} pipeline.toml"
+    if is_object_url(target):
+        raise ConfigError(f"{target} is in a store, and only a pipeline file says how to reach it", hint=with_file)
+    place = Path(target.removeprefix("file://"))
     if not place.exists():
         raise ConfigError(
             f"there is nothing to see of {place}",
             hint="name a directory or a file, or a topic with the pipeline file: penstock peek /orders pipeline.toml",
         )
+    if any(place.glob("metadata/*.metadata.json")):
+        raise ConfigError(f"{place} is an Iceberg table, and only its catalog knows its rows", hint=with_file)
     pieces = _delta(place) if (place / "_delta_log").is_dir() else _files(place, rows)
     return str(place), first_of(pieces, rows) or pa.table({})
 
 
 def _in_sinks(pipeline: Pipeline, topic: str, rows: int, only: str) -> tuple[str, pa.Table]:
-    """The target of a topic, in the first sink that has one."""
+    """The target of a topic, or of the topic whose directory this is, in the first sink that has one."""
     if only and only not in pipeline.sinks:
         raise ConfigError(f"there is no sink {only!r}", hint=f"it can be {', '.join(pipeline.sinks)}")
     looked = []
@@ -66,10 +75,11 @@ def _in_sinks(pipeline: Pipeline, topic: str, rows: int, only: str) -> tuple[str
         if not isinstance(sink, Peekable):
             looked.append(f"the sink {name!r} cannot be looked into")
             continue
-        place = _called(sink, topic)
+        named = _topic_in(sink, topic) or topic
+        place = _called(sink, named)
         try:
             sink.open()
-            found = sink.first_rows(topic, rows)
+            found = sink.first_rows(named, rows)
         finally:
             sink.close()
         if found is not None:
@@ -79,6 +89,20 @@ def _in_sinks(pipeline: Pipeline, topic: str, rows: int, only: str) -> tuple[str
         f"there is nothing to see of {topic}: {'; '.join(looked)}",
         hint="penstock check FILE lists the topics; has the pipeline run?",
     )
+
+
+def _topic_in(sink: SinkConnector[Any, Any], directory: str) -> str | None:
+    """The topic that a sink keeps in a directory, on a disk or in a store; None if it keeps none there."""
+    template = getattr(sink.config, "path", None)
+    if not isinstance(template, str):
+        return None
+    pattern = re.escape(_whole(template)).replace(re.escape("{topic}"), "(.+)")
+    found = re.fullmatch(pattern, _whole(directory))
+    return f"/{found[1]}" if found and found.groups() else None
+
+
+def _whole(place: str) -> str:
+    return place.rstrip("/") if is_object_url(place) else os.path.abspath(place.removeprefix("file://"))
 
 
 def _called(sink: SinkConnector[Any, Any], topic: str) -> str:

@@ -99,6 +99,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def url_of(host: str, port: int) -> str:
+    """The address of a server on a host and port."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 class Server:
     """Serves from its own threads until it is closed."""
 
@@ -113,8 +118,7 @@ class Server:
                 hint="choose another metrics_port under [processing], or 0 for any that is free",
             ) from error
         self.port: int = self._http.server_address[1]
-        shown = f"[{access.host}]" if ":" in access.host else access.host
-        self.url = f"http://{shown}:{self.port}"
+        self.url = url_of(access.host, self.port)
         threading.Thread(target=self._http.serve_forever, name="penstock-web", daemon=True).start()
 
     def close(self) -> None:
@@ -209,6 +213,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _one(self, path: str, query: str) -> None:
         match = _ONE.fullmatch(path)
         watched = self.fleet.get(match[1]) if match else None
+        if match is not None and watched is None:
+            self._refuse(404, "there is no such pipeline here any more")
+            return
         if match is None or watched is None or match[2] == "actions":
             own = "/metrics, /healthz, /readyz and /api/status"
             there = f"there are /, /api/pipelines, {own}"

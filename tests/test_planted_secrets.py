@@ -24,6 +24,8 @@ import psycopg
 import pytest
 from paho.mqtt.enums import CallbackAPIVersion
 from pydantic import BaseModel
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.server import serve
 
 from console_pipeline import until
 from penstock.cli import main
@@ -228,6 +230,30 @@ password = {REF}
 tables = ["public.planted"]
 slot = "planted"
 [[sources]]
+name = "captured"
+connector = "postgres_capture"
+dsn = "DATABASE"
+password = {REF}
+tables = ["public.captured"]
+slot = "planted_capture"
+publication = "planted_capture"
+[[sources]]
+name = "asked"
+connector = "sql_poll"
+dsn = "DATABASE"
+password = {REF}
+tables = ["public.asked"]
+key = ["id"]
+cursor = "id"
+settle_ms = 1
+poll_interval_ms = 200
+[[sources]]
+name = "feed"
+connector = "websocket"
+url = "ws://FEED/"
+token = {REF}
+stream = "fed"
+[[sources]]
 name = "things"
 connector = "mqtt"
 url = "BROKER"
@@ -248,6 +274,18 @@ name = "lake"
 connector = "delta"
 path = "BUCKET/{{topic}}"
 storage_options = OPTIONS
+[[sinks]]
+name = "tables"
+connector = "iceberg"
+path = "BUCKET/ice/{{topic}}"
+catalog_uri = "CATALOG"
+storage_options = OPTIONS
+[[sinks]]
+name = "mirror"
+connector = "postgres"
+dsn = "DATABASE"
+password = {REF}
+table = "copies.{{topic}}"
 [[sinks]]
 name = "told"
 connector = "mqtt"
@@ -315,7 +353,9 @@ def database(server: PostgresServer) -> Iterator[str]:
         dsn = server.dsn.replace("postgres@", "planted@").rpartition("/")[0] + "/planted"
         until(lambda: asks_for_a_password(dsn))
         with psycopg.connect(dsn, password=PLANTED) as own:
-            own.execute("CREATE TABLE planted (id int PRIMARY KEY); INSERT INTO planted VALUES (1), (3)")
+            for table in ("planted", "captured", "asked"):
+                own.execute(f"CREATE TABLE {table} (id int PRIMARY KEY); INSERT INTO {table} VALUES (1), (3)")
+            own.execute("CREATE SCHEMA copies")
         yield dsn
         rules.write_text(before)
         admin.execute("SELECT pg_reload_conf()")
@@ -353,11 +393,28 @@ def publish(broker: Mosquitto, number: int) -> None:
     client.loop_stop()
 
 
+@pytest.fixture
+def feed() -> Iterator[str]:
+    """A server of a websocket that wants the token, sends a message and stays."""
+
+    def serve_one(client: Any) -> None:
+        assert client.request.headers["Authorization"] == f"Bearer {PLANTED}"
+        client.send('{"id": 1}')
+        with contextlib.suppress(ConnectionClosed):
+            client.recv(120)
+
+    with serve(serve_one, "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.socket.getsockname()[1]}"
+        server.shutdown()
+
+
 def test_a_running_pipeline_shows_its_secrets_nowhere(
     tmp_path: Path,
     s3: S3Server,
     database: str,
     broker: Mosquitto,
+    feed: str,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -367,7 +424,8 @@ def test_a_running_pipeline_shows_its_secrets_nowhere(
     port = free_port()
     options = f'{{ endpoint = "{s3.endpoint}", allow_http = true, region = "us-east-1", access_key_id = {REF}, secret_access_key = {REF} }}'
     text = RUNNING.replace("PORT", str(port)).replace("HOST", f"127.0.0.1:{server.server_port}")
-    text = text.replace("DATABASE", database).replace("BROKER", broker.url)
+    text = text.replace("DATABASE", database).replace("BROKER", broker.url).replace("FEED", feed)
+    text = text.replace("CATALOG", f"sqlite:///{tmp_path}/catalog.db")
     (tmp_path / "pipeline.toml").write_text(text.replace("BUCKET", s3.bucket()).replace("OPTIONS", options))
     made = subprocess.Popen([sys.executable, "-c", RUN, tmp_path], stdin=subprocess.PIPE)
     status = lambda: read_status(tmp_path / "state") or {}  # noqa: E731
@@ -379,6 +437,9 @@ def test_a_running_pipeline_shows_its_secrets_nowhere(
         send(port, 3)
         until(lambda: status()["dead_letters"] > 3 and status()["sinks"]["lake"]["rows"] > 3)
         until(lambda: status()["sources"]["database"]["rows"] == 2 and status()["sinks"]["told"]["rows"] > 3)
+        until(lambda: {status()["sources"][name]["rows"] for name in ("captured", "asked")} == {2})
+        until(lambda: status()["sources"]["feed"]["rows"] == 1)
+        until(lambda: all(status()["sinks"][name]["rows"] > 3 for name in ("tables", "mirror")))
         publish(broker, 1)
         until(lambda: status()["sources"]["things"]["rows"] == 1)
         assert refused(port) == 401
@@ -413,6 +474,9 @@ def test_a_running_pipeline_shows_its_secrets_nowhere(
     assert "was answered 503" in seen["shown"]
     seen |= {name: held.decode("utf-8", "replace") for name, held in files.items()}
     assert [name for name, held in seen.items() if PLANTED in held] == []
+    everything = [tmp_path / "state", *(tmp_path / "state").rglob("*")]
+    open_to_others = {str(path.relative_to(tmp_path)) for path in everything if path.stat().st_mode & 0o077}
+    assert open_to_others == set(), "the journal, dead letters and all else are for this user alone"
 
 
 def is_open(port: int) -> bool:

@@ -29,7 +29,8 @@ from penstock.runtime.journal import JournalPosition
 from penstock.runtime.messages import letters
 from penstock.runtime.messages.codecs import Codecs
 from penstock.runtime.messages.foreseen import LETTERS, lives_with, misfits
-from penstock.runtime.messages.store import letter_sink, replay_source
+from penstock.runtime.messages.letters import SINK
+from penstock.runtime.messages.store import keep_private, letter_sink, replay_source
 from penstock.runtime.monitor import EndWatch, Monitor, Step
 from penstock.runtime.retry import Backoff
 from penstock.runtime.starting import Starting
@@ -174,6 +175,8 @@ class _Supervisor:
         resources.callback(starting.stop)
         letters = letter_sink(self.pipeline)
         self.sinks = {**self.pipeline.sinks, **letters}
+        if SINK in letters:
+            self.telemetry.on_epoch.append(lambda report: keep_private(directory) if report.letters else None)
         codecs = Codecs(self.pipeline.schemas, directory)
         codecs.register()  # a schema that is not compatible is refused before anything starts
         policies = OnErrors(processing.on_error, self.pipeline.on_error)

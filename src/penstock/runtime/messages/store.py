@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +104,16 @@ def read_letters(pipeline: Pipeline, columns: Sequence[str] = LETTERS.names) -> 
     all_of_them = [each.select(list(columns)).cast(schema) for each in (*read, named)]
     sizes = [(file, each.num_rows) for file, each in zip(stored, read, strict=True)]
     return Stored(pa.concat_tables(all_of_them), sizes, named)
+
+
+def keep_private(state_dir: Path) -> None:
+    """Close all that is in the default store to others: a client of Delta makes its files as it makes those of any table."""
+    for directory, _, names in os.walk(state_dir / FOLDER):
+        for path in (directory, *(os.path.join(directory, name) for name in names)):
+            with contextlib.suppress(OSError):  # gone meanwhile, or made by the user of an executor
+                mode = os.stat(path).st_mode
+                if mode & 0o077:
+                    os.chmod(path, mode & 0o700)
 
 
 def _rows(file: str, rows: Sequence[int]) -> pa.Table:

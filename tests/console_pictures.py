@@ -22,6 +22,8 @@ PICTURES = {
     "console-phone-dark": (390, 1700, "dark"),
 }
 """Of each its width, its height at most, and its theme."""
+PANELS = {"flow": "flow", "epochs": "epochs"}
+"""Single panels, for the page of concepts."""
 SLOT = {"slot_reserved": 1.0, "slot_held_bytes": 12e6, "slot_safe_bytes": 9e8}
 SECS = float(os.environ.get("PICTURE_SECS", "60"))
 
@@ -61,6 +63,9 @@ def draw(url: str, target: Path) -> None:
             sized(page, width, min(most, page.execute_script("return document.documentElement.scrollHeight")))
             until(lambda width=width: page.execute_script("return innerWidth") == width)
             page.save_screenshot(str(target / f"{name}.png"))
+            if theme == "light":
+                for panel, called in PANELS.items():
+                    page.find_element("id", f"panel-{panel}").screenshot(str(target / f"{called}.png"))
     finally:
         page.quit()
 

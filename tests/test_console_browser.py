@@ -15,6 +15,7 @@ import psycopg
 import pytest
 
 from console_pipeline import HOSTILE_LETTER, TOKEN, Running, until
+from penstock.config import Secret
 from penstock.errors import FatalError
 from penstock.runtime.commands import read_audit
 from penstock.runtime.epochs import EpochReport
@@ -200,6 +201,7 @@ def test_each_action_asks_once_and_is_done(page: Any, running: Running) -> None:
         until(lambda before=before: len(audit()) > before)
         before = len(audit())
         assert audit()[0]["action"] == f"letters {verb}"
+        assert audit()[0]["detail"] == {"topic": "/readings", "code": "PEN-3001", "rule": "json.syntax"}
     until(lambda: "letters drop" in text(page, "audit"))
 
 
@@ -368,8 +370,25 @@ def test_the_last_state_stays_when_the_pipeline_is_stopped_from_the_page(
         assert not made.thread.is_alive()
         until(lambda: "not reachable" in script(browser, "return document.getElementById('link').textContent"))
         assert "shop" in script(browser, "return document.getElementById('main').innerText")
+        before = "return getComputedStyle(document.getElementById('state'), '::before').content"
+        assert "was" in script(browser, before), "what is shown is not called the state of now"
     finally:
         made.end()
+
+
+def test_on_another_address_the_page_says_that_it_needs_the_token_and_takes_it(
+    browser: Any, many: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CONSOLE_TEST_TOKEN", TOKEN)
+    with serve_all([tmp_path], "0.0.0.0", 0, Secret(env="CONSOLE_TEST_TOKEN")) as server:
+        browser.get("about:blank")
+        browser.get(f"http://127.0.0.1:{server.port}")
+        main = "return document.getElementById('main').innerText"
+        until(lambda: "needs the token: Unlock actions" in script(browser, main))
+        assert LONG not in script(browser, main)
+        unlock(browser)
+        until(lambda: script(browser, "return document.querySelectorAll('.panel').length") == len(PANELS))
+        script(browser, "sessionStorage.clear()")
 
 
 def test_a_dead_letter_that_would_be_html_is_shown_as_it_came(page: Any) -> None:
@@ -499,6 +518,32 @@ def test_what_has_failed_shows_why_and_no_rates_or_good_health(browser: Any, man
     assert set(rates) == {"0 rows/s"}
     ends = "return new Set([...document.querySelectorAll('#panel-flow text.name')].map((e) => e.textContent)).size"
     assert script(browser, ends) == 14, "names that begin alike are told apart"
+
+
+def test_copies_show_their_progress_and_end_and_topics_their_changes(browser: Any, tmp_path: Path) -> None:
+    now = [1000.0]
+    telemetry = Telemetry("copying", sources=["database"], sinks=["lake"], clock=lambda: now[0])
+    columns = {"id": "int64"}
+    telemetry.looks = Looks(schemas=lambda: {"/orders": dict(columns)})
+    telemetry.publish(tmp_path)
+    telemetry.state("pipeline", HealthStatus.healthy())
+    telemetry.tables("database", {"public.orders": TableState("seeding", rows=0, estimate=2000)})
+    telemetry._history.take()
+    now[0] += 10
+    telemetry.tables("database", {"public.orders": TableState("seeding", rows=500, estimate=2000)})
+    columns["note"] = "string"
+    telemetry._history.take()
+    with serve_all([tmp_path], "127.0.0.1", 0, None) as server:
+        browser.get("about:blank")
+        browser.get(server.url)
+        until(lambda: script(browser, "return document.querySelectorAll('.panel').length") == len(PANELS))
+        until(lambda: "500 of 2,000" in text(browser, "tables"))
+        assert "30 s" in text(browser, "tables"), "at this pace the rest takes as long"
+        bar = "const p = document.querySelector('#panel-tables progress'); return [p.value, p.max]"
+        assert script(browser, bar) == [500, 2000]
+        assert "/orders: 2 columns, 1 change" in text(browser, "schemas")
+        assert "+ note string" in script(browser, "return document.getElementById('panel-schemas').textContent")
+    telemetry.close()
 
 
 def test_one_table_of_many_is_found_by_its_name_or_state(browser: Any, many: str) -> None:

@@ -14,20 +14,23 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
+import pyarrow as pa
 import pytest
 
 from console_pipeline import TOKEN, Running, until
 from penstock.config import Secret
 from penstock.errors import CODES, ConfigError
 from penstock.runtime.commands import TablesOf, chosen_tables, read_audit
+from penstock.runtime.messages.replay import having, parse_where
 from penstock.runtime.telemetry import Telemetry
 from penstock.runtime.telemetry.ports import listening
 from penstock.tables import Requests, TableState
 from penstock.web import serve_all, server
-from penstock.web.watched import Fleet, Watched, hidden
+from penstock.web.watched import Fleet, Watched, _letters, hidden
 
 pytestmark = pytest.mark.processes
 
@@ -365,6 +368,28 @@ def test_letters_are_dropped_as_the_command_line_does_it(running: Running, one: 
     assert code == 200
     assert answer["said"][0].startswith("drop ")
     assert read_audit(running.directory / "state")[0]["action"] == "letters drop"
+
+
+def test_a_group_of_letters_is_all_that_its_buttons_choose() -> None:
+    rows = [
+        ("/a", "PEN-3001", "json.syntax", None, 1),
+        ("/a", "PEN-3001", "json.type", None, 1),
+        ("/a", "PEN-3001", "json.type", "lake", 2),
+        ("", "PEN-3001", "source", None, 1),
+    ]
+    names = ["topic", "code", "rule", "sink", "attempt"]
+    letters = pa.table({name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)})
+    store: Any = SimpleNamespace(chosen=lambda where: (letters, []), newest=lambda count, where: [])
+    groups = _letters(store)["groups"]
+    assert [(group["rule"], group["count"]) for group in groups] == [
+        ("json.type", 2),
+        ("source", 1),
+        ("json.syntax", 1),
+    ]
+    assert (groups[0]["sinks"], groups[0]["attempt"]) == (["lake"], 2)
+    for group in groups:
+        where = parse_where([f"{name}={group[name]}" for name in ("topic", "code", "rule")])
+        assert having(letters, where).sum() == group["count"]
 
 
 def test_letters_of_a_named_sink_are_shown_as_well(tmp_path: Path) -> None:

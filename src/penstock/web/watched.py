@@ -7,7 +7,6 @@ import os
 import re
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -212,15 +211,25 @@ def _line(id: str, status: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _letters(store: Store) -> Json:
+    """How many open letters there are of each kind, and the newest. A kind is what an action can choose, and no less."""
     letters, _ = store.chosen({})
-    names = ("topic", "code", "rule", "attempt")
-    counts = Counter(zip(*(letters.column(name).to_pylist() for name in names), strict=True))
+    names = ("topic", "code", "rule")
+    about = zip(*(letters.column(name).to_pylist() for name in (*names, "sink", "attempt")), strict=True)
+    groups: dict[tuple[str, ...], list[tuple[str | None, int]]] = {}
+    for *kind, sink, attempt in about:
+        groups.setdefault(tuple(kind), []).append((sink, attempt))
+    found = [
+        {
+            **dict(zip(names, kind, strict=True)),
+            "sinks": sorted({sink for sink, _ in each if sink is not None}),
+            "attempt": max(attempt for _, attempt in each),
+            "count": len(each),
+        }
+        for kind, each in groups.items()
+    ]
     return {
         "open": letters.num_rows,
-        "groups": [
-            {**dict(zip(names, group, strict=True)), "count": count}
-            for group, count in sorted(counts.items(), key=lambda each: (-each[1], repr(each[0])))
-        ],
+        "groups": sorted(found, key=lambda each: (-each["count"], each["topic"], each["code"], each["rule"])),
         "samples": [plain(letter, state) for letter, state in store.newest(SAMPLES, {})],
     }
 

@@ -34,7 +34,7 @@ function size(n) {
 }
 function secs(s) {
   if (s === null || s === undefined) return "–";
-  if (s < 1) return Math.round(s * 1000) + " ms";
+  if (s < 1) return (s && s < .01 ? (s * 1000).toFixed(1) : Math.round(s * 1000)) + " ms";
   if (s < 90) return s.toFixed(s < 10 ? 1 : 0) + " s";
   const minutes = Math.floor(s / 60);
   return minutes < 90 ? minutes + " min" : minutes < 2880 ? (minutes / 60).toFixed(1) + " h" : (minutes / 1440).toFixed(1) + " d";
@@ -305,9 +305,9 @@ function drawLetters(id, letters) {
   panel("letters", "Dead letters", "wide", letters, () => letters.counting ? make("p", { class: "quiet" }, "Being counted …") : letters.error ? make("p", {}, letters.error, letters.hint ? make("span", { class: "quiet" }, " → " + letters.hint) : null) : !letters.open ? make("p", { class: "quiet" }, "No open dead letters.") : [
     make("div", { class: "buttons" }, action(id, "Replay all", "Replay all dead letters?", "They go through the pipeline again, exactly once. One that fails again has one more attempt.", { action: "replay", where: {} }, "act"),
       action(id, "Drop all", "Drop all dead letters?", "They are not shown and not replayed any more.", { action: "drop", where: {} })),
-    table([{ n: "letters" }, "topic", "code", "rule", { n: "attempt" }, "actions"], letters.groups.map((g) => [{ n: count(g.count) }, g.topic, make("a", { href: "#/errors/" + g.code }, g.code), g.rule, { n: g.attempt },
-      make("div", { class: "buttons" }, action(id, "replay", `Replay ${g.count} letters of ${g.topic || "no topic"}?`, `Those with ${g.code} go through the pipeline again.`, { action: "replay", where: { topic: g.topic, code: g.code } }),
-        action(id, "drop", `Drop ${g.count} letters of ${g.topic || "no topic"}?`, `Those with ${g.code} are not shown and not replayed any more.`, { action: "drop", where: { topic: g.topic, code: g.code } }))])),
+    table([{ n: "letters" }, "topic", "code", "rule", "refused by", { n: "attempt" }, "actions"], letters.groups.map((g) => [{ n: count(g.count) }, g.topic, make("a", { href: "#/errors/" + g.code }, g.code), g.rule, g.sinks.join(", "), { n: g.attempt },
+      make("div", { class: "buttons" }, action(id, "replay", `Replay ${many(g.count, "letter")} of ${g.topic || "no topic"}?`, `Those with ${g.code} ${g.rule} go through the pipeline again.`, { action: "replay", where: { topic: g.topic, code: g.code, rule: g.rule } }),
+        action(id, "drop", `Drop ${many(g.count, "letter")} of ${g.topic || "no topic"}?`, `Those with ${g.code} ${g.rule} are not shown and not replayed any more.`, { action: "drop", where: { topic: g.topic, code: g.code, rule: g.rule } }))])),
     make("h3", {}, "Samples"), letters.samples.map((s, i) => make("details", { "data-key": "letter" + i }, make("summary", {}, `${s.source}/${s.stream} → ${s.topic}, epoch ${s.epoch}: ${s.reason}`), make("pre", {}, typeof s.payload === "string" ? s.payload : JSON.stringify(s.payload, null, 1))))],
     letters.open ? count(letters.open) : "");
 }
@@ -364,8 +364,14 @@ async function refresh() {
     by("unlock").hidden = !lockable;
     by("unlock").textContent = writable ? "Lock" : "Unlock actions";
     await (page === "" ? showAll() : page.startsWith("errors") ? showErrors(page.split("/")[1]) : showPipeline(page));
+    document.body.classList.remove("lost");
     if (by("link").dataset.lost) { delete by("link").dataset.lost; say("connected again"); }
-  } catch (error) { by("link").dataset.lost = "1"; say(error.message === "Failed to fetch" ? "not reachable: what you see is the last that was known" : error.message, true); }
+  } catch (error) {
+    by("link").dataset.lost = "1";
+    document.body.classList.add("lost");
+    if (!view) by("main").replaceChildren(make("p", { class: "quiet" }, error.message));
+    say(error.message === "Failed to fetch" ? "not reachable: what you see is the last that was known" : error.message, true);
+  }
   if (mine === turn) setTimeout(() => { if (mine === turn) document.hidden ? wait() : refresh(); }, EVERY_MS);
 }
 const wait = () => document.addEventListener("visibilitychange", refresh, { once: true });

@@ -398,6 +398,9 @@ def test_a_dead_letter_that_would_be_html_is_shown_as_it_came(page: Any) -> None
     script(page, "document.querySelectorAll('#panel-letters details').forEach((each) => { each.open = true; })")
     assert script(page, "return document.querySelectorAll('main img, main script').length") == 0
     assert script(page, "return window.pwned") is None
+    assert "sensors/readings → /readings at readings@" in text(page, "letters"), (
+        "where it came from, as `dlq show` says it"
+    )
 
 
 CAPTURE = """

@@ -249,7 +249,7 @@ function draw(id, status, detail) {
     const units = [["lag_rows", short, "rows"], ["lag_bytes", size, "bytes"]].map(([field, format, unit]) => [points(field), format, unit]).filter(([p]) => p.some((each) => each[1] !== null));
     return units.length ? units.map(([p, format, unit]) => chart([{ name: units.length > 1 || unit === "rows" ? unit + " behind" : "", kind: "one", points: p }], format, `Lag over time, in ${unit}`)) : make("p", { class: "quiet" }, "No source of this pipeline tells its lag.");
   }, sources.filter(([, s]) => s.lag !== null).map(([n, s]) => `${n} ${lag(s)}`).join(" · "));
-  panel("latency", "Commit to visible, oldest row", "", rows.length && rows[rows.length - 1], () => chart([{ kind: "one", points: points("latency") }], secs, "Latency over time"), secs(status.latency_secs));
+  panel("latency", "Commit to visible, oldest row", "", rows.length && rows[rows.length - 1], () => points("latency").some((p) => p[1] !== null) ? chart([{ kind: "one", points: points("latency") }], secs, "Latency over time") : make("p", { class: "quiet" }, "No row has told its time yet: copied and generated rows carry none."), secs(status.latency_secs));
   panel("epochs", "Epochs", "wide", epochs.slice(-60), () => timeline(epochs), status.epoch ? `epoch ${status.epoch.number}: ${status.epoch.phase} for ${secs(status.epoch.secs)}` : ended ? "" : "idle");
 
   const journals = sources.filter(([, s]) => "journal_bytes" in s.own);
@@ -308,7 +308,7 @@ function drawLetters(id, letters) {
     table([{ n: "letters" }, "topic", "code", "rule", "refused by", { n: "attempt" }, "actions"], letters.groups.map((g) => [{ n: count(g.count) }, g.topic, make("a", { href: "#/errors/" + g.code }, g.code), g.rule, g.sinks.join(", "), { n: g.attempt },
       make("div", { class: "buttons" }, action(id, "replay", `Replay ${many(g.count, "letter")} of ${g.topic || "no topic"}?`, `Those with ${g.code} ${g.rule} go through the pipeline again.`, { action: "replay", where: { topic: g.topic, code: g.code, rule: g.rule } }),
         action(id, "drop", `Drop ${many(g.count, "letter")} of ${g.topic || "no topic"}?`, `Those with ${g.code} ${g.rule} are not shown and not replayed any more.`, { action: "drop", where: { topic: g.topic, code: g.code, rule: g.rule } }))])),
-    make("h3", {}, "Samples"), letters.samples.map((s, i) => make("details", { "data-key": "letter" + i }, make("summary", {}, `${s.source}/${s.stream} → ${s.topic}, epoch ${s.epoch}: ${s.reason}`), make("pre", {}, typeof s.payload === "string" ? s.payload : JSON.stringify(s.payload, null, 1))))],
+    make("h3", {}, "Samples"), letters.samples.map((s, i) => make("details", { "data-key": "letter" + i }, make("summary", {}, `${s.source}/${s.stream}${s.topic ? " → " + s.topic : ""}${s.offset ? " at " + s.offset.partition + "@" + s.offset.value : ""}, epoch ${s.epoch}: ${s.reason}`), make("pre", {}, typeof s.payload === "string" ? s.payload : JSON.stringify(s.payload, null, 1))))],
     letters.open ? count(letters.open) : "");
 }
 

@@ -12,7 +12,7 @@ import pytest
 from penstock import failpoints
 from penstock.errors import ConfigError, ConnectorError, FatalError, Fenced, RetryableError, SchemaError
 from penstock.pipeline.routing import Router
-from penstock.runtime.epochs import EpochLoop, State, forget, reset, restage
+from penstock.runtime.epochs import EpochLoop, State, commit, forget, reset, restage
 from penstock.runtime.epochs import sweep as protocol
 from penstock.runtime.task import run_task, run_work
 from penstock.sink import SinkConnectorCapabilities, Task
@@ -455,6 +455,38 @@ def test_an_epoch_that_was_fenced_is_not_taken_for_committed_when_it_is_staged_a
             copy.step()
         copy.state.close()
     assert run.ids("/a") == run.ids("/b") == [0, 1]
+
+
+@pytest.mark.parametrize("starts", [False, True], ids=["while it runs", "when it starts"])
+def test_what_a_run_has_committed_elsewhere_before_it_was_fenced_is_not_doubled_by_the_other(
+    tmp_path, starts, monkeypatch
+):
+    run = Run(tmp_path)
+    run.step(count=1)
+    shutil.copytree(run.path / "state", run.path / "copy")
+    winner, loser = run.loop(), run.loop(state="copy")
+    winner.max_epoch_rows, loser.max_epoch_rows = 1, 4
+    failpoints.arm("prepare.after=fail")
+    with pytest.raises(RetryableError):
+        loser.step()
+    failpoints.arm(None)
+    winner.step()  # its epoch 2 has a row of `/a` alone, and that of the other run two of each
+    monkeypatch.setattr(
+        commit, "sorted", lambda all, key=None: sorted(all, key=key, reverse=key is None), raising=False
+    )
+    with pytest.raises(Fenced, match="other ranges"):
+        loser.step()
+    monkeypatch.undo()
+    assert (run.ids("/a"), run.ids("/b")) == ([0, 1], [0, 1, 2])
+    for loop in (loser, winner) if starts else (loser,):
+        loop.state.close()
+    for _ in range(2):
+        with pytest.raises(
+            Fenced, match="PEN-5008 sink 'lake' holds an epoch 2 of /b of other ranges than this run has"
+        ):
+            run.step() if starts else winner.step()
+    winner.state.close()
+    assert run.ids("/b") == [0, 1, 2]
 
 
 def test_a_try_that_fails_while_another_run_commits_its_number_is_fenced(run, monkeypatch):

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from penstock import failpoints
 from penstock.durable import Json
-from penstock.errors import ConnectorError, FatalError, PlanStale, StagingLost
+from penstock.errors import ConnectorError, FatalError, Fenced, PlanStale, StagingLost
 from penstock.runtime.epochs.contexts import Contexts
 from penstock.runtime.epochs.manifest import Manifest
 from penstock.runtime.epochs.state import State
@@ -246,6 +246,9 @@ class Commits:
         last = {commit.name: commit for commit in commits}
 
         def run(commit: _Commit) -> None:
+            commit.error = next((each.error for each in commits if isinstance(each.error, Fenced)), None)
+            if commit.error is not None:  # what a run commits that is fenced elsewhere is in the way of the other one
+                return
             commit.run(*ends[bool(commit.work) and commit.topic is not None])
             if commit.error is None and commit is last[commit.name]:
                 failpoints.hit("commit.sink")

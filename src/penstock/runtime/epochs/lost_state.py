@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 from uuid import uuid4
 
-from penstock.errors import ConnectorError, FatalError
+from penstock.errors import ConnectorError, FatalError, Fenced
 from penstock.runtime.epochs.manifest import Held, Manifest, Range
 from penstock.runtime.epochs.state import State
 from penstock.runtime.epochs.wiring import Pair, Wiring
@@ -43,13 +43,23 @@ class Markers:
         markers = self._ask({*pairs, *held})
         for pair in sorted(held & markers.keys()):
             self._check_held(pair, markers[pair])
+        self._refuse_other_runs(markers)
         foreign = {pair: marker for pair, marker in markers.items() if marker and self._is_foreign(pair, marker)}
         if foreign:
             self._take_over(foreign, on_lost)
 
     def check(self, rows_out: Mapping[str, Mapping[Topic, object]]) -> None:
-        """Refuse to commit to a target that was not known at the start and holds another run's epoch."""
-        markers = self._ask({(sink, topic) for sink, topics in rows_out.items() for topic in topics} - self.checked)
+        """
+        Refuse to commit to a target that was not known at the start and holds another run's epoch.
+
+        And to one that the last epoch did not write to: since then another run may have. To the others it cannot: it would
+        have been fenced.
+        """
+        written = {(sink, topic) for sink, topics in rows_out.items() for topic in topics}
+        last = self._state.newest.number - 1 if self._state.newest else 0
+        idle = {(sink, topic) for sink, topic in written if self._held().get(sink, {}).get(topic, ("", 0))[1] < last}
+        self._refuse_other_runs(self._ask({pair for pair in idle & self.checked if self._has_marker(pair)}))
+        markers = self._ask(written - self.checked)
         foreign = {pair: marker for pair, marker in markers.items() if marker and self._is_foreign(pair, marker)}
         if foreign:
             self._take_over(foreign, "stop")
@@ -115,6 +125,33 @@ class Markers:
                 code="PEN-5010",
                 hint=_way_on(topic),
             )
+
+    def _has_marker(self, pair: Pair) -> bool:
+        return pair[0] in self._wiring.sinks and self._wiring.sinks[pair[0]].capabilities.exactly_once
+
+    def _refuse_other_runs(self, markers: Mapping[Pair, CommittedEpoch | None]) -> None:
+        """
+        Refuse an epoch of this incarnation that was committed with other ranges than ours of the number.
+
+        A run on a copy of the state directory is fenced by the first target that holds our epoch; to one that our epoch had
+        no rows for it may have committed before.
+        """
+        identity, own = self._state.identity, dict[int, Manifest | None]()
+        for (sink, topic), marker in sorted(markers.items()):
+            if marker is None or marker.incarnation != identity.incarnation or self._state.newest is None:
+                continue
+            if marker.number not in own:
+                newest = self._state.newest
+                own[marker.number] = newest if marker.number == newest.number else self._state.load(marker.number)
+            manifest = own[marker.number]
+            is_ours = manifest is None or manifest.state != "committed" or same_ranges(marker.end, manifest.edges())
+            if not is_ours:
+                raise Fenced(
+                    f"sink {sink!r} holds an epoch {marker.number} of {topic} of other ranges than this run has committed: "
+                    "another run, on a copy of the state directory, wrote it before it was stopped",
+                    hint="restore the target as it was before that; or delete it, `penstock offsets forget FILE "
+                    f"{topic}`, and have a captured table copied again: `penstock tables resync`",
+                )
 
     def _is_foreign(self, pair: Pair, marker: CommittedEpoch) -> bool:
         """True if the marker is not one that this state knows."""

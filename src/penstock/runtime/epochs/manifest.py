@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from penstock.durable import Json
-from penstock.sink import Topic, WriteResult
+from penstock.sink import ABOUT, Topic, WriteResult
 
 Held = dict[str, dict[Topic, tuple[str, int]]]
 """Per sink and topic an incarnation and a number; an empty incarnation is the one whose state this is."""
@@ -94,6 +94,12 @@ class Manifest(BaseModel):
             for topic, rows in topics.items():
                 written[sink, topic] = written.get((sink, topic), WriteResult()) + WriteResult(records_discarded=rows)
         return written
+
+    def edges(self) -> dict[str, Json]:
+        """Where its ranges end and begin, as markers keep it."""
+        ends: dict[str, Json] = {source: span.end for source, span in self.ranges.items()}
+        ends[ABOUT] = {"start": {source: span.start for source, span in self.ranges.items()}}
+        return ends
 
     def held_before(self) -> list[tuple[str, Topic, str, int]]:
         """

@@ -240,6 +240,7 @@ def test_what_others_began_before_is_refused(make, target, other, monkeypatch):
 
 
 def test_one_that_loses_the_race_is_begun_anew_and_fails_no_epoch(make, target, monkeypatch, caplog):
+    monkeypatch.setattr(purge, "TRIES", 1)
     sink = make()
     state = fill(sink)
     real = purge.replace_worn
@@ -261,6 +262,27 @@ def test_one_that_loses_the_race_is_begun_anew_and_fails_no_epoch(make, target, 
     assert read(target) == {**state, 90: "15", 1000: "theirs"}
 
 
+def test_other_writers_that_are_as_fast_as_we_do_not_cost_all_of_the_work(make, target, monkeypatch):
+    sink = make()
+    state = fill(sink)
+    real, lost = purge.replace_worn, []
+
+    def late(*given):
+        if len(lost) < 2:
+            lost.append(1000 + len(lost))
+            write_deltalake(str(target), pa.table({"id": lost[-1:], "name": ["theirs"]}), mode="append")
+        real(*given)
+
+    monkeypatch.setattr(purge, "replace_worn", late)
+    for number in range(3, 9):
+        commit(sink, number, upserts({90: str(number)}))
+    assert lost == [1000, 1001]
+    assert len(purged(target)) == 1
+    assert read(target) == {**state, 90: "8", 1000: "theirs", 1001: "theirs"}
+    sink.close()
+    assert not begun(target)
+
+
 def test_a_pipeline_that_ends_leaves_no_half_written_file(make, target):
     sink = make()
     fill(sink)
@@ -277,7 +299,10 @@ def test_what_a_killed_process_has_begun_goes_after_the_first_epoch_of_the_next(
     sink = make()
     commit(sink, 3, upserts({97: "three"}))
     assert left not in begun(target)
-    # The old process only seemed dead: it sees that another one has gone on.
+    (right,) = begun(target)
+    # The old process only seemed dead: it removes nothing of another one's, and sees that this has gone on.
+    killed.target(ORDERS).upkeep._purges._stop(epoch(2))
+    assert begun(target) == {right}
     killed.commit_epoch(epoch(2), [], END)
     killed.target(ORDERS).upkeep.run(epoch(2), killed.target(ORDERS).load())
     for number in range(4, 9):

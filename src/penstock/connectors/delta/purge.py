@@ -47,6 +47,9 @@ PART_BYTES = 8 << 20
 FEWEST_PARTS = 10
 """Where few rows change, a part comes after this many epochs at the latest."""
 
+TRIES = 5
+"""How often the last step gives way to another writer before all is begun anew."""
+
 _PIECE_ROWS = 1 << 16
 _BUFFER_BYTES = 4 << 20
 _PURGER = Task(99_997)
@@ -196,10 +199,9 @@ class Purges:
         if self._now is not None and not _still_fits(self._now, there, schema):
             self._stop(epoch)
         if self._now is None:
-            if (
-                not self._is_swept
-            ):  # after a commit of ours: no other process of this pipeline can use what it has begun
+            if not self._is_swept:  # after a commit of ours, no earlier process can use what it has begun
                 self._sweep(epoch)
+                self._is_swept = True
             files = sorted(self._files_to_begin(table), key=lambda file: file.path)
             self._next = []
             if not files:
@@ -209,23 +211,40 @@ class Purges:
         done, is_last = self._now.advance(_part(self._now.files))
         self._due_rows -= done
         if is_last:
-            made = self._now.finish(there)
+            self._replace(self._now, epoch)
+            self._stop(epoch)
+
+    def _replace(self, purge: Purge, epoch: Epoch) -> None:
+        """Each try with the newest version: other writers may be as fast."""
+        for tries_left in reversed(range(TRIES)):
+            table = self.target.load()
+            if table is None or not _is_ours(table, epoch):
+                return
+            there = {file.path: file for file in self.target.known.log_of(table).files()}
+            if not _still_fits(purge, there, delta_schema(self.target.topic, table.columns())):
+                return
+            made = purge.finish(there)
             if made is None:
                 self._odd.update(self.target.known.busy)
+                return
+            try:
+                replace_worn(table, made[0], [file.path for file in purge.files], made[1])
+            except FileExistsError:
+                if not tries_left:
+                    raise
             else:
-                replace_worn(table, made[0], [file.path for file in self._now.files], made[1])
                 self._dead = table.entries.dead_rows()
-            self._stop(epoch)
+                return
 
     def _stop(self, epoch: Epoch) -> None:
         """Put away what is in hand, and remove it but for what the table names by now."""
-        now, self._now, self._is_swept = self._now, None, False
+        now, self._now = self._now, None
         self.target.known.busy = set()
         if now is not None:
             now.abandon()
-        self._sweep(epoch)
+            self._sweep(epoch, now.stage.stem)  # nothing else: another process may have gone on
 
-    def _sweep(self, epoch: Epoch) -> None:
+    def _sweep(self, epoch: Epoch, stem: str = "") -> None:
         live: set[str] | None = None
 
         def is_kept(_: Topic, place: Place) -> bool:
@@ -233,8 +252,7 @@ class Purges:
             live = self.target.live_files(epoch.pipeline) if live is None else live
             return place.name in live
 
-        lists.sweep(self.target.root, _own(epoch), is_kept, only=self.target.topic)
-        self._is_swept = True
+        lists.sweep(self.target.root, _own(epoch), is_kept, stem, only=self.target.topic)
 
     def _stage(self, epoch: Epoch) -> Stage:
         sink = self.target.sink

@@ -48,7 +48,7 @@ FEWEST_PARTS = 10
 """Where few rows change, a part comes after this many epochs at the latest."""
 
 TRIES = 5
-"""How often the last step gives way to another writer before all is begun anew."""
+"""How often the last step gives way to another writer before all of it is begun again."""
 
 _PIECE_ROWS = 1 << 16
 _BUFFER_BYTES = 4 << 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -354,26 +355,42 @@ def dead_letters(
 def each_schema(context: typer.Context) -> None:
     from penstock.cli import schemas
     from penstock.runtime.commands import is_running
+    from penstock.runtime.epochs import State
 
     def loaded(file: Path | None) -> tuple[Registry, list[schemas.SchemaFile]]:
         pipeline = load(file)
+        if pipeline.processing.state_store is not None:  # the embedded registry is a part of the state
+            state = State.of(pipeline)
+            if "register" in context.args:
+                state.open()
+                stack.callback(state.close)
+                stack.callback(state.record)
+            else:
+                state.peek()
         return pipeline.schemas.registry.make(pipeline.processing.state_dir), schemas.entries_of(pipeline.schemas)
 
     def runs(file: Path | None) -> bool:
         return is_running(load(file).processing.state_dir)
 
-    schemas.make_app(loaded, stdout, runs)(context.args, prog_name="penstock schemas")
+    with contextlib.ExitStack() as stack:
+        schemas.make_app(loaded, stdout, runs)(context.args, prog_name="penstock schemas")
 
 
 @app.command()
 def pack(
     file: File = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The archive to write.")] = Path("environment.tar.gz"),
+    more: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with", metavar="PACKAGE", help="An installed package that your own modules need; may be repeated."
+        ),
+    ] = None,
 ) -> None:
     """Pack what executors need into one archive, which Spark takes to them: for a cluster without Penstock."""
     from penstock.spark.pack import pack
 
-    packed = pack(output, load(file))
+    packed = pack(output, load(file), more or [])
     console = stdout()
     console.print(f"{output}: {output.stat().st_size / 1e6:,.0f} MB with {', '.join(packed)}", soft_wrap=True)
     console.print(
@@ -410,7 +427,7 @@ def _earlier(pipeline: Pipeline) -> str:
     """What earlier runs left, for the status of a run that committed nothing."""
     from penstock.runtime.epochs import State
 
-    newest = State(pipeline.processing.state_dir, pipeline.name).peek().newest
+    newest = State.of(pipeline).peek().newest
     return f"earlier runs: epoch {newest.number} is {newest.state}" if newest is not None else ""
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import io
 import sys
 import tarfile
-from collections.abc import Iterable, Iterator
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, packages_distributions
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -33,9 +33,15 @@ exec %s "$@"
 """
 
 
-def pack(output: Path, pipeline: Pipeline | None = None) -> list[str]:
-    """Write the archive; gives the names and versions of what is in it. Without a pipeline: for every installed connector."""
-    found = {canonicalize_name(each.name): each for each in _needed(_extras(pipeline))}
+def pack(output: Path, pipeline: Pipeline | None = None, more: Sequence[str] = ()) -> list[str]:
+    """
+    Write the archive; gives the names and versions of what is in it. Without a pipeline: for every installed connector.
+
+    `more` are installed packages that modules of the user's own need.
+    """
+    wanted = [("penstock", extra) for extra in ("", *sorted(_extras(pipeline)))]
+    wanted += [(name, "") for name in (*_of_others(pipeline), *map(_installed, more))]
+    found = {canonicalize_name(each.name): each for each in _needed(wanted)}
     with tarfile.open(output, "w:gz", compresslevel=1) as archive:
         python = f"python{sys.version_info.major}.{sys.version_info.minor}"
         _add(archive, "bin/python", (_PYTHON % python).encode(), 0o755)
@@ -61,10 +67,29 @@ def _extras(pipeline: Pipeline | None) -> set[str]:
     return {BUILT_IN[name].extra for name in names if name in BUILT_IN and BUILT_IN[name].extra}
 
 
-def _needed(extras: set[str]) -> Iterator[Distribution]:
-    """The installed packages that Penstock with these extras needs, each once."""
+def _of_others(pipeline: Pipeline | None) -> set[str]:
+    """The installed packages that connectors of others come from; a module beside the file is none, and travels by itself."""
+    connectors = [] if pipeline is None else [*pipeline.sources.values(), *pipeline.sinks.values()]
+    modules = {type(each).__module__.partition(".")[0] for each in connectors} - {"penstock"}
+    known = packages_distributions() if modules else {}
+    return {name for module in modules for name in known.get(module, ())}
+
+
+def _installed(name: str) -> str:
+    try:
+        return distribution(name).name
+    except PackageNotFoundError:
+        raise ConfigError(
+            f"the package {name} is not installed here, so it cannot be packed",
+            code="PEN-1007",
+            hint=f"pip install {name}; the name is that of the package, which may differ from what is imported",
+        ) from None
+
+
+def _needed(wanted: Sequence[tuple[str, str]]) -> Iterator[Distribution]:
+    """These installed packages, each with an extra, and all that they need, each once; Penstock itself is packed apart."""
     seen: set[tuple[str, str]] = set()
-    waiting = [("penstock", extra) for extra in ("", *sorted(extras))]
+    waiting = [(canonicalize_name(name), extra) for name, extra in wanted]
     while waiting:
         name, extra = waiting.pop()
         if (name, extra) in seen or name in OF_SPARK:
@@ -77,10 +102,10 @@ def _needed(extras: set[str]) -> Iterator[Distribution]:
                 raise ConfigError("penstock is not installed as a package here", code="PEN-1007") from None
             continue  # an extra that is not installed
         for text in found.requires or ():
-            wanted = Requirement(text)
-            if wanted.marker is None or wanted.marker.evaluate({"extra": extra}):
-                key = canonicalize_name(wanted.name)
-                waiting += [(key, each) for each in ("", *sorted(wanted.extras))]
+            required = Requirement(text)
+            if required.marker is None or required.marker.evaluate({"extra": extra}):
+                key = canonicalize_name(required.name)
+                waiting += [(key, each) for each in ("", *sorted(required.extras))]
         if name != "penstock" and not extra:
             yield found
 

@@ -61,6 +61,8 @@ class Needs:
             secrets += secrets_of(each.config)
             if (root := _root(each)) is not None:
                 directories[str(root)] = f"{kind} {name!r}"
+        if any(route.streaming for route in pipeline.router.effective):  # its tasks keep their state there
+            directories[str(_made(pipeline.processing.state_dir))] = "the state of streaming routes"
         return cls(
             tuple(modules.items()),
             tuple(sorted({secret.env for secret in secrets if secret.env})),
@@ -87,7 +89,12 @@ def _root(connector: Connector[Any]) -> Path | None:
     if not isinstance(path, str | Path) or "://" in str(path).removeprefix("file://"):
         return None
     fixed = re.split(r"[*?\[{]", str(path).removeprefix("file://"), maxsplit=1)[0]
-    whole = Path(os.path.abspath(fixed if fixed == str(path) else fixed.rpartition("/")[0] or "/"))
+    return _made(Path(fixed if fixed == str(path) else fixed.rpartition("/")[0] or "/"))
+
+
+def _made(path: Path) -> Path:
+    """The path, or the nearest directory above it that is there."""
+    whole = Path(os.path.abspath(path))
     return next(each for each in (whole, *whole.parents) if each.is_dir())
 
 

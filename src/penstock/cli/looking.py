@@ -134,7 +134,7 @@ class Looks:
         """Which topics a run would start with although a target cannot have all their columns."""
         with contextlib.suppress(ConnectorError):
             codecs = Codecs(self.pipeline.schemas, self.pipeline.processing.state_dir)
-            newest = State(self.pipeline.processing.state_dir, self.pipeline.name).peek().newest
+            newest = State.of(self.pipeline).peek().newest
             if newest is not None and newest.versions:
                 return lives_with(self.pipeline, newest.versions, codecs.versions_unregistered())
         return lambda target: False
@@ -142,7 +142,7 @@ class Looks:
     def _inferred(self) -> dict[Topic, pa.Schema]:
         """The columns that the messages of earlier runs had, where the format finds them."""
         with contextlib.suppress(ConnectorError):
-            newest = State(self.pipeline.processing.state_dir, self.pipeline.name).peek().newest
+            newest = State.of(self.pipeline).peek().newest
             return {topic: unpack_schema(text) for topic, text in newest.columns.items()} if newest else {}
         return {}
 

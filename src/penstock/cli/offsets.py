@@ -40,7 +40,7 @@ def _show(file: File = None, json: Annotated[bool, typer.Option("--json", help="
     from penstock.runtime.epochs import State
 
     pipeline = load(file)
-    show(pipeline, State(pipeline.processing.state_dir, pipeline.name).peek(), stdout(), json)
+    show(pipeline, State.of(pipeline).peek(), stdout(), json)
 
 
 @app.command("reset")
@@ -77,7 +77,7 @@ def _reset(
     question = f"The next run of {pipeline.name} will read every source from its beginning. Go on?"
     if not yes and not typer.confirm(question):
         raise typer.Exit(1)
-    reset(pipeline.processing.state_dir, pipeline.name)
+    reset(pipeline.processing.state_dir, pipeline.name, pipeline.processing.state_place)
     print("a new incarnation begins with the next run; empty the targets first, or they will hold the rows twice")
 
 
@@ -111,7 +111,7 @@ def _restage(
     from penstock.runtime.epochs import State
 
     pipeline = load(file)
-    restage(State(pipeline.processing.state_dir, pipeline.name).peek(), without or [], yes)
+    restage(State.of(pipeline).peek(), without or [], yes)
 
 
 @app.command("forget")
@@ -131,7 +131,7 @@ def _forget(words: Words = None, yes: Yes = False) -> None:
     )
     if not yes and not typer.confirm(question):
         raise typer.Exit(1)
-    for sink, topic in forget(pipeline.processing.state_dir, pipeline.name, named):
+    for sink, topic in forget(pipeline.processing.state_dir, pipeline.name, named, pipeline.processing.state_place):
         print(f"the next run takes {topic} in sink {sink!r} as it is")
 
 
@@ -181,7 +181,7 @@ def restage(state: State, without: Sequence[str], yes: bool) -> None:
         )
         if rows and not yes and not typer.confirm(question):
             raise typer.Exit(1)
-    manifest = epochs.restage(state.directory, state.pipeline, without)
+    manifest = epochs.restage(state.directory, state.pipeline, without, state.place)
     if manifest.state == "planned":
         print(f"the next run reads epoch {manifest.number} by the schemas that the file asks for then")
         return

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
+from penstock import store
 from penstock.config import Config, Secret
 from penstock.pipeline.routing import OnError, Route
 from penstock.schema.compatibility import Compatibility
 from penstock.schema.evolution import Policy
 from penstock.schema.registry.versions import VersionStrategy
+from penstock.store import Place, StorageOptions
 
 
 class Processing(Config):
     """The `[processing]` section; every key has a default."""
 
     state_dir: Path = Path("state")
-    """Directory of manifests, journals and the lock. Relative to the pipeline file."""
+    """
+    Directory of manifests, journals and the lock. Relative to the pipeline file. An address in an object store, such as
+    `s3://bucket/orders`, is taken as `state_store`.
+    """
+
+    state_store: str | None = Field(default=None, min_length=1)
+    """
+    Address in an object store of all that must outlive this machine: `state_dir` is then a copy to work in, made again
+    wherever the pipeline starts.
+    """
+
+    state_options: StorageOptions = Field(default_factory=dict)
+    """How the store of `state_store` is reached, by the names of [object stores](object-stores.md#options)."""
 
     checkpoint: bool = True
     """Keep manifests. Without them a restart reads everything again, and exactly-once is refused."""
@@ -89,6 +103,33 @@ class Processing(Config):
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severity that is logged."""
+
+    @property
+    def state_place(self) -> Place | None:
+        """Where the state is kept if that is not a disk."""
+        return _place_of(self)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _address_is_a_store(cls, given: Any) -> Any:
+        where = given.get("state_dir") if isinstance(given, dict) else None
+        if not isinstance(where, str) or "://" not in where:
+            return given
+        if given.get("state_store") is not None:
+            raise ValueError("give the address as `state_store`, and as `state_dir` the directory of its copy")
+        return {**{name: value for name, value in given.items() if name != "state_dir"}, "state_store": where}
+
+    @field_validator("state_store")
+    @classmethod
+    def _is_an_address(cls, where: str | None) -> str | None:
+        if where is not None and where.partition("://")[0] not in store.SCHEMES:
+            schemes = ", ".join(f"{each}://" for each in store.SCHEMES)
+            raise ValueError(f"give an address that begins with one of {schemes}, or name a directory as `state_dir`")
+        return where
+
+
+def _place_of(processing: Processing) -> Place | None:
+    return None if processing.state_store is None else store.at(processing.state_store, processing.state_options)
 
 
 class TelemetryOptions(Config):

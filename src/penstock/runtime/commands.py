@@ -206,7 +206,7 @@ def _ask_for_tables(pipeline: Pipeline, verb: Verb, names: Sequence[str], said: 
 
 def table_sources(pipeline: Pipeline, only: str = "") -> list[TablesOf]:
     """The sources that have tables, or one of them, each with what its newest position says of them."""
-    state = State(pipeline.processing.state_dir, pipeline.name).peek()
+    state = State.of(pipeline).peek()
     found = [
         TablesOf(
             name,

@@ -41,7 +41,7 @@ def moves(pipeline: Pipeline, to: str, names: Sequence[str] = ()) -> list[Move]:
 
     Each source is asked whether it can still be read from there. Changes nothing.
     """
-    state = State(pipeline.processing.state_dir, pipeline.name).peek()
+    state = State.of(pipeline).peek()
     newest = _committed(state)
     unknown = [name for name in names if name not in pipeline.sources]
     if unknown:
@@ -68,7 +68,7 @@ def moves(pipeline: Pipeline, to: str, names: Sequence[str] = ()) -> list[Move]:
 
 def move(pipeline: Pipeline, moved: Sequence[Move]) -> None:
     """Begin a new incarnation that goes on from there; sources that are not named stay where they are."""
-    state = State(pipeline.processing.state_dir, pipeline.name)
+    state = State.of(pipeline)
     state.open()
     try:
         newest = _committed(state)

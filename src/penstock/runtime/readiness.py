@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from penstock import store as stores
 from penstock.durable import disk_errors
 from penstock.errors import ConfigError, FatalError
 from penstock.pipeline import Pipeline
@@ -48,20 +49,24 @@ def state_directory(pipeline: Pipeline) -> str:
     with disk_errors(directory):
         if directory.is_dir():
             refuse_foreign(directory)
-        state = State(directory, pipeline.name).peek()
+        place = pipeline.processing.state_place
+        if place is not None:
+            stores.refuse_without_conditions(place)
+        state = State.of(pipeline).peek()
     _positions(pipeline, state)
+    where = directory if place is None else f"{place}, copied to {directory}"
     if runs(pipeline):
-        return f"state in {directory}; the pipeline runs, and a second run is refused until it has ended (PEN-5002)"
+        return f"state in {where}; the pipeline runs, and a second run is refused until it has ended (PEN-5002)"
     if state.fresh or state.newest is None:
-        return f"state in {directory}; no epoch was committed yet"
-    return f"state in {directory}; epoch {state.newest.number} is {state.newest.state}"
+        return f"state in {where}; no epoch was committed yet"
+    return f"state in {where}; epoch {state.newest.number} is {state.newest.state}"
 
 
 def safe_changes(pipeline: Pipeline) -> str:
     """The changes of the file since the last run are safe, see docs/spec/changes.md."""
     if not pipeline.processing.checkpoint:
         return ""
-    state = State(pipeline.processing.state_dir, pipeline.name).peek()
+    state = State.of(pipeline).peek()
     if state.fresh or state.identity.shape is None:
         return ""
     notices = compare_shapes(state.identity.shape, pipeline.shape())

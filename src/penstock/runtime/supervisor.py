@@ -162,7 +162,7 @@ class _Supervisor:
         if not processing.checkpoint:
             directory = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="penstock-")))
             self.lost_state = "start-over"  # what the targets hold of earlier runs is no news
-        state = State(directory, self.pipeline.name)
+        state = State.of(self.pipeline) if processing.checkpoint else State(directory, self.pipeline.name)
         state.open()
         resources.callback(state.close)
         shape = self._compare(state)
@@ -237,7 +237,7 @@ class _Supervisor:
                 self.ranges[name] = source
                 self._open_one(f"source:{name}", source, resources, partial(source.open, context))
             else:
-                ingest = self.ingests[name] = self._ingest(name, source, state.directory / "journal" / name)
+                ingest = self.ingests[name] = self._ingest(name, source, state)
                 known = {
                     edge: value and JournalPosition.model_validate(value) for edge, value in state.edges(name).items()
                 }
@@ -263,7 +263,7 @@ class _Supervisor:
         self.router = replace(self.router, routes=tuple(routes))
         self.contexts.wiring.router = self.router
 
-    def _ingest(self, name: str, source: SourceConnector[Any], journal: Path) -> Ingest:
+    def _ingest(self, name: str, source: SourceConnector[Any], state: State) -> Ingest:
         direct = any(not route.reliable_dispatch for route in self.router.effective)
 
         def reliable(stream: str) -> bool:
@@ -276,13 +276,14 @@ class _Supervisor:
         return Ingest(
             name,
             source,
-            journal,
+            state.directory / "journal" / name,
             self.pipeline.processing,
             on_state=lambda which, health: self.telemetry.state(f"source:{which}", health),
             on_retry=lambda which, error, pause: self.telemetry.retry(f"source:{which}", error, pause),
             reliable=reliable if direct else None,
             unseeded=unseeded,
             lacking=lambda stream: sorted(self.contexts.copies.lacking(name, stream)),
+            record=state.record,
         )
 
     def _caught_up(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -10,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from uuid import uuid4
 
 from pydantic import BaseModel, ValidationError
@@ -18,7 +19,12 @@ from pydantic import BaseModel, ValidationError
 from penstock.durable import InUse, Json, canonical, disk_errors, lock_file, make_directory, write_atomic
 from penstock.errors import ConfigError, FatalError
 from penstock.runtime.epochs.manifest import Identity, Manifest
+from penstock.runtime.epochs.replica import Replica, refuse_copy
 from penstock.sink import Epoch, Topic
+from penstock.store import Place
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
 
 FORMAT = 1
 """Version of everything in the state directory; a newer one is refused."""
@@ -32,13 +38,21 @@ M = TypeVar("M", bound=BaseModel)
 class State:
     """The state directory: one lock, one identity, one manifest per epoch. `open` it before use."""
 
-    def __init__(self, directory: Path, pipeline: str) -> None:
+    def __init__(self, directory: Path, pipeline: str, place: Place | None = None) -> None:
+        """`place`: where in a store the state is kept, of which the directory is then a copy."""
         self.directory = directory
         self.pipeline = pipeline
+        self.place = place
+        self._replica = None if place is None else Replica(place, directory, _holder(pipeline))
         self.newest: Manifest | None = None
         self.fresh = False
         self.identity = Identity(pipeline=pipeline, incarnation=str(uuid4()))
         self._lock: int | None = None
+
+    @classmethod
+    def of(cls, pipeline: Pipeline) -> State:
+        """The state of a pipeline, where its file says that it is."""
+        return cls(pipeline.processing.state_dir, pipeline.name, pipeline.processing.state_place)
 
     def open(self) -> None:
         """Take the lock and read everything; refuses what is corrupt, newer, another pipeline's or in use."""
@@ -47,6 +61,10 @@ class State:
         _close_to_others(self.directory)
         self._lock = _take_lock(self.directory / "lock", self.pipeline)
         try:
+            if self._replica is not None:
+                self._replica.open()
+            else:
+                refuse_copy(self.directory)
             make_directory(self._epochs, private=True)
             self._read()
         except BaseException:
@@ -54,22 +72,40 @@ class State:
             raise
 
     def close(self) -> None:
+        if self._replica is not None:
+            self._replica.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def peek(self) -> State:
-        """Read without the lock, for `status` and `offsets show`."""
+        """Read without the lock, for `status` and `offsets show`; of a state in a store, what is there now."""
+        if self._replica is not None:
+            make_directory(self.directory, private=True)
+            with contextlib.suppress(InUse):  # by a run from here, whose directory is what it has recorded
+                lock = lock_file(self.directory / "lock", "a command that looks at the state")
+                try:
+                    self._replica.fetch()
+                finally:
+                    os.close(lock)
         self._read()
         return self
+
+    def record(self, *always: Path) -> None:
+        """Make durable elsewhere what has changed in the directory, if that is where the state is kept."""
+        if self._replica is not None and self._lock is not None:
+            self._replica.record(*always)
 
     def save_identity(self, **changes: Json) -> None:
         self.identity = self.identity.model_copy(update=changes)
         _store(self.directory / "pipeline.json", self.identity)
+        self.record(self.directory / "pipeline.json")
 
     def save(self, manifest: Manifest) -> Manifest:
         """Make the manifest durable; it replaces the one of the same epoch."""
-        _store(self._epochs / f"{manifest.number:012d}.json", manifest)
+        path = self._epochs / f"{manifest.number:012d}.json"
+        _store(path, manifest)
+        self.record(path)
         self.newest = manifest
         if manifest.state == "committed" and manifest.number % KEPT == 0:
             self._retire(manifest.number - KEPT, keep=manifest.unswept)
@@ -116,6 +152,7 @@ class State:
         # Identity first: after a crash in between, the manifests of another incarnation are set aside when read.
         self.save_identity(incarnation=new, replaces=replaces, adopts=[], resumes=resumes, shape=shape)
         self._set_aside(old)
+        self.record()
         self.newest = resumes
 
     @property
@@ -165,9 +202,9 @@ class State:
                 file.unlink(missing_ok=True)
 
 
-def reset(directory: Path, pipeline: str) -> None:
+def reset(directory: Path, pipeline: str, place: Place | None = None) -> None:
     """`offsets reset`: the next run reads every source from its beginning, in a new incarnation."""
-    state = State(directory, pipeline)
+    state = State(directory, pipeline, place)
     state.open()
     try:
         state.renew()
@@ -175,13 +212,13 @@ def reset(directory: Path, pipeline: str) -> None:
         state.close()
 
 
-def restage(directory: Path, pipeline: str, without: Sequence[Topic] = ()) -> Manifest:
+def restage(directory: Path, pipeline: str, without: Sequence[Topic] = (), place: Place | None = None) -> Manifest:
     """
     `offsets restage`: the next run stages again what the epoch in hand has not committed; gives that epoch.
 
     One that is only planned is bound to versions of schemas: it takes those that the file asks for then.
     """
-    state = State(directory, pipeline)
+    state = State(directory, pipeline, place)
     state.open()
     try:
         newest = state.newest
@@ -203,9 +240,11 @@ def restage(directory: Path, pipeline: str, without: Sequence[Topic] = ()) -> Ma
         state.close()
 
 
-def forget(directory: Path, pipeline: str, topics: Sequence[Topic]) -> list[tuple[str, Topic]]:
+def forget(
+    directory: Path, pipeline: str, topics: Sequence[Topic], place: Place | None = None
+) -> list[tuple[str, Topic]]:
     """`offsets forget`: the next run does not miss what was committed to these topics; gives their targets."""
-    state = State(directory, pipeline)
+    state = State(directory, pipeline, place)
     state.open()
     try:
         newest = state.newest
@@ -274,10 +313,14 @@ def _close_to_others(directory: Path) -> None:
             os.chmod(directory, stat.S_IMODE(found.st_mode) & ~0o022)
 
 
-def _take_lock(path: Path, pipeline: str) -> int:
+def _holder(pipeline: str) -> str:
     since = time.strftime("%Y-%m-%d %H:%M:%S")
+    return f"process {os.getpid()} on {socket.gethostname()} ({pipeline}, since {since})"
+
+
+def _take_lock(path: Path, pipeline: str) -> int:
     try:
-        return lock_file(path, f"process {os.getpid()} on {socket.gethostname()} ({pipeline}, since {since})")
+        return lock_file(path, _holder(pipeline))
     except InUse as other:
         raise FatalError(
             f"{path.parent} is in use by {other.holder}",

@@ -54,16 +54,18 @@ class Ingest:
         reliable: Callable[[str], bool] | None = None,
         unseeded: Callable[[], Sequence[SnapshotTable]] = lambda: (),
         lacking: Callable[[str], Sequence[str]] = lambda stream: (),
+        record: Callable[[], None] = lambda: None,
     ) -> None:
         """
         `reliable` says per stream if its rows need the journal; `unseeded` which tables some target has no copy of, and
-        `lacking` which targets of a stream those are.
+        `lacking` which targets of a stream those are. `record` makes rows durable where more than their disk is asked for.
         """
         self.name = name
         self.source = source
         self.ready = ready or threading.Event()
         self._directory = journal_dir
         self._processing = processing
+        self._record = record
         self._reports = Reports(on_state, on_retry)
         self._is_reliable = reliable
         self._make = _feeder_of(source, unseeded, lacking)
@@ -94,7 +96,12 @@ class Ingest:
 
     def _recover(self, committed: JournalPosition | None, planned: JournalPosition | None) -> None:
         processing, direct_dir = self._processing, None
-        journal = Journal(self._directory, processing.journal_max_bytes, processing.linger_ms, on_commit=self.ready.set)
+
+        def durable() -> None:  # on the disk, and nobody outside knows of it yet
+            self._record()
+            self.ready.set()
+
+        journal = Journal(self._directory, processing.journal_max_bytes, processing.linger_ms, on_commit=durable)
         self._line = Line(self.name, journal, None, self._is_reliable, processing, self._reports, self._stop)
         self._line.is_new = committed is None and not journal.first
         self._line.committed = committed = committed or self._line.committed

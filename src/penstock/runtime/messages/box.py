@@ -36,9 +36,9 @@ class Store:
                 "or leave out `dead_letter_sink`",
             )
         self.directory = processing.state_dir
+        state = State.of(pipeline).peek()  # first: the letters may be a part of a state that is kept elsewhere
         self._stored = read_letters(pipeline, LETTERS.names if whole else _ABOUT)
         self.letters = self._stored.letters
-        state = State(self.directory, pipeline.name).peek()
         self.incarnation = state.identity.incarnation
         self.done = _position(state).steps
 

@@ -52,6 +52,9 @@ class CrashContract(SecondStageCrashes):
     zygote = False
     """True for a sink whose clients do not survive a fork: tasks are forked from a process that never opens one."""
 
+    stored = False
+    """True to keep the state in a store: every run begins in a directory of its own, as on another machine."""
+
     ordered = False
     """True when `visible` shows rows in the order they came."""
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from uuid import uuid4
 
 import pyarrow as pa
 
@@ -18,7 +19,7 @@ from penstock.changes import CHANGE_FIELDS
 from penstock.changes.old_key import pack_key
 from penstock.errors import FatalError, RetryableError
 from penstock.pipeline.routing import Router
-from penstock.runtime.epochs import EpochLoop, State, sweep
+from penstock.runtime.epochs import EpochLoop, State, replica, sweep
 from penstock.schema import with_key
 from penstock.sink import SinkConnector, Topic
 from penstock.source import SourceBatch
@@ -135,7 +136,7 @@ class Stage:
 
     def check_swept(self) -> None:
         """Nothing of a dead try is left, once its tasks cannot write any more."""
-        state = State(self.path / "state", "crash").peek()
+        state = self.state().peek()
         for manifest in (state.load(number) for number in range(1, EPOCHS + 1)):
             assert manifest is not None
             won = {each for topics in manifest.kept.values() for each in topics.values()}
@@ -145,7 +146,13 @@ class Stage:
 
     def unlock(self) -> None:
         """Take the lock away from a run that still holds it, as a lost network mount would."""
-        (self.path / "state" / "lock").unlink()
+        (self.path / "state" / "lock").unlink(missing_ok=self.contract.stored)
+
+    def state(self, name: str = "state") -> State:
+        """The state of a run: a directory, or a copy of its own of what a store has."""
+        if not self.contract.stored:
+            return State(self.path / name, "crash")
+        return State(self.path / f"copy-{uuid4().hex[:8]}", "crash", self.path / name)
 
     def end(self) -> None:
         for process in self.started:
@@ -176,7 +183,7 @@ class Stage:
 
         armed: list[int] = []
         return EpochLoop(
-            state=State(self.path / run.state, "crash"),
+            state=self.state(run.state),
             sources={"memory": self.source()},
             sinks=sinks,
             router=Router((), SINKS),
@@ -190,6 +197,7 @@ class Stage:
         os.fsync = _no_fsync  # SIGKILL leaves the page cache; what a power cut leaves is tested elsewhere
         if run.sweeps:
             sweep.SWEEP_AFTER_SECS = 0.0  # no task of an earlier run is alive
+        replica.LEASE_SECS = 0.1  # nobody renews that of a run which was killed
         loop = self.loop(run)
         open_when_free(loop.state)
         loop.contexts.open()

@@ -27,8 +27,8 @@ MOST_REFUSED = 10_000
 """Of these ids that are remembered: bytes of a payload without a frame may pass for any."""
 
 
-MOST_RUNS = 16
-"""Runs whose schemas a process keeps: a worker of Spark may serve several."""
+MOST_KEPT = 256
+"""Runs and expected subjects whose schemas a process keeps: a worker of Spark may serve several."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ _MET: dict[tuple[str, str | None], _Met] = {}
 
 def _met(run: str, expected: str | None) -> _Met:
     """Of one run and subject; a task of a later epoch comes with a copy of its own, and finds what earlier ones asked for."""
-    if (run, expected) not in _MET and len(_MET) >= MOST_RUNS:
+    if (run, expected) not in _MET and len(_MET) >= MOST_KEPT:
         _MET.pop(next(iter(_MET)), None)
     return _MET.setdefault((run, expected), _Met())
 

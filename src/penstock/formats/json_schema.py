@@ -21,12 +21,13 @@ from penstock.formats.inference import Misfit
 from penstock.formats.inference import fields_of as kinds_of
 from penstock.formats.json_parse import Bodies, Screened, explain, of_another_kind, read, spans, unbalanced
 from penstock.formats.json_schema_bulk import certain, check_of
-from penstock.formats.json_schema_types import ANY, Map, Node, Struct, fields_of, is_plain, parsed, type_of
+from penstock.formats.json_schema_types import ANY, Map, Node, Struct, fields_of, holds_any, is_plain, parsed, type_of
 from penstock.formats.json_schema_values import FEW, Number, as_text, cast, plain, singly
 from penstock.formats.json_text import entries, items_of, list_text, map_text, members, text_of, with_nulls_of
 
 _NOT_EXACT = r"[0-9]{19}|[0-9][.eE]"
 """Bodies whose numbers the fast parser may not give back as they came: of more than 64 bits, or with a fraction."""
+_AS_CAME = json.JSONDecoder(parse_float=Number)
 _MANY_DIGITS = 100
 """Digits in a row that are looked for; a number beyond double has twice as many before its point, or an exponent of three."""
 
@@ -152,7 +153,9 @@ class JsonSchema(Format[JsonSchemaConfig]):
 
     def _validated(self, screened: Bodies) -> pa.RecordBatch:
         hard = [name for name, node in self._fields.items() if not is_plain(node)]
-        kept = self._drop_invalid(screened, keep=bool(hard))
+        kept = self._drop_invalid(
+            screened, keep=bool(hard), as_came=any(holds_any(self._fields[name]) for name in hard)
+        )
         return self._from_bodies(screened, self._from_values(screened, hard, kept))
 
     def _doubtful(self, rows: pa.RecordBatch) -> Positions:
@@ -163,14 +166,14 @@ class JsonSchema(Format[JsonSchemaConfig]):
             return np.arange(rows.num_rows)
         return np.flatnonzero(~certain(rows, check, is_written=True))
 
-    def _drop_invalid(self, screened: Bodies, keep: bool) -> list[Any]:
-        """The values of the valid bodies, if asked for; the others become failures."""
+    def _drop_invalid(self, screened: Bodies, keep: bool, as_came: bool) -> list[Any]:
+        """The values of the valid bodies, if asked for, `as_came` with the text of their numbers; the others become failures."""
         bad, kept = _invalid(_validator(self._schema), screened.bodies, keep)
         screened.drop(bad)
-        if keep:
+        if as_came:
             doubtful = pc.match_substring_regex(screened.bodies, _NOT_EXACT).to_numpy(zero_copy_only=False)
             for at in np.flatnonzero(doubtful).tolist():
-                kept[at] = json.loads(screened.bodies[at].as_py(), parse_float=Number)
+                kept[at] = _AS_CAME.decode(screened.bodies[at].as_py().decode())
         return kept
 
     def _from_values(self, screened: Bodies, names: list[str], kept: list[Any]) -> dict[str, list[Any]]:

@@ -84,6 +84,15 @@ def is_plain(node: Node) -> bool:
     return not (isinstance(node, Map) or node is None or node == ANY)
 
 
+def holds_any(node: Node) -> bool:
+    """True if the node, or one within it, is kept as JSON text."""
+    if isinstance(node, list):
+        return holds_any(node[0])
+    if isinstance(node, Struct):
+        return any(map(holds_any, node.values()))
+    return holds_any(node.values) if isinstance(node, Map) else node == ANY
+
+
 class _Mapping:
     """Looks into one schema and what it refers to."""
 

@@ -17,8 +17,10 @@ from penstock.connectors.delta.config import DeltaConfig
 from penstock.connectors.delta.sink import Delta
 from penstock.connectors.files.sink import read_published
 from penstock.errors import SchemaError
+from penstock.formats.json import Json, JsonConfig
 from penstock.pipeline import Pipeline
 from penstock.runtime import supervisor
+from penstock.runtime.messages.decoding import Decoder
 from penstock.testing import ForkEngine
 from penstock.testing.postgres import PostgresServer
 
@@ -227,3 +229,16 @@ def test_rows_of_a_table_source_that_would_be_rounded_are_refused_before_they_ar
     with pytest.raises(SchemaError, match="beyond 2\\^53"):
         sink.apply_evolution("/t", changes)
     sink.close()
+
+
+@pytest.mark.parametrize("beside", ["1.5", "1.0", "1e300", "2e3", "-9007199254740994.0"])
+def test_a_large_whole_number_is_a_row_whatever_comes_beside_it(beside: str) -> None:
+    decoder = Decoder(Json(JsonConfig()), known=pa.schema([("v", pa.int64())]), pinned=frozenset({"v"}))
+    large = [2**53 + 1, -(2**63), 2**63 - 1, 5]
+    texts = [f'{{"v": {each}}}'.encode() for each in (large[0], beside, *large[1:])]
+    envelopes = pa.record_batch({"key": pa.nulls(5, pa.binary()), "payload": pa.array(texts, pa.binary())})
+    found = decoder.decode(envelopes)
+    alone = decoder.decode(envelopes.slice(1, 1))
+    assert found.columns.field("v").type == pa.int64()
+    assert [each for at, each in zip(found.positions, found.rows["v"].to_pylist(), strict=True) if at != 1] == large
+    assert found.failures.rules == alone.failures.rules

@@ -96,20 +96,40 @@ class Decoder:
         wanted = pinning.pin(decoded.rows.schema, self.known, self.pinned)
         if wanted == decoded.rows.schema:
             return decoded
-        bad = pinning.fractions(decoded.rows, wanted)
+        bad = pinning.fractions(decoded.rows, wanted, largest=np.inf)
         # Read again without them: beside a fraction, whole numbers were read as doubles, which do not hold all of them.
         rounded, others = pinning.rounded(decoded.failures)
         failures = _joined(others, decoded.positions[bad], pinning.FRACTION)
         good = np.sort(np.concatenate([decoded.positions[~bad], rounded]))
         again = self._read(envelopes.take(pa.array(good)), met)
-        failures = _moved(again.failures, good, failures)
-        rows = again.rows
-        wanted = pinning.pin(rows.schema, self.known, self.pinned)
-        late = pinning.fractions(rows, wanted)  # such as 1e300, or 5.0 beside a number over 2**53
-        if late.any():
-            failures = _joined(failures, good[again.positions[late]], pinning.FRACTION)
-            rows = rows.filter(pa.array(~late))
-        return Decoded(pinning.narrowed(rows, wanted), good[again.positions[~late]], failures)
+        wanted = pinning.pin(again.rows.schema, self.known, self.pinned)
+        late = pinning.fractions(again.rows, wanted)  # such as 1e300, or a number over 2**53 beside 5.0
+        rounded, others = pinning.rounded(again.failures)
+        kept = pinning.narrowed(again.rows.filter(pa.array(~late)), wanted)
+        first = Decoded(kept, good[again.positions[~late]], _moved(others, good, failures))
+        doubtful = np.sort(good[np.concatenate([again.positions[late], rounded])])
+        return self._apart(envelopes, first, doubtful, met) if len(doubtful) else first
+
+    def _apart(self, envelopes: pa.RecordBatch, first: Decoded, doubtful: Positions, met: pa.Schema | None) -> Decoded:
+        """With the payloads whose large numbers others had read as doubles: together by themselves, or each alone."""
+        assert self.known is not None
+        rows, places, failures = [first.rows], [first.positions], first.failures
+        groups = [doubtful]
+        while groups:
+            group = groups.pop()
+            found = self._read(envelopes.take(pa.array(group)), met)
+            wanted = pinning.pin(found.rows.schema, self.known, self.pinned)
+            bad = pinning.fractions(found.rows, wanted)
+            if len(group) > 1 and (bad.any() or len(pinning.rounded(found.failures)[0])):
+                groups += np.split(group, len(group))
+                continue
+            failures = _moved(found.failures, group, _joined(failures, group[found.positions[bad]], pinning.FRACTION))
+            narrowed = pinning.narrowed(found.rows.filter(pa.array(~bad)), wanted)
+            rows.append(conform(narrowed, first.rows.schema))
+            places.append(group[found.positions[~bad]])
+        every = np.concatenate(places)
+        order = np.argsort(every, kind="stable")
+        return Decoded(pa.concat_batches(rows).take(pa.array(order)), every[order], failures)
 
     def _reserved(self, decoded: Decoded) -> Decoded:
         """

@@ -57,12 +57,16 @@ def pin(columns: pa.Schema, known: pa.Schema, names: Collection[str]) -> pa.Sche
     )
 
 
-def fractions(rows: pa.RecordBatch, wanted: pa.Schema) -> npt.NDArray[np.bool_]:
-    """Which rows hold a number that the wanted whole-number columns have no place for."""
+def fractions(rows: pa.RecordBatch, wanted: pa.Schema, largest: float = EXACT) -> npt.NDArray[np.bool_]:
+    """
+    Which rows hold a number that the wanted whole-number columns have no place for: with a fraction, or beyond `largest`.
+
+    Beyond 2**53 a number that was read as a double may be another one, and still be in its place read by itself.
+    """
     bad = np.zeros(rows.num_rows, bool)
     for at, field in enumerate(wanted):
         if rows.schema.field(at).type != field.type:
-            bad |= _misfits(rows.column(at), field.type)
+            bad |= _misfits(rows.column(at), field.type, largest)
     return bad
 
 
@@ -82,17 +86,17 @@ def narrowed(rows: pa.RecordBatch, wanted: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, schema=wanted)
 
 
-def _misfits(values: pa.Array, kind: pa.DataType) -> npt.NDArray[np.bool_]:
+def _misfits(values: pa.Array, kind: pa.DataType, largest: float) -> npt.NDArray[np.bool_]:
     if types.is_integer(kind) and types.is_floating(values.type):
         numbers = pc.fill_null(values, 0.0).to_numpy(zero_copy_only=False)
-        return np.asarray((np.floor(numbers) != numbers) | (np.abs(numbers) > EXACT))
+        return np.asarray((np.floor(numbers) != numbers) | (np.abs(numbers) > largest))
     if types.is_struct(kind):
         bad = np.zeros(len(values), bool)
         for at, child in enumerate(values.flatten()):  # with the nulls of the structs
             if child.type != kind.field(at).type:
-                bad |= _misfits(child, kind.field(at).type)
+                bad |= _misfits(child, kind.field(at).type, largest)
         return bad
-    return _in_lists(values, lambda items: _misfits(items, kind.value_type))
+    return _in_lists(values, lambda items: _misfits(items, kind.value_type, largest))
 
 
 def _in_lists(values: pa.Array, misfits: Callable[[pa.Array], npt.NDArray[np.bool_]]) -> npt.NDArray[np.bool_]:

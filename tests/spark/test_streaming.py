@@ -15,6 +15,7 @@ from penstock.errors import ConfigError, FatalError
 from penstock.pipeline import Pipeline, Processing
 from penstock.pipeline.routing import Route, Router
 from penstock.sink import DeliveryGuarantee
+from penstock.spark.tasks import Wanted
 
 ROWS, KEYS = 120, 3
 COUNTS = "SELECT key, count(*) AS n FROM input GROUP BY key"
@@ -52,6 +53,21 @@ def test_an_aggregate_goes_on_from_epoch_to_epoch_and_from_run_to_run(build: Any
     route = Route(sql=COUNTS, streaming=True, output_mode="update")
     assert build(route, rows=60).run(spark=spark, drain=True).epochs == 1
     assert build(route).run(spark=spark, drain=True).rows_in == 60
+    assert updates(tmp_path) == EXPECTED
+
+
+def test_only_the_columns_that_a_query_uses_are_handed_to_it(
+    build: Any, spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def wanted(target: Any, schema: Any, *rest: Any) -> Wanted:
+        asked.append(schema.names)
+        return Wanted(target, schema, *rest)
+
+    monkeypatch.setattr("penstock.spark.engine.Wanted", wanted)
+    build(Route(sql=COUNTS, streaming=True, output_mode="update")).run(spark=spark, drain=True)
+    assert asked[-1] == ["key"]
     assert updates(tmp_path) == EXPECTED
 
 

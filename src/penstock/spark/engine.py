@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -359,7 +360,7 @@ class SparkEngine:
             fates.computed_on = computed_on(frame, known)
             frame = queried(schema)  # once more: its tasks carry what has just been learnt
         if target.route.sql is not None:
-            frame = pruned(frame, schema, queried)
+            frame, _ = pruned(frame, schema, queried)
         key = [column for column in key_of(schema) if column in frame.columns]
         columns = with_key(arrow_schema(frame.schema), key)
         if sieve.probes:
@@ -377,11 +378,18 @@ class SparkEngine:
         assert self._log is not None, "a streaming route keeps its state beside the pipeline's"
         groups, session = job.groups(self.parallelism), clone(self.session, schema)
         readers = self._context.accumulator({}, result_param())
-        wanted = Wanted(target, for_jvm(schema, target.topic), frozenset(schema.names), readers)
+        known = frozenset(schema.names)
 
-        def query(seeds: Any) -> Any:
+        def queried(schema: pa.Schema, seeds: Any) -> Any:
+            wanted = Wanted(target, for_jvm(schema, target.topic), known, readers)
             rows = seeds.mapInArrow(seeded_task(wanted), spark_schema(schema, target.topic))
             return transform(session, target.route, target.topic, rows)
+
+        if target.route.sql is not None:  # Spark plans a stream only as it starts: asked of the same query over a batch
+            one = session.range(1).selectExpr("CAST(id AS INT) AS `group`", "CAST(NULL AS BINARY) AS job")
+            _, needed = pruned(queried(schema, one), schema, lambda some: queried(some, one))
+        else:
+            needed = schema
 
         def write(batch: Any) -> list[TaskResult]:
             columns = arrow_schema(batch.schema)
@@ -391,7 +399,7 @@ class SparkEngine:
 
         kept = Kept.of(self._log.parent, job.epoch.incarnation, target)
         with driver_errors(), row_errors(target):
-            run = Streamed(kept, target, job.epoch.number, query, write)
+            run = Streamed(kept, target, job.epoch.number, partial(queried, needed), write)
             results = run.run(session, pack((job, groups)), len(groups))
         return [*results, *readers.value.values()]
 

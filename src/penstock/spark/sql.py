@@ -210,22 +210,23 @@ def _called(route: Route, topic: Topic, rows: Any) -> Any:
     return frame
 
 
-def pruned(frame: Any, schema: pa.Schema, again: Callable[[pa.Schema], Any]) -> Any:
+def pruned(frame: Any, schema: pa.Schema, again: Callable[[pa.Schema], Any]) -> tuple[Any, pa.Schema]:
     """
-    The same query over the columns that it uses: Spark cannot prune what Python hands it, and every column that crosses
-    into the JVM costs about as much as the query does.
+    The same query over the columns that it uses, and these: Spark cannot prune what Python hands it, and every column that
+    crosses into the JVM costs about as much as the query does.
     """
     from pyspark.errors import PySparkException
 
     used = _used_columns(frame._jdf.queryExecution().optimizedPlan())
     kept = [column for column in schema if column.name in used] or list(schema)[:1]  # one column, to count rows by
     if len(kept) == len(schema):
-        return frame
+        return frame, schema
+    narrow = pa.schema(kept, metadata=schema.metadata)
     try:
-        pruned = again(pa.schema(kept, metadata=schema.metadata))
+        pruned = again(narrow)
     except (PySparkException, ConfigError):
-        return frame  # it names a column only to leave it out
-    return pruned if pruned.schema == frame.schema else frame
+        return frame, schema  # it names a column only to leave it out
+    return (pruned, narrow) if pruned.schema == frame.schema else (frame, schema)
 
 
 def findable(frame: Any) -> Any:

@@ -296,6 +296,16 @@ def test_files_in_options_are_those_beside_the_pipeline_file(tmp_path: Path) -> 
     assert options["ssl.key.location"] == "/etc/key.pem"
 
 
+def test_a_file_in_options_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """The client says that BIO lib failed, and not for which file."""
+    (there := tmp_path / "ca.pem").write_text("")
+    for path, is_there in ((there, True), (tmp_path / "other.pem", False)):
+        config = KafkaSinkConfig(bootstrap_servers="127.0.0.1:1", options={"ssl.ca.location": str(path)})
+        with nullcontext() if is_there else pytest.raises(ConfigError, match=r"`ssl\.ca\.location` .*/other\.pem, and"):
+            config.settings()
+    KafkaSinkConfig(bootstrap_servers="127.0.0.1:1", options={"ssl.ca.location": "probe"}).settings()
+
+
 def test_names_that_no_topic_can_have_and_keys_in_plain_text_are_refused() -> None:
     with pytest.raises(ValidationError, match="at most 240"):
         KafkaSinkConfig(bootstrap_servers="b", marker_topic="my markers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -126,6 +127,13 @@ class ClusterConfig(Config):
 
     def settings(self, **more: Any) -> dict[str, Any]:
         """What a client is made from; called where it is used, since it holds secrets."""
+        for name, value in self.options.items():
+            if isinstance(value, str) and _FILES.search(name) and value != "probe" and not os.path.exists(value):
+                raise ConfigError(
+                    f"`{name}` in `options` names {value}, and there is no such file",
+                    code="PEN-1016",
+                    hint="correct the path; on a cluster the file must be there on every machine",
+                )
         given = {name: each.reveal() if isinstance(each, Secret) else each for name, each in self.options.items()}
         own = {name.replace("_", "."): value for name, value in more.items()}
         quiet = {"log_level": 0, "client.id": "penstock", "socket.keepalive.enable": True}

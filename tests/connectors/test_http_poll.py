@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
+import errno
 import gzip
 import json
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from io import FileIO
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
@@ -21,7 +25,9 @@ from connectors.receiver import Asked, Receiver, receiving
 from connectors.webhooks import journaled
 from penstock.connectors.http_client import pause_of
 from penstock.connectors.http_poll import HttpPoll, HttpPollConfig
+from penstock.connectors.http_poll import known as known_module
 from penstock.connectors.http_poll.known import MOST_LINES, Known
+from penstock.durable import disk_errors
 from penstock.errors import NOT_READY, FatalError, RetryableError
 from penstock.pipeline import Pipeline
 from penstock.pipeline.options import Processing
@@ -191,10 +197,25 @@ def test_the_first_round_may_begin_at_a_value(api, opened):
         ("2026-01-01T12:00:00.123456788Z", "2026-01-01T12:00:00.1234567880Z", "2026-01-01T12:00:00.123456789Z"),
         ("999", "0999", "1000"),
         ("9" * 5000, "9" * 5000, "9" * 5000 + "0"),
+        ("9.75", "9.750", "10.5"),
+        ("99.5", "99.50", "100"),
+        ("-10", "-10.0", "-9.5"),
         ("2026-13-01T00:00:00Z", "2026-13-01T00:00:00Z", "2026-13-02T00:00:00Z"),
         (9, 9.0, 10),
     ],
-    ids=["fraction", "digits", "zone", "nanoseconds", "number", "long", "no time", "plain"],
+    ids=[
+        "fraction",
+        "digits",
+        "zone",
+        "nanoseconds",
+        "number",
+        "long",
+        "decimal",
+        "whole",
+        "negative",
+        "no time",
+        "plain",
+    ],
 )
 def test_the_newer_of_two_values_is_told_by_what_they_mean(opened, old, same, new):
     """The server gives all each time: what counts as older is passed over, and what was seen does not come again."""
@@ -218,6 +239,22 @@ def test_a_list_of_plain_numbers_is_a_list_of_records(opened):
         source._due = 0.0
         numbers.append(7)
         assert [each.record.payload for each in source.poll_batch(10)] == [b"7"]
+
+
+@pytest.mark.parametrize("kind", PAGINATIONS)
+def test_parameters_that_the_address_has_itself_are_asked_for_with_the_others(api, opened, kind):
+    url = f"{api.url}/{kind}?status=open&tag=a&tag=b%20c"
+    source = opened(make(api, kind, url=url, params={"shop": "7"}))
+    assert len(polled(source, 2)) == 8
+    own = [asked for asked in api.asked if not asked.query.get("cursor") or kind == "cursor"]
+    assert len(own) > 1
+    for asked in own:
+        query = parse_qs(urlsplit(asked.target).query)
+        assert {name: query.get(name) for name in ("status", "tag", "shop")} == {
+            "status": ["open"],
+            "tag": ["a", "b c"],
+            "shop": ["7"],
+        }
 
 
 # -- full refresh --------------------------------------------------------------------------------------------------------
@@ -300,6 +337,64 @@ def test_the_log_of_what_was_sent_is_written_together_and_its_torn_end_left_out(
     path.write_bytes(b"{}\n" + path.read_bytes())
     with pytest.raises(FatalError, match="PEN-5011"):
         Known(path).load(1)
+
+
+def test_a_full_disk_takes_nothing_of_a_batch_which_may_be_tried_again(tmp_path, monkeypatch):
+    path = tmp_path / "records.jsonl"
+    known = Known(path)
+    known.clear()
+    known.add(1, {"a": "1"}, [])
+    before = path.read_bytes()
+    with monkeypatch.context() as full:
+        full.setattr(known_module, "open", lambda *args, **options: FullDisk(path, "ab"), raising=False)
+        with pytest.raises(RetryableError, match="room on the disk") as refused:
+            known.add(2, {"b": "2"}, ["a"])
+    assert refused.value.code == NOT_READY, "it is waited for, however long that takes"
+    assert (path.read_bytes(), known.records) == (before, {"a": "1"})
+    known.add(2, {"b": "2"}, ["a"])
+    again = Known(path)
+    again.load(2)
+    assert again.records == {"b": "2"}
+
+
+class FullDisk(FileIO):
+    """Has room for a few bytes more."""
+
+    room = 5
+
+    def write(self, data):
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken, self.room = super().write(data[: self.room]), 0
+        return taken
+
+
+def test_a_log_that_a_full_disk_cannot_write_together_stays_as_it_is(tmp_path, monkeypatch):
+    known = Known(tmp_path / "records.jsonl")
+    known.clear()
+    for batch in range(1, MOST_LINES + 2):
+        known.add(batch, {"a": str(batch)}, [])
+
+    def refuse(path, data, **options):
+        with disk_errors(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(known_module, "write_atomic", refuse)
+        known.settle(MOST_LINES + 1)
+    assert len((tmp_path / "records.jsonl").read_bytes().splitlines()) > MOST_LINES
+    known.settle(MOST_LINES + 1)
+    assert len((tmp_path / "records.jsonl").read_bytes().splitlines()) == 1
+
+
+def test_an_api_without_records_costs_no_write_in_each_round(opened, tmp_path, monkeypatch):
+    written: list[Any] = []
+    monkeypatch.setattr(known_module, "write_atomic", lambda path, data, **options: written.append(path))
+    with receiving(lambda asked: (200, [])) as api:
+        source = opened(make(api, records="", pagination=None, **FULL), SourceContext(state_dir=tmp_path))
+        assert polled(source, 5) == []
+    assert len(api.asked) == 5
+    assert len(written) == 1
 
 
 # -- being polite --------------------------------------------------------------------------------------------------------
@@ -436,6 +531,24 @@ def test_every_page_is_asked_for_with_the_credentials(shop, opened, monkeypatch,
         pages = [asked for asked in api.asked if asked.path != "/token"]
         assert len(pages) > 1, "each page is another request"
         assert len(api.asked) - len(pages) == (auth["type"] == "oauth2"), "a token is fetched once"
+
+
+def test_a_key_that_a_page_repeats_in_the_address_of_the_next_is_not_kept(opened, monkeypatch):
+    monkeypatch.setenv("API_SECRET", "correct horse")
+
+    def answer(asked: Asked) -> Any:
+        items = [{"id": int(asked.query.get("at", 0)), "updated": 1}]
+        return 200, {
+            "data": {"items": items},
+            "next": "/next?key=correct+horse&at=1" if "at" not in asked.query else None,
+        }
+
+    with receiving(answer) as api:
+        source = opened(make(api, "next", auth={"type": "api_key", "key": SECRET, "param": "key"}))
+        assert [each["id"] for each in (json.loads(found.record.payload) for found in source.poll_batch(10))] == [0]
+        assert "correct" not in source.checkpoint().model_dump_json()
+        assert len(source.poll_batch(10)) == 1
+    assert [asked.query["key"] for asked in api.asked] == ["correct horse"] * 2
 
 
 def test_credentials_do_not_follow_a_page_to_another_server(opened):

@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from websockets.sync.client import connect
 
+from brokers import peer
 from connectors.pushed import PATIENCE_SECS, free_port
+from connectors.receiver import receiving
 from penstock.connectors.files.sink import read_published
 from penstock.runtime.journal.disk import free_bytes
-from penstock.testing.mosquitto import answers
+from penstock.testing.mosquitto import Mosquitto, answers, is_installed
 
 PAD = "x" * 20_000
 """More than what is left of a page that a file has already."""
@@ -46,6 +49,26 @@ name = "lines"
 connector = "tcp"
 url = "tcp://127.0.0.1:{lines}"
 acknowledge = true
+[[sources]]
+name = "frames"
+connector = "websocket"
+mode = "server"
+url = "ws://127.0.0.1:{frames}"
+acknowledge = true
+[[sources]]
+name = "broker"
+connector = "mqtt"
+url = "{broker}"
+client_id = "full"
+topics = ["sent"]
+keepalive_secs = 1
+[[sources]]
+name = "poll"
+connector = "http_poll"
+url = "{api}"
+stream = "polled"
+key = ["id", "pad"]
+interval_secs = 0.1
 [[schemas]]
 topic = "/#"
 schema_type = "json"
@@ -84,38 +107,74 @@ def small_disk(directory: Path, *command: str) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("how", ["reserved", "refused"])
-def test_a_full_disk_holds_sources_until_there_is_room_and_health_says_why(how: str, tmp_path: Path) -> None:
-    hook, lines, metrics = free_port(), free_port(), free_port()
+def test_a_full_disk_holds_sources_until_there_is_room_and_health_says_why(
+    how: str, tmp_path: Path, need: Callable[[bool, str], None]
+) -> None:
+    need(is_installed(), "mosquitto is not installed: `make servers` installs it")
+    ports = {name: free_port() for name in ("hook", "lines", "frames", "metrics")}
+    hook, metrics = ports["hook"], ports["metrics"]
     file, disk = tmp_path / "pipeline.toml", tmp_path / "disk"
-    file.write_text(FULL.format(disk=disk, hook=hook, lines=lines, metrics=metrics, lake=tmp_path / "lake"))
-    said: list[int] = []
-    with small_disk(disk, sys.executable, "-c", ON_A_SMALL_DISK, str(file), how) as inside:
-        patiently(lambda: answers(hook) and answers(lines) and answers(metrics), "the pipeline")
-        assert post(hook, 1)[0] == 200
-        patiently(lambda: stored(tmp_path / "lake" / "events") == [1], "the first epoch")
-        filler = inside / "filler"
-        fill(filler, leave=8 << 20 if how == "reserved" else 0)
-        waiting = threading.Thread(target=lambda: said.append(post(hook, 2)[0]))
-        waiting.start()
-        with socket.create_connection(("127.0.0.1", lines), PATIENCE_SECS) as sock:
-            sock.sendall(json.dumps({"id": 1, "pad": PAD}).encode() + b"\n")
-            patiently(lambda: status(metrics).count("room on the disk") >= 2, "health to say why both sources wait")
-            code, headers = post(hook, 3)
-            assert (code, "Retry-After" in headers, said) == (503, True, [])
-            sock.settimeout(0.2)
-            with pytest.raises(TimeoutError):
-                sock.recv(10)
-            filler.unlink()
-            sock.settimeout(PATIENCE_SECS)
-            assert sock.recv(10) == b"1\n"
-        waiting.join(PATIENCE_SECS)
-        assert said == [200], "it was answered once there was room"
-        assert post(hook, 4)[0] == 200
-        patiently(
-            lambda: "room on the disk" not in (status(metrics) or "room on the disk"), "health to say that it is over"
-        )
-        patiently(lambda: stored(tmp_path / "lake" / "events") == [1, 2, 4], "all that was acknowledged, once")
-        patiently(lambda: stored(tmp_path / "lake" / "lines") == [1], "the line")
+    records: list[Any] = []
+    with Mosquitto() as broker, receiving(lambda asked: (200, records)) as api:
+        file.write_text(FULL.format(disk=disk, lake=tmp_path / "lake", broker=broker.url, api=api.url, **ports))
+        with small_disk(disk, sys.executable, "-c", ON_A_SMALL_DISK, str(file), how) as inside:
+            patiently(lambda: all(map(answers, ports.values())), "the pipeline")
+            patiently(lambda: "Sending SUBACK to full" in broker.log(), "the subscription")
+            assert post(hook, 1)[0] == 200
+            patiently(lambda: stored(tmp_path / "lake" / "events") == [1], "the first epoch")
+            filler = inside / "filler"
+            fill(filler, leave=8 << 20 if how == "reserved" else 0)
+            with _senders(ports, broker, records) as heard:
+                said: list[int] = []
+                waiting = threading.Thread(target=lambda: said.append(post(hook, 2)[0]))
+                waiting.start()
+                patiently(lambda: status(metrics).count("room on the disk") >= 5, "health to say why all sources wait")
+                code, headers = post(hook, 3)
+                assert (code, "Retry-After" in headers, said) == (503, True, [])
+                pings = broker.log().count("PINGREQ from full")
+                patiently(lambda: broker.log().count("PINGREQ from full") > pings + 1, "the broker to hear of the client")
+                assert heard(0.2) == (None, None, 0), "nothing is acknowledged"
+                filler.unlink()
+                patiently(lambda: heard(PATIENCE_SECS) == ("1\n", "1", 1), "each to be acknowledged once there was room")
+                waiting.join(PATIENCE_SECS)
+                assert said == [200]
+            assert post(hook, 4)[0] == 200
+            patiently(
+                lambda: "room on the disk" not in (status(metrics) or "room on the disk"),
+                "health to say that it is over",
+            )
+            patiently(lambda: stored(tmp_path / "lake" / "events") == [1, 2, 4], "all that was acknowledged, once")
+            for stream in ("lines", "messages", "sent", "polled"):
+                patiently(lambda: stored(tmp_path / "lake" / stream) == [1], f"the one of {stream}")  # noqa: B023
+
+
+Heard = tuple[str | None, str | None, int]
+
+
+@contextlib.contextmanager
+def _senders(ports: dict[str, int], broker: Mosquitto, records: list[Any]) -> Iterator[Callable[[float], Heard]]:
+    """Each sends one message in its way; says what a line server, a websocket server and a broker have acknowledged so far."""
+    body = {"id": 1, "pad": PAD}
+    with (
+        socket.create_connection(("127.0.0.1", ports["lines"]), PATIENCE_SECS) as line,
+        connect(f"ws://127.0.0.1:{ports['frames']}", ping_interval=None) as frames,
+        peer(broker) as publisher,
+    ):
+        line.sendall(json.dumps(body).encode() + b"\n")
+        frames.send(json.dumps(body))
+        publisher.publish_all("sent", [json.dumps(body).encode()])
+        records.append(body)
+        found: list[str | None] = [None, None]
+
+        def heard(patience: float) -> Heard:
+            line.settimeout(patience)
+            with contextlib.suppress(TimeoutError):
+                found[0] = found[0] or line.recv(10).decode()
+            with contextlib.suppress(TimeoutError):
+                found[1] = found[1] or str(frames.recv(timeout=patience))
+            return found[0], found[1], broker.log().count("Received PUBACK from full ")
+
+        yield heard
 
 
 def patiently(condition: Callable[[], Any], what: str) -> None:

@@ -89,7 +89,7 @@ class HttpPollConfig(HttpConfig):
     """The stream of the records."""
 
     params: dict[str, str] = Field(default_factory=dict)
-    """Parameters of every request."""
+    """Parameters of every request, beside those in `url`. The address of a next page is taken as the server gives it."""
 
     records: str = ""
     """Where a page has its list of records, such as `data.items`; empty: the page is the list."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from penstock.durable import canonical, make_directory, write_atomic
-from penstock.errors import FatalError
+from penstock.durable import canonical, disk_errors, make_directory, write_atomic
+from penstock.errors import NOT_READY, FatalError, RetryableError
 
 MOST_LINES = 1000
 """A log of more batches than this is written together."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Known:
@@ -51,22 +54,40 @@ class Known:
         self._rewrite(0)
 
     def add(self, batch: int, changed: Mapping[str, str], gone: Iterable[str]) -> None:
-        """A batch is about to be sent."""
+        """A batch is about to be sent. If the disk is full, nothing has happened, and it may be tried again."""
         left = sorted(gone)
+        if self._path is not None:
+            self._append(canonical({"batch": batch, "set": dict(changed), "gone": left}).encode() + b"\n")
+            self._lines += 1
         self._apply(changed, left)
-        if self._path is None:
-            return
-        line = canonical({"batch": batch, "set": dict(changed), "gone": left}).encode() + b"\n"
-        with open(self._path, "ab") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-        self._lines += 1
 
     def settle(self, batch: int) -> None:
         """All batches up to this one, the last, are in the journal: write the log together if it is long."""
         if self._lines > MOST_LINES:
-            self._rewrite(batch)
+            try:
+                self._rewrite(batch)
+            except FatalError as error:
+                if not _is_full(error.__cause__):
+                    raise
+                # The log is as it was, and stays long until there is room.
+
+    def _append(self, line: bytes) -> None:
+        assert self._path is not None
+        with disk_errors(self._path), open(self._path, "ab", buffering=0) as file:
+            size, rest = file.seek(0, os.SEEK_END), line
+            try:
+                while rest:
+                    rest = rest[file.write(rest) :]
+            except OSError as error:
+                file.truncate(size)  # half a line would spoil the next one
+                if not _is_full(error):
+                    raise
+                raise RetryableError(
+                    f"the source waits for room on the disk: {error.strerror}, {self._path}",
+                    code=NOT_READY,
+                    hint="free some space; it goes on by itself",
+                ) from error
+            os.fsync(file.fileno())
 
     def _apply(self, changed: Mapping[str, str], gone: Iterable[str]) -> None:
         self.records.update(changed)
@@ -74,8 +95,12 @@ class Known:
             self.records.pop(key, None)
 
     def _rewrite(self, batch: int) -> None:
-        self._lines = 0
         if self._path is not None:
             make_directory(self._path.parent, private=True)
             whole = canonical({"batch": batch, "set": self.records, "gone": []}).encode() + b"\n"
             write_atomic(self._path, whole, private=True)
+        self._lines = 0
+
+
+def _is_full(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and error.errno in _FULL

@@ -11,7 +11,7 @@ from urllib.parse import urljoin
 
 import httpx
 
-from penstock.connectors.http_client import PASSING, client, failure, passing, pause_of
+from penstock.connectors.http_client import PASSING, KeyAuth, client, failure, passing, pause_of
 from penstock.connectors.http_poll.config import ByCursor, ByLink, ByNextUrl, ByOffset, ByPage, HttpPollConfig
 from penstock.durable import Json, canonical
 from penstock.errors import NOT_READY, FatalError, RetryableError
@@ -66,10 +66,10 @@ class Api:
         if config.rate_limit_per_sec is not None:
             time.sleep(max(0.0, self._asked_at + 1 / config.rate_limit_per_sec - time.monotonic()))
         self._asked_at = time.monotonic()
-        url, params = self._target(at, since)
+        url = self._target(at, since)
         asked = {"If-None-Match": marks.etag, "If-Modified-Since": marks.modified}
         headers = {name: value for name, value in asked.items() if value}
-        answer, body = self._get(url, params, headers)
+        answer, body = self._get(url, headers)
         pause = pause_of(answer)
         if answer.status_code in PASSING and pause is not None:
             self._wait_until = time.monotonic() + pause
@@ -84,13 +84,13 @@ class Api:
             raise failure(answer, f"GET {config.url}")
         return self._read(answer, body, at)
 
-    def _get(self, url: str, params: dict[str, Any], headers: dict[str, str]) -> tuple[httpx.Response, bytes]:
+    def _get(self, url: str | httpx.URL, headers: dict[str, str]) -> tuple[httpx.Response, bytes]:
         """An answer and its body, which may be packed so that it would fill all memory, or never end."""
         config = self._config
         until = time.monotonic() + PAGE_TIMEOUTS * config.timeout_secs
         body = bytearray()
         try:
-            with self._client.stream("GET", url, params=params or None, headers=headers) as answer:
+            with self._client.stream("GET", url, headers=headers) as answer:
                 for piece in answer.iter_bytes():
                     body += piece
                     if len(body) > config.max_page_bytes:
@@ -105,10 +105,11 @@ class Api:
             raise passing(error, f"GET {config.url}") from error
         return answer, bytes(body)
 
-    def _target(self, page: Json, since: Json) -> tuple[str, dict[str, Any]]:
+    def _target(self, page: Json, since: Json) -> str | httpx.URL:
+        """The address to ask: that of the options with the parameters of this page, or the one that the server gave."""
         config = self._config
         if isinstance(page, str) and isinstance(config.pagination, ByLink | ByNextUrl):
-            return page, {}
+            return page
         params: dict[str, Any] = dict(config.params)
         if config.incremental is not None and since is not None:
             params[config.incremental.param] = since
@@ -120,7 +121,7 @@ class Api:
                 params |= {by.size_param: by.size} if by.size_param else {}
             case ByOffset() as by:
                 params |= {by.param: page or 0, by.size_param: by.size}
-        return config.url, params
+        return httpx.URL(config.url).copy_merge_params(params) if params else config.url
 
     def _read(self, answer: httpx.Response, raw: bytes, at: Json) -> Page:
         config = self._config
@@ -174,7 +175,9 @@ class Api:
                 code="PEN-5001",
                 hint="set `url` to the server that has the pages",
             )
-        return str(url)
+        auth = self._config.auth
+        # Where a page is kept, no secret may be: the parameter is set again with each request.
+        return str(url.copy_remove_param(auth.param) if isinstance(auth, KeyAuth) and auth.param else url)
 
 
 def _settled(headers: httpx.Headers) -> str:

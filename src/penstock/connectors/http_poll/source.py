@@ -58,7 +58,8 @@ class HttpPoll(PollingSource[HttpPollConfig]):
 
     Supports exactly-once: how far it was read is journaled with the records. With `incremental` a round goes on after a
     restart at the page it had come to. Without, it begins again, and knows what it has sent. It cannot see what changes twice
-    between two rounds. Numbers with a fraction come as doubles.
+    between two rounds, and by pages with numbers or offsets a record that moves up while they are read. Numbers with a fraction
+    come as doubles.
     """
 
     name = "http_poll"
@@ -68,6 +69,7 @@ class HttpPoll(PollingSource[HttpPollConfig]):
         self._api: Api | None = None
         self._place = Place()
         self._known = Known(None)
+        self._is_new = True  # nothing was sent yet
         self._found: set[str] = set()  # in the round in hand
         self._due = 0.0  # the next round begins then
         self._batch = 0  # how many were handed over
@@ -77,7 +79,7 @@ class HttpPoll(PollingSource[HttpPollConfig]):
         self.close()
         super().open(context)
         self._api = Api(self.config)
-        self._place, self._due, self._batch, self._empty_pages = Place(), 0.0, 0, 0
+        self._place, self._due, self._batch, self._empty_pages, self._is_new = Place(), 0.0, 0, 0, True
         is_kept = context.state_dir is not None and self.config.incremental is None
         self._known = Known(context.state_dir / "records.jsonl" if context.state_dir and is_kept else None)
 
@@ -110,8 +112,9 @@ class HttpPoll(PollingSource[HttpPollConfig]):
         """The new records of the next page that has some."""
         if self._place.page is None and time.monotonic() < self._due:
             return None
-        if self._batch == 0 and self._place == Place():
-            self._known.clear()  # there is no checkpoint: nothing was sent
+        if self._is_new:
+            self._known.clear()
+            self._is_new = False
         incremental = self.config.incremental
         until = time.monotonic() + LOOK_SECS
         while self._empty_pages < MOST_EMPTY_PAGES:
@@ -142,6 +145,7 @@ class HttpPoll(PollingSource[HttpPollConfig]):
                 code="PEN-5011",
                 hint="`penstock offsets reset` reads everything again",
             ) from error
+        self._is_new = False
         if self.config.incremental is not None:
             self._place = place
         else:  # the round begins again, and what was sent of it is known

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime
+from decimal import Decimal
 from typing import Any
 
 MOST_DIGITS = 1000
-"""A longer text is no number that Python reads."""
+"""A longer text is not taken for a number."""
 
+_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d(?::\d\d)?)(?:[.,](\d+))?(Z|z|[+-]\d\d:?\d\d)?")
 
 
@@ -27,10 +29,10 @@ def is_same(one: Any, other: Any) -> bool:
     return not is_after(one, other) and not is_after(other, one)
 
 
-def _place(text: str) -> tuple[int, str] | None:
-    """The place of a time, or of a whole number, among others; the digits of a second's fraction sort as text."""
-    if text.isascii() and text.isdigit() and len(text) < MOST_DIGITS:
-        return int(text), ""
+def _place(text: str) -> tuple[int | Decimal, str] | None:
+    """The place of a time, or of a number, among others; the digits of a second's fraction sort as text."""
+    if len(text) < MOST_DIGITS and _NUMBER.fullmatch(text):
+        return Decimal(text), ""
     found = _TIME.fullmatch(text)
     if found is None:
         return None

@@ -51,7 +51,7 @@ TRIES = 5
 """How often the last step gives way to another writer before all of it is begun again."""
 
 _PIECE_ROWS = 1 << 16
-_BUFFER_BYTES = 4 << 20
+_BUFFER_BYTES = 16 << 20
 _PURGER = Task(99_997)
 
 

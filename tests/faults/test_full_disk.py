@@ -128,21 +128,22 @@ def test_a_full_disk_holds_sources_until_there_is_room_and_health_says_why(
                 said: list[int] = []
                 waiting = threading.Thread(target=lambda: said.append(post(hook, 2)[0]))
                 waiting.start()
-                patiently(lambda: status(metrics).count("room on the disk") >= 5, "health to say why all sources wait")
+                patiently(lambda: len(without_room(metrics) or ()) == 5, "health to say why all sources wait")
                 code, headers = post(hook, 3)
                 assert (code, "Retry-After" in headers, said) == (503, True, [])
                 pings = broker.log().count("PINGREQ from full")
-                patiently(lambda: broker.log().count("PINGREQ from full") > pings + 1, "the broker to hear of the client")
+                patiently(
+                    lambda: broker.log().count("PINGREQ from full") > pings + 1, "the broker to hear of the client"
+                )
                 assert heard(0.2) == (None, None, 0), "nothing is acknowledged"
                 filler.unlink()
-                patiently(lambda: heard(PATIENCE_SECS) == ("1\n", "1", 1), "each to be acknowledged once there was room")
+                patiently(
+                    lambda: heard(PATIENCE_SECS) == ("1\n", "1", 1), "each to be acknowledged once there was room"
+                )
                 waiting.join(PATIENCE_SECS)
                 assert said == [200]
             assert post(hook, 4)[0] == 200
-            patiently(
-                lambda: "room on the disk" not in (status(metrics) or "room on the disk"),
-                "health to say that it is over",
-            )
+            patiently(lambda: without_room(metrics) == [], "health to say that it is over")
             patiently(lambda: stored(tmp_path / "lake" / "events") == [1, 2, 4], "all that was acknowledged, once")
             for stream in ("lines", "messages", "sent", "polled"):
                 patiently(lambda: stored(tmp_path / "lake" / stream) == [1], f"the one of {stream}")  # noqa: B023
@@ -201,14 +202,15 @@ def post(port: int, id: int) -> tuple[int, Any]:
     return answer.status, answer.headers
 
 
-def status(port: int) -> str:
-    """What the pipeline says of itself; empty: it is too busy to answer."""
+def without_room(port: int) -> list[str] | None:
+    """The sources that wait for room on the disk, as the pipeline says; None: it is too busy to answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECS)
     try:
         connection.request("GET", "/api/status")
-        return connection.getresponse().read().decode()
-    except (OSError, http.client.HTTPException):
-        return ""
+        sources = json.loads(connection.getresponse().read())["sources"]
+        return [name for name, each in sources.items() if "room on the disk" in each["reason"]]
+    except (OSError, http.client.HTTPException, ValueError):
+        return None
     finally:
         connection.close()
 

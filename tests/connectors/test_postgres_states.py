@@ -13,6 +13,7 @@ from penstock.connectors.postgres_cdc.health import table_states
 from penstock.connectors.postgres_cdc.log.slot import Server, Slot, verify_confirmed, verify_range
 from penstock.connectors.postgres_cdc.position import LeftOut, LogPosition
 from penstock.connectors.postgres_cdc.shape import ColumnMark, CurrentShape, Reason, Shape, TypeMark, digest
+from penstock.connectors.postgres_cdc.source import _bounded
 from penstock.connectors.postgres_cdc.tables import (
     Copying,
     Failed,
@@ -24,12 +25,19 @@ from penstock.connectors.postgres_cdc.tables import (
 )
 from penstock.connectors.postgresql import failures
 from penstock.errors import ConfigError, ConnectorError, RetryableError
+from penstock.source import ReadLimit
 from penstock.tables import CopyAgain, Refused
 
 RECORDED = (Path(__file__).parent / "recorded_position.json").read_text()
 """A position as the version before the states were classes wrote it, with a table in every state."""
 
 REFUSED = Refused(stream="public.t", at=1000.0, code="PEN-3006", message="no", hint="do")
+
+
+def test_a_drain_that_began_before_there_was_a_slot_ends_no_range_before_its_start():
+    """Its first copy was recorded at 0/0, and every later start said that the slot had been advanced."""
+    start, until = LogPosition(lsn=7), LogPosition(slots=0)
+    assert _bounded(start, start.model_copy(update={"quiet": True}), ReadLimit(until=until), 0).lsn == 7
 
 
 class TestRecordedPositions:

@@ -160,7 +160,7 @@ class PostgresCdc(TableSource[PostgresCdcConfig, LogPosition]):
             return start
         # The range at which the drain began may have been one of copies, which holds no log.
         ended = self._all[1] if self._all is not None and self._all[0] == limit.until else 0
-        end = _bounded(end, limit, ended)
+        end = _bounded(start, end, limit, ended)
         self._planned = (asked, end)
         return end
 
@@ -222,13 +222,14 @@ def _read_part(session: Session, part: Chunk | Pages) -> Iterator[SourceBatch | 
             session.drop_arrow()
 
 
-def _bounded(end: LogPosition, limit: ReadLimit, ended: int) -> LogPosition:
+def _bounded(start: LogPosition, end: LogPosition, limit: ReadLimit, ended: int) -> LogPosition:
     """
     The end, not past `limit.until` or where the log `ended` then. While tables are copied there is no bound; then the log is
     read as far as they need.
 
-    `until` may be from a slot that was lost since: `settled` is not, and is never before the start of the range.
+    `until` may be from a slot that was lost since, or from before there was one: `settled` is not, and no range ends before
+    its start.
     """
     if not isinstance(limit.until, LogPosition) or end.copying:
         return end
-    return end.model_copy(update={"lsn": min(end.lsn, max(limit.until.lsn, ended, end.settled))})
+    return end.model_copy(update={"lsn": min(end.lsn, max(limit.until.lsn, ended, end.settled, start.lsn))})

@@ -126,6 +126,19 @@ def test_a_topic_that_is_not_reliable_drops_what_comes_too_fast(shared: DanubeBr
         assert next(call).payload == b"end"
 
 
+def test_equal_messages_of_a_topic_that_is_not_reliable_are_several(shared: DanubeBroker, topic: str) -> None:
+    """Its broker keeps no log: every offset is 0."""
+    loose = f"{topic}-loose"
+    shared.tell("create", topic=loose, reliable=False)
+    with Streaming(shared, source(shared, loose), loose) as run:
+        wait_until(lambda: run.source.health_check().state is HealthState.HEALTHY, "its stream")
+        with PlainProducer(shared.url, loose, reliable=False) as producer:
+            for number in range(1, 6):
+                producer.send(b"the same")
+                assert run.wait(number) == [b"the same"] * number
+    assert {message.msg_id.topic_offset for message in shared.messages(loose)} == {0}
+
+
 def test_one_partition_is_read_by_itself_under_its_own_name(shared: DanubeBroker, topic: str) -> None:
     part = f"{topic}-part-1"
     shared.tell("create", topic=part)
@@ -178,6 +191,26 @@ def test_an_exclusive_subscription_is_not_taken_by_another_pipeline(
         assert again.wait(1) == [b"mine"]
 
 
+def test_who_takes_a_consumers_place_gets_what_that_one_has_not_acknowledged(shared: DanubeBroker, topic: str) -> None:
+    with PlainConsumer(shared.url, topic) as before, PlainProducer(shared.url, topic) as producer:
+        producer.send(b"one")
+        before.next(ack=False)
+        with PlainConsumer(shared.url, topic) as after:
+            assert after.next().payload == b"one"
+        attempts = shared.subscription(topic, "plain")["attempts"]
+        assert attempts == {"0": 2}, "the second delivery went to the stream that ended"
+
+
+def test_consumers_that_share_a_subscription_take_turns(shared: DanubeBroker, topic: str) -> None:
+    one = PlainConsumer(shared.url, topic, kind=1, name="one")
+    other = PlainConsumer(shared.url, topic, kind=1, name="other")
+    with one, other, PlainProducer(shared.url, topic) as producer:
+        for number in range(6):
+            producer.send(str(number).encode())
+        found = [[int(each.next().payload) for _ in range(3)] for each in (one, other)]
+    assert sorted(found) == [[0, 2, 4], [1, 3, 5]]
+
+
 def test_a_consumer_of_another_program_is_followed_under_its_name(shared: DanubeBroker, topic: str) -> None:
     """As when a pipeline takes the place of a connector: an exclusive subscription stays with the name that had it first."""
     with (
@@ -217,6 +250,23 @@ def test_with_key_shared_a_broken_stream_is_opened_under_the_same_name(
         wait_until(lambda: run.source.metrics().custom["reconnects_total"], "the reconnect")
         wait_until(lambda: run.source.health_check().state is HealthState.HEALTHY, "health")
         assert list(consumers(shared, topic)) == name
+
+
+def test_with_key_shared_an_acknowledgement_that_took_long_counts_with_the_next_message(own: DanubeBroker) -> None:
+    own.tell("set", stalls_by_key=True)
+    with (
+        Streaming(own, source(own, subscription_type="key_shared"), TOPIC) as run,
+        PlainProducer(own.url, TOPIC) as one,
+    ):
+        for payload in (b"one", b"two"):
+            one.send(payload, key="k")
+        assert run.wait(1) == [b"one"]
+        wait_until(lambda: own.subscription(TOPIC, "penstock")["stalled"], "a heartbeat")
+        run.sender.make_durable()
+        wait_until(lambda: own.tell("report")["calls"].get("Ack"), "the acknowledgement")
+        assert acked(own, TOPIC) == 0
+        one.send(b"three", key="other")
+        assert sorted(run.wait(3, durable=True)) == [b"one", b"three", b"two"]
 
 
 def test_a_broker_that_waits_for_room_at_a_consumer_that_died_is_read_on_as_that_one(
@@ -392,6 +442,9 @@ def test_a_message_that_its_topic_refuses_stops_the_epoch_with_the_reason(own: D
     with pytest.raises(DataError, match="exceeds maximum") as refused:
         send(own, rows)
     assert "max_message_bytes" in refused.value.hint
+    large = pa.record_batch({"id": ["x" * (5 << 20)]})
+    with pytest.raises(DataError, match="length too large"):  # of a call that the broker does not even read
+        send(own, large, max_message_bytes=16 << 20)
 
 
 def validated(broker: DanubeBroker, topic: str, policy: str) -> None:
@@ -401,6 +454,12 @@ def validated(broker: DanubeBroker, topic: str, policy: str) -> None:
     )
     with Calls(DanubeConfig(url=broker.url)) as calls:
         calls.registry("ConfigureTopicSchema", request, topic)
+
+
+def test_a_policy_that_no_broker_knows_is_refused(own: DanubeBroker) -> None:
+    DanubeRegistry(DanubeConfig(url=own.url)).register_schema("orders", WireSchema("json_schema", '{"type": "object"}'))
+    with pytest.raises(ConfigError, match="Invalid validation policy"):
+        validated(own, TOPIC, "odd")
 
 
 @pytest.mark.parametrize("policy", ["warn", "enforce"])

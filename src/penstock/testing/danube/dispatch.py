@@ -31,6 +31,8 @@ class Consumer:
         self.away = 0
         """Beats without a stream; of KEY_SHARED only."""
         self.queue: asyncio.Queue[StreamMessage] = asyncio.Queue()
+        self.returned: list[StreamMessage] = []
+        """Taken from the queue for a stream that ended before it could send them."""
         self.session = 0
         """Counts streams: an earlier one ends when a later one begins."""
         self.taken_over = asyncio.Event()
@@ -165,6 +167,8 @@ class Subscription:
             if delivery.state == "sent" and now >= delivery.until:
                 self._fail(delivery, "ack timeout", 0)
         self.pump()
+        if self.options.stalls_by_key and self.kind == KEY_SHARED and any(each.active for each in self.consumers):
+            self.stalled = bool(self.in_flight)
 
     def pump(self) -> None:
         """Hand out what may be handed out now: what is due again, and what is new."""
@@ -191,7 +195,7 @@ class Subscription:
                 self.next += 1
                 self._done(self.next - 1)  # nobody asked for this key
                 continue
-            if self._target(message) is None:
+            if self._target(message, looking=True) is None:
                 break
             if self.kind == KEY_SHARED and any(_key(each.message) == key for each in self.in_flight.values()):
                 break  # the message before it with this key is not acknowledged
@@ -219,13 +223,14 @@ class Subscription:
         self.attempts[offset] = self.attempts.get(offset, 0) + 1
         consumer.queue.put_nowait(delivery.message)
 
-    def _target(self, message: Any) -> Consumer | None:
+    def _target(self, message: Any, looking: bool = False) -> Consumer | None:
+        """Who gets a message now; only a look takes no turn."""
         able = [each for each in self.consumers if each.active]
         if self.kind == KEY_SHARED:
             able = [each for each in able if each.wants(_key(message))]
             return able[fnv1a(_key(message)) % len(able)] if able else None
         if self.kind == SHARED and able:
-            self._turn += 1
+            self._turn += not looking
             return able[self._turn % len(able)]
         first = self.consumers[:1]  # also of FAILOVER: nobody takes the place of one that is gone
         return first[0] if first and first[0].active else None

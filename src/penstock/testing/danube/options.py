@@ -30,6 +30,12 @@ class Options:
     """So many unread messages are kept for a subscription that began since the broker started; nothing tells of the others."""
     keeps_log: bool = False
     """False: a restart loses the messages and offsets begin again, as seen on a real one. True: the log comes back."""
+    stalls_by_key: bool = False
+    """
+    A subscription of KEY_SHARED that waits for an acknowledgement at a heartbeat does nothing until the next message is sent.
+
+    A real one (0.15.1) does; its heartbeat comes after half a second, which tests shorten to less than an acknowledgement takes.
+    """
     loose_messages: int = 8
     """Of a topic that is not reliable so many wait for a consumer; what comes then is dropped."""
     auto_create: bool = True

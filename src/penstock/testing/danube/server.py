@@ -21,6 +21,9 @@ from penstock.testing.danube.topics import Topics, is_name
 
 Code = grpc.StatusCode
 
+MAX_BYTES = 4 * 1024 * 1024
+"""The largest call that a real one takes, which answers it in words of its own."""
+
 
 class Broker(
     services.ProducerServiceServicer,  # type: ignore[misc]
@@ -102,11 +105,18 @@ class Broker(
         )
 
     async def SendMessage(self, request: Any, context: Any) -> Any:
+        named = request.msg_id.topic_name
+        if self.topics.find(named) is None:
+            what = f"Unable to publish the message: Topic {named} not found in registry"
+            await context.abort(Code.PERMISSION_DENIED, what)
         topic = self.topics.of_producer(request.msg_id.producer_id)
-        if topic is None or topic.name != request.msg_id.topic_name:
+        if topic is None or topic.name != named:
             what = f"The producer with id {request.msg_id.producer_id} does not exist"
             await context.abort(Code.NOT_FOUND, what)
             return None
+        if (size := request.ByteSize()) > MAX_BYTES:
+            what = f"Error, decoded message length too large: found {size} bytes, the limit is: {MAX_BYTES} bytes"
+            await context.abort(Code.OUT_OF_RANGE, what)
         if why := self._subjects.refusal(topic.name, request):
             await context.abort(Code.PERMISSION_DENIED, f"Unable to publish the message: {why}")
         topic.publish(request, self.topics)
@@ -259,14 +269,21 @@ def _refusing(method: str, code: Any, what: str, handler: Any = None) -> Any:
 
 async def _next(consumer: Consumer, over: asyncio.Event, broken: asyncio.Event) -> Any:
     """The next message of a consumer; None when its stream has to end."""
-    if not consumer.queue.empty() and not over.is_set() and not broken.is_set():
+    if over.is_set() or broken.is_set():
+        return None
+    if consumer.returned:
+        return consumer.returned.pop(0)
+    if not consumer.queue.empty():
         return consumer.queue.get_nowait()
     waits = [asyncio.ensure_future(each) for each in (consumer.queue.get(), over.wait(), broken.wait())]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        if waits[0].done() and not waits[0].cancelled():
-            return waits[0].result()
-        return None
+        if not waits[0].done() or waits[0].cancelled():
+            return None
+        if over.is_set() or broken.is_set():
+            consumer.returned.append(waits[0].result())  # the stream that takes its place sends it
+            return None
+        return waits[0].result()
     finally:
         for each in waits:
             each.cancel()
@@ -286,7 +303,9 @@ async def serve(port: int, directory: Path, options: Options) -> None:
     scheme = "https" if options.certificate else "http"
     broker = Broker(f"{scheme}://127.0.0.1:{port}", options, topics, subjects)
     gate = Gate(options)
-    server = grpc.aio.server(interceptors=[gate], options=[("grpc.so_reuseport", 1)])
+    server = grpc.aio.server(
+        interceptors=[gate], options=[("grpc.so_reuseport", 1), ("grpc.max_receive_message_length", -1)]
+    )
     services.add_ProducerServiceServicer_to_server(broker, server)
     services.add_ConsumerServiceServicer_to_server(broker, server)
     services.add_DiscoveryServicer_to_server(broker, server)

@@ -103,6 +103,8 @@ class Subjects(SchemaRegistryServicer):  # type: ignore[misc]
             await context.abort(grpc.StatusCode.INTERNAL, "Failed to check compatibility: no such subject")
             return None
         mode = request.compatibility_mode if request.HasField("compatibility_mode") else known["mode"]
+        if wrong := _invalid(TYPES[request.schema_type], request.new_schema_definition.decode()):
+            await context.abort(grpc.StatusCode.INTERNAL, f"Failed to check compatibility: {wrong}")
         problems = _problems(known, TYPES[request.schema_type], request.new_schema_definition.decode(), mode)
         return messages.CheckCompatibilityResponse(is_compatible=not problems, errors=problems)
 
@@ -120,6 +122,9 @@ class Subjects(SchemaRegistryServicer):  # type: ignore[misc]
         await self._known(request.schema_subject, context, "Schema subject not found in registry")
         if self._topics.find(request.topic_name) is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"Topic {request.topic_name} not found")
+        if request.validation_policy not in ("none", "warn", "enforce"):
+            what = f"Invalid validation policy: {request.validation_policy!r}"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, what)
         self._topics.facts(request.topic_name).update(
             subject=request.schema_subject, policy=request.validation_policy, payload=request.enable_payload_validation
         )

@@ -31,7 +31,7 @@ class Topic:
 
     def publish(self, message: Any, topics: Topics) -> None:
         message.msg_id.topic_name = self.name
-        message.msg_id.topic_offset = len(self.log)
+        message.msg_id.topic_offset = len(self.log) if self.reliable else 0  # as the real one, which keeps none of them
         self.log.append(message)
         if self.reliable and self._file is not None:
             data = message.SerializeToString()

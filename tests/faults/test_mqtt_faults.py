@@ -97,6 +97,18 @@ def test_a_broker_that_is_restarted_is_joined_again(topic: str, tmp_path: Path, 
         assert run.ids() == Counter(range(300))
 
 
+def test_topics_that_share_a_table_do_not_keep_the_next_run_from_starting(
+    topic: str, tmp_path: Path, broker: Mosquitto
+) -> None:
+    run = pipeline(tmp_path, broker.url, topic)
+    for start in (0, 20):
+        with peer(broker) as sender:
+            sender.publish_all(f"{topic}/a", numbered(10, start))
+            sender.publish_all(f"{topic}/b", numbered(10, start + 10))
+        run.drain()
+    assert run.ids() == Counter(range(40))
+
+
 def test_a_session_that_another_client_takes_over_is_taken_back(topic: str, tmp_path: Path, broker: Mosquitto) -> None:
     run = pipeline(tmp_path, broker.url, topic)
     running = run.start()

@@ -303,8 +303,17 @@ def stream_problems(pipeline: Pipeline, streams: Mapping[str, Iterable[str]]) ->
             key, place = _target_of(pipeline.sinks[sink], sink, topic)
             mine = (source, stream, topic, sink)
             first = targets.setdefault(key, mine)
-            if first != mine:
+            are_messages = all(_is_pushed(pipeline, streams, each[0], each[1]) for each in (first, mine))
+            if first != mine and not (first[2:] == mine[2:] and are_messages):
                 yield _meeting(first, mine, place)
+
+
+def _is_pushed(pipeline: Pipeline, streams: Mapping[str, Iterable[str]], source: str, stream: str) -> bool:
+    """True for messages of a stream that nobody knew before it came, such as a broker's topic: a topic takes all of them."""
+    known = streams[source]
+    if not isinstance(pipeline.sources[source], StreamingSource | PollingSource) or not isinstance(known, Mapping):
+        return False
+    return is_envelope(known[stream])
 
 
 def _circles(pipeline: Pipeline, source: str, stream: str) -> Iterator[Problem]:

@@ -159,7 +159,8 @@ def test_a_delta_sink_becomes_sources_by_subscription_sql_and_a_table_each(tmp_p
     assert (source.topics, source.expected_schema_subject) == (["/shop/orders", "/shop/refunds"], "orders-v1")
     assert [sink.config.path for sink in found.sinks.values()] == ["s3://bucket/orders", "s3://bucket/refunds"]
     first, second = (each["sql"] for each in tomllib.loads(made.read_text())["routes"])
-    assert "from_json(`value`, '`id` STRING, `customer` STRUCT<`name`: STRING>', map('mode', 'FAILFAST'))" in first
+    assert "from_json(`value`, '`id` STRING, `customer` STRUCT<`name`: STRING>, `_not_json` STRING', map(" in first
+    assert "assert_true(`json`.`_not_json` IS NULL" in first
     assert "coalesce(CAST(`json`.`id` AS BIGINT), raise_error('id is null')) AS `order_id`" in first
     assert "`json`.`customer`.`name` AS `name`" in first
     assert "AS `_danube_metadata`" in first

@@ -22,6 +22,9 @@ TYPES = {
 }  # fmt: skip
 """Column types of the Delta sink there, as Spark's SQL names them: those of the tables that it made."""
 
+CORRUPT = "_not_json"
+"""The member in which Spark keeps a payload that is no JSON."""
+
 PLAIN = ("string", "bytes", "number")
 """Schema types without a text: only their subject is known to the registry."""
 
@@ -352,9 +355,12 @@ def _select(fields: Sequence[Table], with_metadata: bool) -> str:
         said = "'topic', `_stream`, 'timestamp', unix_millis(`_timestamp`), 'timestamp_iso', `_timestamp`"
         columns.append(f"    to_json(named_struct({said})) AS `_danube_metadata`")
         beside = ", `_stream`, `_timestamp`"
-    read = f"from_json(`value`, {_text(_members(shape, ' '))}, map('mode', 'FAILFAST'))"
+    # Not FAILFAST: what that raises of a payload that is no JSON is not known as an error of its row, and stops the run.
+    kept = f"{_members(shape, ' ')}, {_quoted(CORRUPT)} STRING"
+    read = f"from_json(`value`, {_text(kept)}, map('columnNameOfCorruptRecord', {_text(CORRUPT)}))"
     listed = ",\n".join(columns)
-    return f"SELECT\n{listed}\nFROM (SELECT {read} AS `json`{beside} FROM input)\n"
+    is_whole = f"assert_true(`json`.{_quoted(CORRUPT)} IS NULL, 'the payload is no JSON object') IS NULL"
+    return f"SELECT\n{listed}\nFROM (SELECT {read} AS `json`{beside} FROM input)\nWHERE {is_whole}\n"
 
 
 def _members(shape: Table, mark: str) -> str:

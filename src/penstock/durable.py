@@ -35,6 +35,12 @@ def fsync(*paths: str | os.PathLike[str]) -> None:
             _sync(path)
 
 
+def fsync_file(path: str | os.PathLike[str]) -> None:
+    """Sync one file or directory and nothing else; `fsync` is what makes a file durable."""
+    with disk_errors(path):
+        _sync(path)
+
+
 def make_directory(path: Path, *, private: bool = False) -> None:
     """Make a directory and its parents, each entry synced in the directory above it; `private`: for this user alone."""
     with disk_errors(path):

@@ -165,6 +165,11 @@ class SinkConnectorCapabilities:
         return " ".join(flag.name for flag in fields(self) if getattr(self, flag.name)) or "none"
 
 
+def has_second_stage(sink: SinkConnector[Any, Any]) -> bool:
+    """True if commits of the sink may need work first."""
+    return isinstance(sink, TopicSink) and sink.needs_apply and sink.__class__.plan_apply is not TopicSink.plan_apply
+
+
 def is_committed(marker: CommittedEpoch | None, epoch: Epoch) -> bool:
     """
     True when the target already holds `epoch`; `Fenced` when the marker is of a run that this one does not follow.

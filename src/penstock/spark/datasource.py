@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import (
     DataSource,
@@ -14,13 +14,11 @@ from pyspark.sql.datasource import (
 )
 
 from penstock.errors import ConfigError
-from penstock.source import RangeSource
-from penstock.spark.journaled import JournaledReader
-from penstock.spark.reader import BatchReader, RememberingReader, StreamReader, described, source_of
-from penstock.spark.sql import spark_schema
-from penstock.spark.versions import arrow_schema, has_read_limits
-from penstock.spark.writer import BatchWriter, Output, StreamWriter
-from penstock.tables import TableSource
+
+if TYPE_CHECKING:
+    from penstock.spark.reader import StreamReader
+
+# Spark starts a process for each question, two of them with every batch that is written: each imports only what it needs.
 
 
 class PenstockDataSource(DataSource):  # type: ignore[misc]
@@ -37,11 +35,19 @@ class PenstockDataSource(DataSource):  # type: ignore[misc]
         return "penstock"
 
     def schema(self) -> Any:
+        from penstock.spark.reader import described, source_of
+        from penstock.spark.sql import spark_schema
+
         source, own = source_of(dict(self.options))
         self._stream, schema = described(source, own.get("stream", ""))
         return spark_schema(schema, self._stream)
 
     def reader(self, schema: Any) -> DataSourceReader:
+        from penstock.source import RangeSource
+        from penstock.spark.reader import BatchReader, source_of
+        from penstock.spark.versions import arrow_schema
+        from penstock.tables import TableSource
+
         source, _ = source_of(dict(self.options))
         if not isinstance(source, RangeSource) or isinstance(source, TableSource):
             raise ConfigError(
@@ -52,6 +58,12 @@ class PenstockDataSource(DataSource):  # type: ignore[misc]
         return BatchReader(source, self._known_stream(), arrow_schema(schema))
 
     def streamReader(self, schema: Any) -> DataSourceStreamReader:
+        from penstock.source import RangeSource
+        from penstock.spark.journaled import JournaledReader
+        from penstock.spark.reader import RememberingReader, StreamReader, source_of
+        from penstock.spark.versions import arrow_schema, has_read_limits
+        from penstock.tables import TableSource
+
         source, own = source_of(dict(self.options))
         stream, columns = self._known_stream(), arrow_schema(schema)
         state_dir = Path(own["state_dir"]) if "state_dir" in own else None
@@ -91,7 +103,11 @@ class PenstockDataSource(DataSource):  # type: ignore[misc]
         return self._stream
 
     def writer(self, schema: Any, overwrite: bool) -> DataSourceWriter:
+        from penstock.spark.writer import BatchWriter, Output
+
         return BatchWriter(Output(dict(self.options), schema, overwrite))
 
     def streamWriter(self, schema: Any, overwrite: bool) -> DataSourceStreamWriter:
+        from penstock.spark.writer import Output, StreamWriter
+
         return StreamWriter(Output(dict(self.options), schema, overwrite))

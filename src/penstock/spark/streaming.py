@@ -13,6 +13,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from penstock import durable
 from penstock.errors import ConfigError
 from penstock.pipeline.routing import Target
 from penstock.runtime.job import TaskResult
+
+SYNCS = 16
+"""Files that are synced at once."""
 
 SEEDS = pa.schema([("group", pa.int32()), ("job", pa.binary())])
 SEEDS_DDL = "`group` INT, job BINARY"
@@ -101,7 +105,12 @@ class Kept:
     def sync(self, since: float) -> None:
         """Spark does not sync what it writes: after a power cut the state must be there with the epoch that needs it."""
         files = [file for file in self.checkpoint.rglob("*") if file.is_file() and file.stat().st_mtime >= since - 1]
-        durable.fsync(*files)
+        directories = sorted({file.parent for file in files}, reverse=True)
+        with ThreadPoolExecutor(
+            SYNCS, "penstock-sync"
+        ) as pool:  # the disk makes those durable together that ask together
+            list(pool.map(durable.fsync_file, files))
+            list(pool.map(durable.fsync_file, directories))
 
 
 @dataclass(frozen=True)

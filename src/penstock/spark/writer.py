@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from pyspark.sql import datasource
@@ -23,12 +23,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamWriter
 
 from penstock import failpoints
 from penstock.errors import ConfigError, FatalError, PlanStale, RetryableError, StagingLost
-from penstock.pipeline.options import Processing
-from penstock.pipeline.routing import Route, Router, Target
-from penstock.runtime.epochs.commit import has_second_stage
-from penstock.runtime.job import ApplyJob, Job
 from penstock.runtime.retry import Backoff
-from penstock.runtime.writing import Writer
 from penstock.sink import (
     PLANS,
     Applied,
@@ -38,10 +33,14 @@ from penstock.sink import (
     SinkConnector,
     Task,
     TopicSink,
+    has_second_stage,
     is_committed,
 )
 from penstock.spark.given import connector_of
 from penstock.spark.versions import arrow_schema
+
+if TYPE_CHECKING:
+    from penstock.runtime.job import ApplyJob
 
 OWN = ("topic", "pipeline", "epoch", "delivery")
 """Options of the writer itself; all others are the sink's."""
@@ -49,6 +48,15 @@ OWN = ("topic", "pipeline", "epoch", "delivery")
 _SINK = "sink"
 
 _log = logging.getLogger("penstock.spark")
+
+
+@dataclass(frozen=True)
+class _Patience:
+    """How often a commit is tried again before the query fails; Spark then repeats the batch."""
+
+    retry_backoff_ms: int = 100
+    max_backoff_ms: int = 30_000
+    max_retries: int = 6
 
 
 @dataclass
@@ -102,6 +110,10 @@ class Output:
         """Task: write the rows and stage them."""
         from pyspark import TaskContext
 
+        from penstock.pipeline.routing import Route, Router, Target
+        from penstock.runtime.job import Job
+        from penstock.runtime.writing import Writer
+
         context = TaskContext.get()
         router = Router((Route(to=self.topic),), (_SINK,))
         target = Target(self.topic, (_SINK,), router.routes[0])
@@ -129,7 +141,7 @@ class Output:
         if not receipts:
             return
         epoch = staged[0].epoch
-        backoff = Backoff(Processing(max_retries=6))
+        backoff = Backoff(_Patience())
         while True:
             try:
                 with self._opened():
@@ -163,6 +175,8 @@ class Output:
             if not work:
                 sink.commit_topic(epoch, topic, receipts, {})
                 return
+            from penstock.runtime.job import ApplyJob
+
             applied = self.apply(ApplyJob(own, {_SINK: sink}, [(_SINK, each) for each in work]))
             try:
                 failpoints.hit("apply.after")

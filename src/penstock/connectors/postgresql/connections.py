@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 import psycopg
 import pyarrow as pa
-from adbc_driver_manager import dbapi as adbc_dbapi
-from adbc_driver_postgresql import dbapi as adbc
+from adbc_driver_manager import Error as ArrowError
 from psycopg.pq import PGconn, Ping, TransactionStatus
 
 from penstock.connectors.postgresql.config import PostgresConfig
@@ -96,6 +95,8 @@ def _whose(config: PostgresConfig) -> tuple[int, bytes]:
 
 def connect_arrow(config: PostgresConfig, **settings: str) -> Any:
     """A connection that answers in Arrow, in autocommit; for rows."""
+    from adbc_driver_postgresql import dbapi as adbc  # 0.3 s, which who only commits need not wait for
+
     with errors("cannot connect to PostgreSQL"):
         connection = make(config.conninfo(), lambda conninfo: adbc.connect(conninfo, autocommit=True))
         with _closing_on_error(connection):
@@ -121,7 +122,7 @@ def make(conninfo: str, connecting: Callable[[str], T]) -> T:
         began = time.monotonic()
         try:
             return connecting(conninfo)
-        except (psycopg.OperationalError, adbc_dbapi.Error) as error:
+        except (psycopg.OperationalError, ArrowError) as error:
             text = str(error).strip().partition("\n")[0]
             if is_refusal(text) or time.monotonic() - began > PINGED_SECS:
                 raise

@@ -30,6 +30,7 @@ from penstock.sink import (
     Topic,
     TopicSink,
     Work,
+    has_second_stage,
     is_committed,
 )
 
@@ -287,11 +288,6 @@ class Commits:
             **more,
         }
         return end
-
-
-def has_second_stage(sink: SinkConnector[Any, Any]) -> bool:
-    """True if commits of the sink may need work first."""
-    return isinstance(sink, TopicSink) and sink.needs_apply and sink.__class__.plan_apply is not TopicSink.plan_apply
 
 
 def publishes_in_parts(sink: SinkConnector[Any, Any]) -> bool:

@@ -12,7 +12,7 @@ from uuid import uuid4
 from penstock import failpoints
 from penstock.errors import ConnectorError, RangeGone, StagingLost
 from penstock.pipeline.routing import Router
-from penstock.runtime.epochs.commit import THREADS, Commits, has_second_stage
+from penstock.runtime.epochs.commit import THREADS, Commits
 from penstock.runtime.epochs.contexts import Contexts
 from penstock.runtime.epochs.lost_state import Markers, OnLost
 from penstock.runtime.epochs.manifest import Manifest, Range
@@ -23,7 +23,7 @@ from penstock.runtime.epochs.sweep import Sweeper
 from penstock.runtime.epochs.tries import Tries
 from penstock.runtime.epochs.wiring import Pair, Wiring
 from penstock.runtime.job import Bad, Engine
-from penstock.sink import SinkConnector, Topic, WriteResult
+from penstock.sink import SinkConnector, Topic, WriteResult, has_second_stage
 from penstock.source import RangeSource, ReadLimit
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 
 from penstock.errors import RetryableError
-from penstock.runtime.epochs.commit import has_second_stage
 from penstock.runtime.epochs.manifest import Manifest
 from penstock.runtime.epochs.state import State
 from penstock.runtime.epochs.wiring import Wiring
-from penstock.sink import TopicSink
+from penstock.sink import TopicSink, has_second_stage
 
 SWEEP_AFTER_SECS = 30.0
 """How long after a crash its tasks may still write: an executor notices within seconds that its driver is gone."""

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.epochs.commit import has_second_stage
-from penstock.sink import SinkConnector, Topic, TopicSink
+from penstock.sink import SinkConnector, Topic, TopicSink, has_second_stage
 from penstock.testing.crash.applying import SecondStageCrashes
 from penstock.testing.crash.scenarios import (
     failing,

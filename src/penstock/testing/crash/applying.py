@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.epochs.commit import has_second_stage, publishes_in_parts
-from penstock.sink import SinkConnector
+from penstock.runtime.epochs.commit import publishes_in_parts
+from penstock.sink import SinkConnector, has_second_stage
 from penstock.testing.crash.scenarios import outlive
 from penstock.testing.crash.stage import Run, Stage, kill_at
 from penstock.testing.engine import Killed

@@ -13,12 +13,12 @@ import pytest
 
 from penstock.durable import canonical
 from penstock.errors import PlanStale
-from penstock.runtime.epochs.commit import has_second_stage
 from penstock.sink import (
     Applied,
     Epoch,
     Receipt,
     Task,
+    has_second_stage,
 )
 from penstock.testing.crash.stage import is_hidden
 from penstock.testing.sinks.steps import (

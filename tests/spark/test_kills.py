@@ -14,8 +14,11 @@ from pathlib import Path
 import psutil
 import pyarrow.parquet as pq
 import pytest
+from py4j.protocol import Py4JError
 
 from penstock.connectors.files.sink import read_published
+from penstock.errors import FatalError
+from penstock.spark.failures import driver_errors
 
 KILLS = 3
 ROWS = 5_000 * KILLS
@@ -81,6 +84,19 @@ def test_a_jvm_that_is_killed_ends_the_run_with_a_clear_word_and_a_killed_driver
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(read_published(tmp_path / "lake" / "rows")["id"].to_pylist()) == list(range(9000))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "org.apache.spark.SparkException: Job 3 cancelled because SparkContext was shut down",
+        "java.lang.IllegalStateException: SparkContext has been shutdown",
+        "java.lang.IllegalStateException: Cannot call methods on a stopped SparkContext.",
+    ],
+)
+def test_a_jvm_that_was_told_to_end_is_known_by_what_it_says(said: str) -> None:
+    with pytest.raises(FatalError, match="PEN-5014"), driver_errors():
+        raise Py4JError(f"An error occurred while calling o1.collect. Trace:\n{said}")
 
 
 @pytest.mark.parametrize("to_all", [False, True], ids=["its group", "all of its processes"])

@@ -54,6 +54,9 @@ def test_an_aggregate_goes_on_from_epoch_to_epoch_and_from_run_to_run(build: Any
     assert build(route, rows=60).run(spark=spark, drain=True).epochs == 1
     assert build(route).run(spark=spark, drain=True).rows_in == 60
     assert updates(tmp_path) == EXPECTED
+    kept = [file for file in (tmp_path / "state" / "streaming").rglob("*") if file.is_file()]
+    assert kept
+    assert {file.stat().st_mode & 0o777 for file in kept} == {0o600}
 
 
 def test_only_the_columns_that_a_query_uses_are_handed_to_it(

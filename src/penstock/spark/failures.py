@@ -77,11 +77,15 @@ def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+_ENDING = ("SparkContext was shut down", "SparkContext has been shutdown", "on a stopped SparkContext")
+"""What a JVM says that was asked to end, of a job that runs, that is handed in, and of what comes later."""
+
+
 def _is_gone(error: Exception) -> bool:
     """Whether the JVM did not answer, which tells of other errors with a trace, or is about to end."""
     from py4j.protocol import Py4JError, Py4JNetworkError
 
-    if isinstance(error, Py4JNetworkError | ConnectionError) or "SparkContext was shut down" in str(error):
+    if isinstance(error, Py4JNetworkError | ConnectionError) or any(sign in str(error) for sign in _ENDING):
         return True
     return type(error) is Py4JError and "Trace:" not in str(error)
 

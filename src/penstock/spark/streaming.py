@@ -9,6 +9,7 @@ log of commits, Spark runs it once more, from the state before it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
@@ -103,8 +104,14 @@ class Kept:
             old.unlink()
 
     def sync(self, since: float) -> None:
-        """Spark does not sync what it writes: after a power cut the state must be there with the epoch that needs it."""
-        files = [file for file in self.checkpoint.rglob("*") if file.is_file() and file.stat().st_mtime >= since - 1]
+        """
+        Spark does not sync what it writes, and lets everybody read it. After a power cut the state must be there with the epoch
+        that needs it.
+        """
+        files = [file for file in self.directory.rglob("*") if file.is_file() and file.stat().st_mtime >= since - 1]
+        for file in files:
+            with contextlib.suppress(PermissionError, FileNotFoundError):  # of an executor; of the past
+                file.chmod(0o600)
         directories = sorted({file.parent for file in files}, reverse=True)
         with ThreadPoolExecutor(
             SYNCS, "penstock-sync"

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from urllib.parse import quote
 
@@ -94,7 +93,6 @@ def _lists(root: Place, epoch: Epoch, stem: str, only: Topic) -> list[Place]:
     return [directory / name for name in found if name.startswith(stem) and name.endswith(end)]
 
 
-@lru_cache(64)
 def _directory(root: Place, pipeline: str) -> Place:
     return root / HIDDEN / ".begun" / quote(pipeline, safe="")
 

@@ -64,11 +64,12 @@ function question(title, text, field) {
   by("ask-text").textContent = text;
   by("ask-field").hidden = !field;
   by("ask-input").value = "";
-  const dialog = by("ask");
-  dialog.returnValue = "no";
-  dialog.showModal();
-  return new Promise((done) => dialog.addEventListener("close", () => done(dialog.returnValue === "yes"), { once: true }));
+  by("ask").showModal();
+  return new Promise((done) => { answered = done; });
 }
+let answered = () => {}; // not by the event "close", which comes late: it would answer a question that was asked meanwhile
+by("ask").addEventListener("click", (event) => { const button = event.target.closest("button"); if (button) answered(button.value === "yes"); });
+by("ask").addEventListener("cancel", () => answered(false));
 by("ask").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && event.target === by("ask-input")) { event.preventDefault(); by("ask-yes").click(); }
 });

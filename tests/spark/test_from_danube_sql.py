@@ -47,10 +47,12 @@ def sql(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def rows(spark: Any, sql: str, *payloads: str) -> list[dict[str, Any]]:
-    session = spark.newSession()
     values = [(payload, "/shop/orders", NOON) for payload in payloads]
-    session.createDataFrame(values, "value string, _stream string, _timestamp timestamp").createTempView("input")
-    return [row.asDict() for row in session.sql(sql).collect()]
+    spark.createDataFrame(values, "value string, _stream string, _timestamp timestamp").createTempView("input")
+    try:
+        return [row.asDict() for row in spark.sql(sql).collect()]
+    finally:
+        spark.catalog.dropTempView("input")
 
 
 def test_members_become_columns_and_what_is_not_there_is_null(spark: Any, sql: str) -> None:

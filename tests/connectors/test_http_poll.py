@@ -23,12 +23,12 @@ from pydantic import ValidationError
 
 from connectors.receiver import Asked, Receiver, receiving
 from connectors.webhooks import journaled
-from penstock.connectors.http_client import pause_of
+from penstock.connectors.http_client import client, pause_of
 from penstock.connectors.http_poll import HttpPoll, HttpPollConfig
 from penstock.connectors.http_poll import known as known_module
 from penstock.connectors.http_poll.known import MOST_LINES, Known
 from penstock.durable import disk_errors
-from penstock.errors import NOT_READY, FatalError, RetryableError
+from penstock.errors import NOT_READY, ConfigError, FatalError, RetryableError
 from penstock.pipeline import Pipeline
 from penstock.pipeline.options import Processing
 from penstock.runtime import supervisor
@@ -779,3 +779,9 @@ def test_check_asks_for_a_page_and_says_what_a_run_would_meet():
     assert [finding.ok for finding in found["records"]] == [False]
     assert "PEN-2001" in away.what
     assert away.fix == "check `url`, and that the server runs"
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "https://api.example.com:99999/v1", "api.example.com/v1"])
+def test_what_is_no_address_is_refused_at_once(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"PEN-1003 `url` = .* is no address of the web"):
+        client(HttpPollConfig(url=url, stream="s"))

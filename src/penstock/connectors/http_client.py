@@ -11,6 +11,7 @@ import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 import httpx
 from pydantic import Field, PositiveFloat, field_validator
@@ -123,9 +124,17 @@ class HttpConfig(Config):
         return url
 
 
+def _is_address(url: str) -> bool:
+    try:
+        urlsplit(url).port  # noqa: B018 - which raises for brackets without an end, and for ports that there are not
+    except ValueError:
+        return False
+    return url.startswith(("http://", "https://"))
+
+
 def client(config: HttpConfig, connections: int = 1) -> httpx.Client:
     """A client for the API; it connects when it is first used."""
-    if not config.url.startswith(("http://", "https://")):
+    if not _is_address(config.url):
         raise ConfigError(f"`url` = {config.url!r} is no address of the web", code="PEN-1003", hint="write https://…")
     return httpx.Client(
         auth=_auth(config.auth),

@@ -38,10 +38,10 @@ from penstock.store import Place
 if TYPE_CHECKING:
     from penstock.connectors.delta.commit import DeltaTarget
 
-PART_ROWS = 250_000
-"""Rows that are written again after one epoch, which takes about 0.2 s. Smaller parts would come after nearly every epoch."""
+PART_ROWS = 500_000
+"""Rows that are written again after one epoch, which takes about 0.4 s. Smaller parts would come after every other epoch."""
 
-PART_BYTES = 8 << 20
+PART_BYTES = 16 << 20
 """Most bytes of them, as they are in the file: rows may be wide."""
 
 FEWEST_PARTS = 10
